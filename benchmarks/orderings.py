@@ -26,11 +26,10 @@ from libra.facts import (
     WorkerWithdrawn,
 )  # fmt: skip
 from libra.policy import CMLFQ, Fifo, Mlfq
-from libra.policy.attained_service import PATIENCE
 from libra.policy.cmlfq import Objective
-from libra.policy.forecast import Forecast
-from libra.policy.snapshots import Saved
-from libra.policy.trajectory_table import NUM_CLASSES, TrajectoryStats, length_class
+from libra.policy.forecast import Forecast, Forecaster
+from libra.policy.saved import Saved
+from libra.policy.trajectory_table import NUM_CLASSES, PATIENCE, TrajectoryStats, length_class
 from libra.types import Phase, ToolStatus
 
 
@@ -251,18 +250,12 @@ class SeerOrder(Saved):
     """
 
     name: ClassVar[str] = "seer"
-    SAVED = {
-        "_members": dict[str, dict[str, int]], "_probe": dict[str, str], "_longest": dict[str, int],
-        "_group": dict[str, str], "_iteration": dict[str, int], "_arrival": dict[str, int],
-    }  # fmt: skip
-
-    def __init__(self) -> None:
-        self._members: dict[str, dict[str, int]] = {}  # of each group, in order of arrival: tokens generated
-        self._probe: dict[str, str] = {}
-        self._longest: dict[str, int] = {}  # of its members that have ended
-        self._group: dict[str, str] = {}
-        self._iteration: dict[str, int] = {}
-        self._arrival: dict[str, int] = {}
+    _members: dict[str, dict[str, int]]  # of each group, in order of arrival: tokens generated
+    _probe: dict[str, str]
+    _longest: dict[str, int]  # of its members that have ended
+    _group: dict[str, str]
+    _iteration: dict[str, int]
+    _arrival: dict[str, int]
 
     def handle(self, event: Fact) -> tuple[SetPriority, ...]:
         match event:
@@ -298,7 +291,7 @@ OUTRUN_FRAC = 0.1
 """Forecast for a trajectory longer than its given length: this share of what it has generated."""
 
 
-class KnownLengths:
+class KnownLengths(Forecaster):
     """Forecasts from lengths given beforehand, exact or of a given accuracy.
 
     Total generated tokens by key, known from the start; a key that was not given has forecast 0 with skill 0.
@@ -319,9 +312,6 @@ class KnownLengths:
                     self._generated[key] += tokens
             case TrajectoryEnded(key=key):
                 self._generated.pop(key, None)
-
-    def learn(self) -> None:
-        """No effect: there is nothing to learn."""
 
     def remaining(self, key: str) -> Forecast:
         """The remainder of the given length; KeyError for a trajectory that does not run."""

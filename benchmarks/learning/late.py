@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from benchmarks.learning.late_runs import PENDING, killed, learned
 from benchmarks.report import Figure, command_parser, emit, gap_se
-from libra.policy.late import age_weight, correction
+from libra.policy.late_rewards import age_weight, correction
 from libra.train.losses import ppo_loss
 
 DELAYS = (5, 20, 50)

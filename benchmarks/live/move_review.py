@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from libra.facts import HomeChanged, Line, QuantumDispatched, QuantumFinished, TrajectoryEnded
 from libra.policy.engine_loads import Loads
-from libra.policy.engine_state import SURE, Trajectory
+from libra.policy.engine_state import EXACT_NORM, Trajectory
 from libra.policy.engine_table import EngineTable
 from libra.types import Phase
 
@@ -53,7 +53,7 @@ class Moved:
 def moves(log: Iterable[Line]) -> tuple[list[Moved], int]:
     lines = list(log)
     generated, final = _lengths(lines)
-    table = EngineTable(SURE)
+    table = EngineTable(EXACT_NORM)
     loads = Loads(table)
     found: list[Moved] = []
     done: dict[str, int] = {}

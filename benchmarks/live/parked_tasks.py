@@ -29,7 +29,7 @@ from libra import keys
 from libra.cluster.settings import DASK_SETTINGS
 from libra.facts import EngineJoined, EngineKindFields, QuantumFinished
 from libra.policy import leaves_slot
-from libra.scheduler import LibraPlugin, RunRegistration, dask_internals
+from libra.scheduler import LibraPlugin, RunRegistration, scheduler_internals
 from libra.types import Phase
 from libra.worker.context import FactSender
 from libra.worker.dask_worker import priority_here
@@ -152,7 +152,7 @@ class BareLoop(SchedulerPlugin):
             self._free[at] += 1
             self._kick()
             if (ts := self._scheduler.tasks.get(key)) is not None:
-                dask_internals.park(ts)
+                scheduler_internals.park(ts)
         if finish == "no-worker":
             self._waiting[self._phase.get(key, str(Phase.ROLLOUT))].append(key)
 
@@ -169,8 +169,8 @@ class BareLoop(SchedulerPlugin):
                 key = waiting.popleft()
                 self._free[phase, worker] -= 1
                 self._at[key] = phase, worker
-                releases.append(dask_internals.Release(key, {phase: 1}, worker))
-        dask_internals.release(self._scheduler, releases, "bare")
+                releases.append(scheduler_internals.Release(key, {phase: 1}, worker))
+        scheduler_internals.release(self._scheduler, releases, "bare")
 
 
 @contextlib.asynccontextmanager

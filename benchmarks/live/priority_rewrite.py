@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks.live.parked_tasks import RUN, Stage, parked
 from benchmarks.report import Figure, command_parser, emit
 from libra.facts import Priority, QuantumFinished, SetPriority
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.store.event_log import read_events
 from libra.types import Phase
 
@@ -108,7 +108,7 @@ class Delays:
     """Milliseconds from each tool's return to the resulting priority; a context manager that patches the plugin."""
 
     def __init__(self, stage: Stage) -> None:
-        self._write = dask_internals.set_priority
+        self._write = scheduler_internals.set_priority
         self._handlers = stage.plugin._handlers
         self._finished = self._handlers[QuantumFinished]
         self._returned_s: dict[str, float] = {}
@@ -126,11 +126,11 @@ class Delays:
             if returned_s is not None:
                 self.ms.append(1e3 * (time.time() - returned_s))
 
-        self._handlers[QuantumFinished], dask_internals.set_priority = finished, write
+        self._handlers[QuantumFinished], scheduler_internals.set_priority = finished, write
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._handlers[QuantumFinished], dask_internals.set_priority = self._finished, self._write
+        self._handlers[QuantumFinished], scheduler_internals.set_priority = self._finished, self._write
 
 
 async def delays(options: argparse.Namespace, **how: float) -> Iterator[float]:

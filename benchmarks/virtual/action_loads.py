@@ -24,7 +24,9 @@ import numpy as np
 
 from libra.facts import Priority
 from libra.planner.agent_turns import read_agent_turns
-from libra.policy.leases import LeaseRequest, LeaseTable, Resources, Revoke, SpeedUp
+from libra.policy.leases.elastic import SpeedUp
+from libra.policy.leases.resources import LeaseRequest, Resources, Revoke
+from libra.policy.leases.table import LeaseTable
 from libra.sim.workload import tool_seconds
 from libra.types import NO_TOOL
 

@@ -43,7 +43,7 @@ from benchmarks.virtual.action_loads import (
 )  # fmt: skip
 from libra.errors import ConfigError
 from libra.planner.agent_turns import agent_turn_files
-from libra.policy.leases import SpeedUp
+from libra.policy.leases.elastic import SpeedUp
 
 CORES, TRAJECTORIES, FACTORS = 96, 256, (1.0, 2.0)
 LONGER = 1.05

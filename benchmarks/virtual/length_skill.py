@@ -41,7 +41,7 @@ LAST_TURN, PRIOR_ROWS = 100, 20.0
 """Turns from the first on share a mean; rows' worth of evidence that a turn is like all others."""
 
 
-class TurnIndex:
+class TurnIndex(Forecaster):
     """The mean remaining length after as many turns, shrunk towards the global mean."""
 
     prior_rows = PRIOR_ROWS
@@ -66,9 +66,6 @@ class TurnIndex:
                         row = np.array([1.0, left, math.log(left)])
                         self._turns[min(turn, LAST_TURN)] += row
                         self._all += row
-
-    def learn(self) -> None:
-        """Everything is learned when it comes."""
 
     def remaining(self, key: str) -> Forecast:
         rows, tokens, logs = self._all

@@ -1,7 +1,7 @@
 """`libra.deliver`: a reward that comes after its reward function returned `libra.Late`.
 
 Any process that sees the run directory may call it, also while the run is stopped. The value is flushed to
-the device before the call returns, and the next batch takes it (`libra.policy.late`).
+the device before the call returns, and the next batch takes it (`libra.policy.late_rewards`).
 """
 
 from __future__ import annotations

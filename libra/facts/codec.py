@@ -19,14 +19,12 @@ __all__ = [
     "SCHEMA", "STREAM_OP", "fields_of", "from_dict", "from_json", "known", "pack", "to_dict", "to_json", "unpack",
 ]  # fmt: skip
 
-SCHEMA = 5
-"""Layout of a line; a change that old code cannot read takes the next number."""
+SCHEMA = 5  # layout of a line; a change that old code cannot read takes the next number
 
 STREAM_OP = "libra-facts"
 """Name of messages with facts on the stream of a worker or a client to the scheduler."""
 
 ENVELOPE = ("schema", "run", "t_s")
-"""What a line has besides its fact."""
 
 
 class _Envelope(msgspec.Struct):
@@ -35,7 +33,7 @@ class _Envelope(msgspec.Struct):
 
 
 def _plain(value: Any) -> Any:
-    """A number or word of a derived type (numpy's, for one) as the plain one; TypeError for other types."""
+    """A number or word of a derived type (numpy's, for one) as the plain one."""
     if isinstance(value, np.generic):
         return value.item()
     for kind in (str, float, int):
@@ -50,7 +48,6 @@ _msgpack = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 @cache
 def known() -> dict[str, type[Fact]]:
-    """Every kind of fact by name."""
     return {name_of(kind): kind for kind in kinds()}
 
 
@@ -61,7 +58,7 @@ def _decoder() -> msgspec.msgpack.Decoder[tuple[Fact, ...]]:
 
 
 def pack(facts: Sequence[Fact]) -> bytes:
-    """Facts for another process; TypeError if a value has no form in msgpack. Half a surrogate pair in a text becomes ``?``."""
+    """Facts for another process; TypeError if a value has no form in msgpack."""
     try:
         return _msgpack(facts)
     except UnicodeEncodeError:
@@ -70,31 +67,28 @@ def pack(facts: Sequence[Fact]) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[Fact, ...]:
-    """What `pack` packed; `msgspec.DecodeError` for anything else."""
+    """Read what `pack` packed; `msgspec.DecodeError` for anything else."""
     return _decoder().decode(packed)
 
 
 def fields_of(fact: Fact) -> dict[str, Any]:
-    """The fields of a fact as plain values."""
     values: dict[str, Any] = msgspec.to_builtins(fact, enc_hook=_plain)
     del values["name"]
     return values
 
 
 def to_dict(line: Line) -> dict[str, Any]:
-    """A line as one flat dict, the envelope first."""
     return {"schema": SCHEMA, "name": line.fact.name, "run": line.run, "t_s": line.t_s} | fields_of(line.fact)
 
 
 @lru_cache(1024)
 def _head(kind: type[Fact], run: str) -> tuple[str, int]:
-    """The beginning of a line, up to its time; and where the fields begin in the JSON of a fact, after its name."""
     name = name_of(kind)
     return f'{{"schema":{SCHEMA},"name":"{name}","run":{_json(run).decode()},"t_s":', len(name) + len('{"name":"",')
 
 
 def to_json(line: Line) -> str:
-    """A line of JSON without its newline; StoreError if a value is NaN, infinite, or not JSON-able."""
+    """A line of JSON without its newline; StoreError for a value that JSON does not have."""
     run, t_s, fact = line
     try:
         body = _json(fact)
@@ -103,7 +97,7 @@ def to_json(line: Line) -> str:
         found = "" if isfinite(t_s) and b"null" not in body else _not_finite(to_dict(line))
         if not found:
             return f"{head}{t_s!r},{body[start:].decode()}"
-    except UnicodeEncodeError:  # half a surrogate pair, from a file name that is not UTF-8: only an ASCII escape has it
+    except UnicodeEncodeError:  # half a surrogate pair needs an ASCII escape
         return json.dumps(to_dict(line), separators=(",", ":"), allow_nan=False)
     except TypeError as error:
         raise StoreError(
@@ -113,7 +107,7 @@ def to_json(line: Line) -> str:
 
 
 def _not_finite(value: object, where: str = "") -> str:
-    """The first number within ``value`` that is NaN or infinite, with its place; empty if there is none."""
+    """The first number within ``value`` that is NaN or infinite, with its place; or ""."""
     if isinstance(value, float):
         return "" if isfinite(value) else f"{where} is {value}"
     if isinstance(value, dict):
@@ -124,7 +118,7 @@ def _not_finite(value: object, where: str = "") -> str:
 
 
 def from_dict(values: Mapping[str, Any]) -> Line:
-    """The line of a dict; StoreError where schema, name or a field is unknown, or a field is missing or of another type."""
+    """The line of a dict; StoreError for another schema, or an unknown name, field or type."""
     if values.get("schema") != SCHEMA:
         raise StoreError(
             f"event of schema {values.get('schema')!r}, this Libra reads {SCHEMA}; use the Libra that wrote it"
@@ -144,7 +138,7 @@ def from_dict(values: Mapping[str, Any]) -> Line:
 
 
 def from_json(line: str) -> Line:
-    """One line read back; StoreError if it is not JSON, or not an event."""
+    """Read one line back; StoreError if it is not JSON, or not an event."""
     try:
         values = msgspec.json.decode(line)
     except msgspec.DecodeError as error:

@@ -1,4 +1,4 @@
-"""What policy objects answer: each a decision with its reason, which the log has as soon as it is carried out."""
+"""Decisions of policy objects, each with its reason; the log has them when they are carried out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from libra.facts.fact import Command
 
 
 class Priority(NamedTuple):
-    """Order of parked tasks, compared left to right, smaller first. It is what ``ts.priority`` holds in the scheduler."""
+    """Order of parked tasks (``ts.priority``), compared left to right, smaller first."""
 
     deadline: int  # iteration that must not wait for later ones
     level: int  # MLFQ level, 0 first; -1 is overdue
@@ -17,26 +17,23 @@ class Priority(NamedTuple):
 
 
 class SetPriority(Command, frozen=True, gc=False, tag="priority_set"):
-    """Give a parked trajectory this place in the order."""
-
     words = "{key} has priority {priority}"
     plural = "priorities"
-
     key: str
     priority: Priority
     reason: str
 
 
 class Prefer(Command, frozen=True, gc=False, tag="buckets_preferred"):
-    """Let a parked trajectory take slots of these buckets: besides those of its home, or preferably if it has no home.
+    """Let a parked trajectory take slots of these buckets, besides the slots of its home.
 
-    Forecast: it generates ``left_tokens`` more, and reaches ``final_tokens`` of context; 0: no forecast. Without a home it should
-    begin on engines of degree ``begins_tp``, or of the next higher one present; 0: on any engine.
+    Forecast: it generates ``left_tokens`` more, up to a context of ``final_tokens``; 0 without one.
+    Without a home it should begin on engines of degree ``begins_tp``, or of the next higher one; 0:
+    on any engine.
     """
 
     words = "{key} may use buckets {buckets}, forecast final context {final_tokens} tokens"
     plural = "bucket preferences"
-
     key: str
     buckets: tuple[str, ...]
     reason: str
@@ -46,23 +43,17 @@ class Prefer(Command, frozen=True, gc=False, tag="buckets_preferred"):
 
 
 class OpenGate(Command, frozen=True, gc=False, tag="gate_opened"):
-    """Let iteration ``iteration`` generate."""
-
     words = "iteration {iteration} begins"
     plural = "gate openings"
     subject = "gate"
-
     iteration: int
     reason: str
 
 
 class OpenBatch(Command, frozen=True, gc=False, tag="batch_opened"):
-    """Let step ``batch`` train on these groups, given as (iteration, group)."""
-
     words = "batch {batch} opens with {members:n} groups"
     plural = "batch openings"
     subject = "batch"
-
     batch: int
     members: tuple[tuple[int, int], ...]
     reason: str
@@ -77,7 +68,6 @@ class OpenWave(Command, frozen=True, gc=False, tag="wave_opened"):
     words = "wave {wave} of batch {batch} opens with {members:n} groups"
     plural = "wave openings"
     subject = "batch"
-
     batch: int
     wave: int
     members: tuple[tuple[int, int], ...]
@@ -85,7 +75,7 @@ class OpenWave(Command, frozen=True, gc=False, tag="wave_opened"):
 
 
 class Turned(StrEnum):
-    """What the GPUs of an engine do; the changes between the two take time."""
+    """Work of an engine's GPUs; the changes between the two take time."""
 
     ROLLOUT = "rollout"
     TO_TRAINING = "to_training"
@@ -94,15 +84,14 @@ class Turned(StrEnum):
 
 
 class Turn(Command, frozen=True, gc=False, tag="engine_turned"):
-    """Let the GPUs of an engine train for the open step, or generate again (``to``); see `libra.policy.turning`.
+    """Let the GPUs of an engine train for the open step, or generate again (``to``).
 
-    A change of roles follows, or `libra.facts.TurnRefused`.
+    A change of roles follows, or `libra.facts.TurnRefused`; see `libra.policy.turning`.
     """
 
     words = "the engine of {worker} turns to {to}"
     plural = "turns of engines"
     subject = "worker"
-
     worker: str
     to: Turned
     reason: str
@@ -114,38 +103,32 @@ class TakeSteps(Command, frozen=True, gc=False, tag="steps_chosen"):
     words = "steps are taken by {way}"
     plural = "choices of how steps are taken"
     subject = "steps"
-
     way: str
     reason: str
 
     @property
     def about(self) -> str:
-        """Always the steps."""
         return "steps"
 
 
 class LoadVersion(Command, frozen=True, gc=False, tag="version_ordered"):
-    """Let the engine of ``worker`` take weights of ``version``; only in runs with one version per trajectory."""
+    """Let the engine of ``worker`` take weights of ``version`` (one version per trajectory)."""
 
     words = "{worker} is to take version {version}"
     plural = "loads of versions"
     subject = "worker"
-
     worker: str
     version: int
     reason: str
 
 
 class Vacate(Command, frozen=True, gc=False, tag="engine_vacated"):
-    """Let these trajectories, at home on ``worker``, go on on other engines of their version: it is to take newer weights.
-
-    Those that generate there end their turn first, and are named by another command then.
-    """
+    """Let these trajectories leave ``worker``, which is to take newer weights, for other engines of
+    their version. One that generates there ends its turn first, and is named later."""
 
     words = "{worker} gives {keys:n} trajectories to other engines of their version"
     plural = "engines that give their trajectories away"
     subject = "worker"
-
     worker: str
     keys: tuple[str, ...]
     reason: str

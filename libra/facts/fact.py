@@ -17,10 +17,10 @@ def _tag(class_name: str) -> str:
 
 
 class Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag=_tag, gc=False):
-    """Something that happened in a run, or was decided there. It does not say in which run and when; its `Line` does.
+    """Something that happened in a run, or was decided there; its `Line` has run and time.
 
-    ``words`` says it to people, with fields in braces (`libra.facts.words`). ``subject`` is the kind of thing whose history it
-    belongs to: trajectory, gate, batch, worker or steps.
+    ``words`` is its sentence for people, with fields in braces (`libra.facts.words`). ``subject``
+    is the kind of thing whose history it belongs to: trajectory, gate, batch, worker or steps.
     """
 
     words: ClassVar[str] = ""
@@ -28,31 +28,30 @@ class Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="n
 
     @property
     def name(self) -> str:
-        """What the log calls it: the class's name in snake case, or the tag that the class gives."""
+        """Its name in the log: the class's in snake case, or the tag that the class gives."""
         return name_of(type(self))
 
 
 def name_of(kind: type[Fact]) -> str:
-    """What the log calls facts of this kind."""
     return str(kind.__struct_config__.tag)
 
 
 class Command(Fact, frozen=True):
-    """A decision of a policy object, with its ``reason``. It is imperative as an object; the log names it in the past tense.
+    """A decision of a policy object, with its ``reason``; ``plural`` names several of them.
 
-    ``plural`` is its name where many are counted.
+    It is imperative as an object; the log names it in the past tense.
     """
 
     plural: ClassVar[str] = "decisions"
 
     @property
     def about(self) -> str:
-        """The trajectory, iteration, batch or worker that it is about."""
+        """The trajectory, iteration, batch or worker that it concerns."""
         return str(getattr(self, self.__struct_fields__[0]))
 
 
 class Signal(Fact, frozen=True):
-    """For the scheduler alone: the log does not have it."""
+    """For the scheduler alone; not in the log."""
 
 
 class Line(NamedTuple):

@@ -8,7 +8,7 @@ from libra.facts.fact import Fact, Signal
 
 
 class HybridPoolOpened(Signal, frozen=True):
-    """The core of group ``gang`` (0 if it is alone) accepts hybrid replicas at ``host`` and ``port``."""
+    """The core of group ``gang`` (0: alone) accepts hybrid replicas at ``host`` and ``port``."""
 
     gang: int
     host: str
@@ -16,10 +16,7 @@ class HybridPoolOpened(Signal, frozen=True):
 
 
 class RoleMemberJoined(Signal, frozen=True):
-    """A worker that can change roles has joined; ``tp`` and ``slots`` of the engine that it was started for.
-
-    ``share``: its part of the machine, the fields of `libra.worker.engine.engine_factory.Share`.
-    """
+    """A worker that can change roles has joined; ``share``: its part of the machine."""
 
     worker: str
     tp: int
@@ -28,7 +25,7 @@ class RoleMemberJoined(Signal, frozen=True):
 
 
 class RoleStageFailed(Signal, frozen=True):
-    """A stage of change ``generation`` failed on ``worker``, or it cannot go on in the role that this change gave it."""
+    """A stage of change ``generation`` failed on ``worker``, or its new role failed."""
 
     worker: str
     generation: int
@@ -36,28 +33,23 @@ class RoleStageFailed(Signal, frozen=True):
 
 
 class RoleMemberKnown(Fact, frozen=True):
-    """A worker that can change roles is there, and generates; ``tp``: GPUs that it was started with."""
-
     words = "{worker} can change its role"
-
     worker: str
     tp: int
 
 
 class TurnRefused(Fact, frozen=True):
-    """A turn could not begin because of ``detail``; the worker rests until the next version."""
-
     subject = "worker"
     words = "{worker} stays as it is until the next version"
-
     worker: str
     detail: str = ""
 
 
 class RoleChangeStarted(Fact, frozen=True):
-    """A change to other roles has begun: ``assignments`` has ``role`` and ``tp`` by worker.
+    """Workers change to ``assignments`` (``role`` and ``tp`` by worker).
 
-    ``undoes`` is the generation of the change that it undoes; None: it was requested, or a worker returned.
+    ``undoes``: generation of the change that it undoes; None if it was requested, or a worker
+    returned.
     """
 
     generation: int
@@ -67,10 +59,10 @@ class RoleChangeStarted(Fact, frozen=True):
 
 
 class RoleStage(Fact, frozen=True):
-    """A worker finished its part of a stage (draining, sleeping, taking_up) after so many seconds.
+    """A worker finished its part of a stage (draining, sleeping, taking_up).
 
-    Stages outside a change: ``state`` (a training worker received its first weights, and counts from then on; seconds since
-    it connected), ``reconnected`` (it reached the core again; seconds since it had lost it).
+    Outside a change: ``state`` (a training worker received its first weights, since it connected),
+    ``reconnected`` (it reached the core again, since it had lost it).
     """
 
     worker: str
@@ -80,14 +72,12 @@ class RoleStage(Fact, frozen=True):
 
 
 class RoleChanged(Fact, frozen=True):
-    """A worker is in its new role. ``stage_s`` are seconds of its own work by stage, ``seconds`` those of the change as the
-    scheduler measured them, waiting for other members included."""
+    """A worker is in its new role: ``stage_s`` of its own work, ``seconds`` of the whole change."""
 
     subject = "worker"
     words = (
         "{worker} changes from {from_role} tp={from_tp} to {to_role} tp={to_tp} in {seconds:.2f} s, change {generation}"
     )
-
     worker: str
     generation: int
     from_role: str
@@ -99,10 +89,7 @@ class RoleChanged(Fact, frozen=True):
 
 
 class RoleRestored(Fact, frozen=True):
-    """A worker has the role again that it had before an undone change, or before it was lost."""
-
     words = "{worker} is {role} tp={tp} again, change {generation} was undone"
-
     worker: str
     generation: int
     role: str
@@ -112,27 +99,20 @@ class RoleRestored(Fact, frozen=True):
 
 
 class RoleChangeFailed(Fact, frozen=True):
-    """A change failed because of ``detail``; its members return to their old assignments."""
-
     words = "change {generation} is undone"
-
     generation: int
     detail: str
 
 
 class RoleChangeCancelled(Fact, frozen=True):
-    """A change was cancelled on request; its members return to their old assignments."""
-
     words = "change {generation} was cancelled on request"
-
     generation: int
 
 
 class RoleMemberFailed(Fact, frozen=True):
-    """A worker could not return to its old assignment. ``restarts``: it is restarted; else it gets no more work."""
+    """A worker could not return to its old assignment; it is restarted, or gets no more work."""
 
     words = "role member failed: {worker}"
-
     worker: str
     detail: str
     restarts: bool

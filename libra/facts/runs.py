@@ -9,10 +9,9 @@ from libra.facts.fact import Fact
 
 
 class RunStarted(Fact, frozen=True):
-    """A driver begins ``epoch`` of a run; ``policy`` names the ordering of its trajectories, ``family`` their environment."""
+    """A driver begins ``epoch`` of a run, with this ordering and environment."""
 
     words = "epoch {epoch} begins: eta {eta}, {groups_per_batch} groups per batch, policy {policy}"
-
     epoch: int
     eta: int
     iterations: int
@@ -22,13 +21,12 @@ class RunStarted(Fact, frozen=True):
 
 
 class PolicySnapshot(Fact, frozen=True):
-    """State of the policy objects: ``order`` of the ordering ``policy``, ``admission``, ``turning`` and ``versions`` (empty: off).
+    """State of the policy objects; ``turning`` and ``versions`` are empty if they are off.
 
     An epoch begins with the first after ``run_started``; a replay can begin at any later one.
     """
 
     words = "snapshot of the policy"
-
     policy: str
     family: str
     order: dict[str, Any]
@@ -38,21 +36,20 @@ class PolicySnapshot(Fact, frozen=True):
 
 
 class PromptsNamed(Fact, frozen=True, gc=False):
-    """Prompts of groups that have not started yet, as (group, prompt); a prompt has the same name in every iteration."""
+    """Prompts of groups that have not started, as (group, prompt); equal in every iteration."""
 
     groups: tuple[tuple[str, str], ...]
 
 
 def prompts_named(split: str, iteration: int, prompts: Sequence[str]) -> PromptsNamed:
-    """`PromptsNamed` of an iteration whose group ``k`` is of ``prompts[k]``, by the names that the scheduler gives to groups."""
+    """`PromptsNamed` of an iteration whose group ``k`` is of ``prompts[k]``."""
     return PromptsNamed(tuple((f"{split}-{iteration}-{k}", prompt) for k, prompt in enumerate(prompts) if prompt))
 
 
 class BoundariesSet(Fact, frozen=True, gc=False):
-    """A plan assigns buckets to lengths: pairs (TP degree, generated tokens), ascending in both.
+    """A plan assigns lengths to buckets: pairs (TP degree, generated tokens), ascending in both.
 
-    A trajectory of at most that many tokens should begin on engines of that degree; one longer than all, on engines of a
-    higher one. Empty: there is no plan.
+    A longer trajectory than all belongs to a higher degree. Empty without a plan.
     """
 
     boundaries: tuple[tuple[int, float], ...]
@@ -65,7 +62,7 @@ def boundaries_of(tokens: Mapping[Any, float]) -> tuple[tuple[int, float], ...]:
 
 
 class PolicyLearned(Fact, frozen=True):
-    """The policy's expensive update ran, and took ``seconds`` of the scheduler's loop."""
+    """The policy's expensive update took ``seconds`` of the scheduler's loop."""
 
     seconds: float
 
@@ -74,39 +71,31 @@ class PolicyLearned(Fact, frozen=True):
 
 
 class GateParked(Fact, frozen=True):
-    """An iteration waits at its gate."""
-
     subject = "gate"
     words = "iteration {iteration} waits at its gate"
-
     iteration: int
 
 
 class BatchParked(Fact, frozen=True):
-    """A step requests its groups."""
-
     subject = "batch"
     words = "batch {batch} waits for its groups"
-
     batch: int
 
 
 class WaveParked(Fact, frozen=True):
-    """A wave of a streamed step requests its groups."""
-
     subject = "batch"
     words = "wave {wave} of batch {batch} requests its groups"
-
     batch: int
     wave: int
 
 
 class WaveTrained(Fact, frozen=True):
-    """The gradient of a wave with ``groups`` groups was added in ``train_s`` seconds, with the help of ``hybrids`` workers that
-    can change roles; ``missing`` groups of its batch were left for later waves."""
+    """The gradient of a wave was added, with the help of ``hybrids`` workers that change roles.
+
+    ``missing`` groups of its batch were left for later waves.
+    """
 
     subject = "batch"
-
     batch: int
     wave: int
     groups: int
@@ -116,52 +105,32 @@ class WaveTrained(Fact, frozen=True):
 
 
 class StepsPlanned(Fact, frozen=True):
-    """The run may take its steps in any of these ``ways``, and begins with ``way``, for this reason (`libra.policy.step_ways`)."""
+    """A run may take its steps in these ``ways``, and begins with ``way``."""
 
     subject = "steps"
     words = "steps begin by {way}, of {ways}"
-
     ways: tuple[str, ...]
     way: str
     reason: str
 
 
 class StepMeasured(Fact, frozen=True):
-    """A step, as it was measured, of a run that chooses how to take its steps.
-
-    Attributes
-    ----------
-    complete_s : tuple of float
-        Seconds from the opening of its iteration's gate until each of its groups was complete, ascending.
-    waves : tuple of (int, float)
-        Groups of each of its waves, and seconds of its gradient if the core trainers alone had computed it.
-    update_s : float
-        From its last gradient until the new weights were published.
-    longest_s : float
-        The longest trajectory of its iteration, had it been alone; 0: not known.
-    rollout_gpus, rollout_gpu_s : float
-        GPUs of engines while it was taken, on average, and their GPU-seconds with requests.
-    change_s : float
-        Mean seconds of both changes of an engine; before one was measured, as many loads of a version. 0: not known.
-    beside_s : float
-        Of ``update_s``, the seconds after the step's end, which passed beside the next step; 0: that waited for them.
-    """
+    """A measured step of a run that chooses how to take its steps."""
 
     subject = "steps"
-
     step: int
-    complete_s: tuple[float, ...]
-    waves: tuple[tuple[int, float], ...]
-    update_s: float
-    longest_s: float
-    rollout_gpus: float
-    rollout_gpu_s: float
-    change_s: float
-    beside_s: float = 0.0
+    complete_s: tuple[float, ...]  # from its gate's opening until each group was complete
+    waves: tuple[tuple[int, float], ...]  # groups, and seconds by core trainers alone
+    update_s: float  # from its last gradient until the weights were published
+    longest_s: float  # the longest trajectory alone; 0: not known
+    rollout_gpus: float  # mean number of engines' GPUs
+    rollout_gpu_s: float  # their GPU-seconds with requests
+    change_s: float  # both changes of an engine, mean or assumed; 0: not known
+    beside_s: float = 0.0  # part of ``update_s`` beside the next step
 
 
 class StepFinished(Fact, frozen=True):
-    """All ranks took step ``step``. ``beside``: its weights are published beside the next step, which may begin now."""
+    """All ranks took step ``step``; ``beside``: its weights are published beside the next one."""
 
     step: int
     loss: float
@@ -170,30 +139,22 @@ class StepFinished(Fact, frozen=True):
 
 
 class LateRewardsTaken(Fact, frozen=True):
-    """What a batch does about rewards that come later than their trajectory (`libra.policy.late`).
-
-    Input: groups that ``waited``, each (iteration, group, batch that trained it, samples ...), for at most ``versions``, and the
-    trajectories among them whose reward ``came``, each (iteration, group, sample). Output: those that count now, with their age in
-    versions (``arrived``), and those that are ``dropped``. Beside them: ``on_time``, late rewards of the batch's own members that
-    were there; ``waiting``, groups that wait for the next batch. ``awaited``: the batch still waits for so many rewards, and
-    has decided nothing.
-    """
+    """Rewards that came after their trajectory was trained (`libra.policy.late_rewards`)."""
 
     subject = "batch"
-
     batch: int
-    versions: int = 0
-    waited: tuple[tuple[int, ...], ...] = ()
-    came: tuple[tuple[int, int, int], ...] = ()
-    arrived: tuple[tuple[int, ...], ...] = ()
+    versions: int = 0  # most versions that a group waits
+    waited: tuple[tuple[int, ...], ...] = ()  # (iteration, group, batch, samples ...)
+    came: tuple[tuple[int, int, int], ...] = ()  # (iteration, group, sample) whose reward came
+    arrived: tuple[tuple[int, ...], ...] = ()  # they count now: (iteration, group, sample, age)
     dropped: tuple[tuple[int, int, int], ...] = ()
-    on_time: int = 0
-    waiting: int = 0
-    awaited: int = 0
+    on_time: int = 0  # late rewards of the batch's own members that were there
+    waiting: int = 0  # groups that wait for the next batch
+    awaited: int = 0  # rewards that the batch waits for; it has decided nothing yet
 
 
 class IterationFinished(Fact, frozen=True):
-    """The summary of an iteration returned; ``reward`` is None if no trajectory had one."""
+    """The summary of an iteration; ``reward`` is None if no trajectory had one."""
 
     iteration: int
     reward: float | None
@@ -201,16 +162,15 @@ class IterationFinished(Fact, frozen=True):
 
 
 class MismatchFound(Fact, frozen=True):
-    """Engine and trainer do not compute the same model: the alarm of a step's mismatch, where the run goes on."""
+    """Engine and trainer disagree: the alarm of a step's mismatch, where the run goes on."""
 
     words = "engine and trainer disagree at step {step}"
-
     step: int
     detail: str
 
 
 class EvaluationFinished(Fact, frozen=True):
-    """``prompts`` held-out questions were answered with the weights ``version``; ``reward`` is None if none could be graded."""
+    """Held-out prompts were answered with ``version``; ``reward`` is None if none was graded."""
 
     version: int
     reward: float | None
@@ -221,10 +181,10 @@ class EvaluationFinished(Fact, frozen=True):
 
 
 class LayoutPlanned(Fact, frozen=True):
-    """The run starts the layout planned for ``model`` on ``num_gpus`` x ``gpu`` ("cpu": ranks on cores), for this reason.
+    """The run starts the layout planned for ``model`` on ``num_gpus`` x ``gpu`` ("cpu": on cores).
 
-    ``engines`` are (TP degree, number, trajectories at once on each); ``boundaries`` pairs (TP degree, longest trajectory
-    in generated tokens assigned to it). ``step_s`` is predicted from the data that ``rests_on`` names; ``lost`` are the next best.
+    ``engines``: (TP degree, number, trajectories at once on each). ``boundaries``: (TP degree,
+    longest trajectory in generated tokens). ``lost``: the next best layouts.
     """
 
     model: str
@@ -241,14 +201,13 @@ class LayoutPlanned(Fact, frozen=True):
 
 
 class PlanConsidered(Fact, frozen=True):
-    """A plan was compared with the present layout after an iteration, and accepted or not, for this reason.
+    """A plan was compared with the present layout after an iteration, by the data measured in it.
 
-    ``predicted_step_s`` was predicted before the iteration that took ``realised_step_s`` (None: nothing was); ``current_step_s``
-    and ``proposed_step_s`` are seconds for its batch in the present layout and in the plan, by the data measured in it.
-    ``gain_s`` is over ``remaining_iterations``; ``cost_s`` the mean of ``num_changes`` measured changes, or an assumption.
-    ``engines`` are (TP degree, number), ``concurrency`` (TP degree, slots of the engine of that degree with the fewest).
-    ``context_tokens`` are expected in the first iteration that a change can affect; at that length the fullest engine of
-    the present layout would need ``kv_demand`` of its KV; 0: not known.
+    ``predicted_step_s`` is None if nothing was predicted. ``gain_s`` is over
+    ``remaining_iterations``; ``cost_s`` is the mean of ``num_changes`` changes, or an assumption.
+    ``engines``: (TP degree, number); ``concurrency``: (TP degree, fewest slots of such an engine).
+    ``context_tokens`` are expected in the first iteration that a change can affect; the fullest
+    engine would then need ``kv_demand`` of its KV; 0: not known.
     """
 
     iteration: int
@@ -275,10 +234,7 @@ class PlanConsidered(Fact, frozen=True):
 
 
 class PlanAccepted(Fact, frozen=True):
-    """The plan of the preceding line will be carried out."""
-
     words = "carry out the plan of iteration {iteration}"
-
     iteration: int
     train_gpus: int
     engines: tuple[tuple[int, int], ...]
@@ -287,13 +243,9 @@ class PlanAccepted(Fact, frozen=True):
 
 
 class PlanBlocked(Fact, frozen=True):
-    """A plan cannot be carried out because of what is ``missing``; each is logged once.
-
-    It would gain ``gain_frac`` of a step, and need ``kv_demand`` of the KV of its fullest engine.
-    """
+    """A plan cannot be carried out because of what is ``missing``; each is logged once."""
 
     words = "plan of iteration {iteration} cannot be carried out, missing: {missing}"
-
     iteration: int
     missing: str
     gain_frac: float
@@ -304,17 +256,16 @@ class PlanBlocked(Fact, frozen=True):
 
 
 class PlanRealised(Fact, frozen=True):
-    """Result of the change that was accepted after ``iteration``, in the first iteration with it.
+    """Result of the change accepted after ``iteration``, in the first iteration with it.
 
-    Gains are shares of a step; the realised gain compares with the predicted seconds of the previous split for the batch of
-    ``realised_iteration``. ``cost_s``: seconds until the slowest worker of change ``generation`` was in its new role; None:
-    not known, because there was no ``role_changed``.
+    Gains are shares of a step, for the batch of ``realised_iteration``. ``cost_s``: seconds until
+    the slowest worker of change ``generation`` was in its new role; None if there was no change of
+    roles.
     """
 
     words = (
         "result of the plan of iteration {iteration}, in iteration {realised_iteration}, by the forecast of its batch"
     )
-
     iteration: int
     generation: int
     predicted_gain_frac: float

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from libra.facts import commands, roles, runs, trajectories, workers
+from libra.facts import commands, roles, runs, trajectory_facts, worker_facts
 from libra.facts.fact import Command, Fact, kinds
 
 __all__ = ["NAMES", "Subject", "concerns", "said", "sentence", "subject_of", "subject_text"]
 
 Subject = tuple[str, str | int]
-"""What a history is about: ("trajectory", key), ("gate", iteration), ("batch", step), ("worker", name) or ("steps", "steps")."""
+"""("trajectory", key), ("gate", iteration), ("batch", step), ("worker", name) or ("steps",
+"steps")."""
 _FIELDS: Final = {"trajectory": "key", "gate": "iteration", "batch": "batch", "worker": "worker"}
 
 
@@ -23,13 +24,12 @@ class _Many(tuple[Any, ...]):
 
 
 def sentence(fact: Fact) -> str:
-    """A fact as one sentence."""
     what, why = said(fact)
     return f"{what}: {why}" if why else what
 
 
 def said(fact: Fact) -> tuple[str, str]:
-    """What happened, or was decided, and why (empty: nothing says it)."""
+    """The fact and its reason; the reason may be empty."""
     match fact:
         case runs.PlanConsidered():
             verdict = "accepted" if fact.accepted else "not accepted"
@@ -61,15 +61,15 @@ def said(fact: Fact) -> tuple[str, str]:
             complete = f"groups complete after {first_s:.3g} to {last_s:.3g} s"
             waves = f"{len(fact.waves)} waves of {trained_s:.3g} s, {fact.update_s:.3g} s for new weights"
             return f"step {fact.step} was measured: {complete}, {waves}", ""
-        case trajectories.QuantumFinished():
+        case trajectory_facts.QuantumFinished():
             what = f"{fact.tokens} tokens" if fact.tokens else f"tool {fact.tool or '-'}: {fact.status or '-'}"
             end = f"; the trajectory ends: {fact.end}" if fact.end else "; the turn goes on" if fact.unfinished else ""
             return f"quantum {fact.quantum} of {fact.key} is committed by {fact.worker} ({fact.phase}, {what}){end}", ""
-        case trajectories.TrajectoryEnded():
+        case trajectory_facts.TrajectoryEnded():
             return f"{fact.key} has ended" + ("" if fact.completed else ", incomplete"), ""
-        case workers.WorkerLost():
+        case worker_facts.WorkerLost():
             return f"worker lost: {fact.worker or fact.address}", ""
-        case workers.StallDetected():
+        case worker_facts.StallDetected():
             return f"no progress for {fact.idle_s:.0f} s: {fact.worker or fact.key}", fact.detail
         case roles.RoleChangeStarted():
             wanted = ", ".join(
@@ -90,7 +90,6 @@ def _engines(engines: Sequence[tuple[int, ...]]) -> str:
 
 
 def _late(fact: runs.LateRewardsTaken) -> tuple[str, str]:
-    """What a batch does about late rewards, and why."""
     if fact.awaited:
         return f"step {fact.batch} waits", f"{fact.awaited} rewards of its members are late"
     dropped = f", {len(fact.dropped)} are dropped after {fact.versions} versions" if fact.dropped else ""
@@ -101,17 +100,14 @@ def _late(fact: runs.LateRewardsTaken) -> tuple[str, str]:
 
 
 NAMES: Final = {kind.__name__: kind.plural for kind in kinds(Command) if issubclass(kind, Command)}
-"""The name of each decision, in the plural."""
 
 
 def subject_text(subject: Subject) -> str:
-    """The subject in words."""
     kind, which = subject
     return {"gate": f"iteration {which}", "batch": f"batch {which}"}.get(kind, str(which))
 
 
 def subject_of(command: Command) -> Subject:
-    """The subject of a decision."""
     return command.subject, getattr(command, _FIELDS.get(command.subject, "about"))
 
 
@@ -121,10 +117,10 @@ def concerns(fact: Fact, subject: Subject, members: tuple[tuple[int, int], ...])
     match fact:
         case runs.RunStarted():
             return True
-        case workers.VersionPublished():
+        case worker_facts.VersionPublished():
             return kind in ("gate", "batch") and fact.version <= int(which)
         case commands.Vacate() if kind == "trajectory":
             return which in fact.keys
-        case trajectories.GroupCommitted(split="train"):
+        case trajectory_facts.GroupCommitted(split="train"):
             return kind == "batch" and (fact.iteration, fact.group) in members
     return fact.subject == kind and (kind == "steps" or getattr(fact, _FIELDS[kind], None) == which)

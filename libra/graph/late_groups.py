@@ -2,7 +2,8 @@
 
 Unless ``trainer.late`` is off, the facts of a batch have the values that came for its members (``delivered`` of a
 group's row) and ``late``: corrected groups, groups that still wait, and dropped rewards. They are committed with the
-file of the batch, and the next batch starts from them: a reward counts once, however often tasks run again.
+file of the batch, and the next batch starts from them: a reward counts once, however often tasks run again
+(`libra.policy.late_rewards`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from libra.config import RunConfig
 from libra.facts import LateRewardsTaken
 from libra.graph.member_rows import member_rows
 from libra.policy import Verdict, staleness_of
-from libra.policy.late import Arrival, GuessWorth, Place, Settled, WaitingGroup, correction, guessed_share, settle
+from libra.policy.late_rewards import (
+    Arrival,
+    GuessWorth,
+    Place,
+    Settled,
+    WaitingGroup,
+    correction,
+    guessed_share,
+    settle,
+)
 from libra.store.run_records import batch_path, came, group_path, read_group
 from libra.types import Trajectory, TrajectoryId
 from libra.worker.context import WorkerContext

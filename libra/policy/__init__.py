@@ -1,4 +1,4 @@
-"""Decisions as pure functions: events in, commands out. No clock, no I/O, no Dask; the live plugin and the simulator share it."""
+"""Decisions as pure functions, live and simulated: events in, commands out; no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from libra.policy.admission import (
     keeps_version,
     staleness_of,
 )
-from libra.policy.attained_service import Mlfq
 from libra.policy.cmlfq import CMLFQ
-from libra.policy.declared_capacity import joined_of, off_by_frac
 from libra.policy.dispatcher import EVERYONE, Dispatcher, leaves_slot
-from libra.policy.fifo import Fifo
+from libra.policy.engine_table import joined_of, off_by_frac
 from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.one_version import OneVersion
 from libra.policy.ordering import (
     LEARNS_EVERY,
     ORDERINGS,
+    Fifo,
     Inspectable,
+    Mlfq,
     OnlineLearner,
     Ordering,
     learns_after,
@@ -33,36 +33,8 @@ from libra.policy.tail import Tail, TailSettings
 from libra.policy.waves import Waves
 
 __all__ = [
-    "CMLFQ",
-    "EVERYONE",
-    "LEARNS_EVERY",
-    "ORDERINGS",
-    "Admission",
-    "CommittedGroup",
-    "Dispatcher",
-    "Fifo",
-    "Forecast",
-    "Forecaster",
-    "Inspectable",
-    "Mlfq",
-    "Move",
-    "OneVersion",
-    "OnlineLearner",
-    "Ordering",
-    "Place",
-    "StalenessPolicy",
-    "Tail",
-    "TailSettings",
-    "Verdict",
-    "Waves",
-    "WayChoice",
-    "WaySettings",
-    "joined_of",
-    "judge",
-    "keeps_version",
-    "learns_after",
-    "leaves_slot",
-    "make_ordering",
-    "off_by_frac",
-    "staleness_of",
-]
+    "CMLFQ", "EVERYONE", "LEARNS_EVERY", "ORDERINGS", "Admission", "CommittedGroup", "Dispatcher", "Fifo", "Forecast",
+    "Forecaster", "Inspectable", "Mlfq", "Move", "OneVersion", "OnlineLearner", "Ordering", "Place", "StalenessPolicy",
+    "Tail", "TailSettings", "Verdict", "Waves", "WayChoice", "WaySettings", "joined_of", "judge", "keeps_version",
+    "learns_after", "leaves_slot", "make_ordering", "off_by_frac", "staleness_of",
+]  # fmt: skip

@@ -1,153 +1,110 @@
-"""C-MLFQ: a multi-level feedback queue over trajectories, ordered by forecasts of their remaining length.
+"""C-MLFQ: a multi-level feedback queue over trajectories, by forecasts of their remaining length.
 
-The order is (iteration deadline, level, order). Levels are classes of remaining length, computed again at every parking from the
-forecast. If its skill is not above 0, forecasts are not used; the objectives define the order without them.
+The order is (iteration deadline, level, order). Levels are classes of remaining length, computed at
+every parking from the forecast. Forecasts without skill are not used.
 
 Objectives
 ----------
 makespan
-    End the iteration soon. Trajectories under way go first, in the order of arrival: their KV cache holds memory until they end,
-    and alternating among many half-done ones computes contexts repeatedly. Of those that have not begun, one of each group goes
-    first (the probe, Seer), then the longest forecast; results of siblings re-order them. Without skill, by arrival: least
-    attained service first would leave the longest for the end, which is bad for a makespan (`docs/adr/0008`).
-    Where engines exchange KV, whoever pauses loses nothing: then everybody begins, probes first, and only memory makes some wait.
-    Those with most tokens left go first, in octaves, since forecasts err; within an octave, and without skill, those with fewest
-    tokens generated: all get on evenly until it shows who is long.
+    End the iteration soon. Running trajectories go first, by arrival: their KV cache holds memory
+    until they end. Then one of each group (the probe, Seer), then the longest forecast; results of
+    siblings re-order them. Without skill, by arrival (`docs/adr/0008`). Where engines exchange KV a
+    pause costs little: everybody begins, probes first, then most tokens left in octaves, then
+    fewest tokens generated.
 stream
-    Complete groups soon, one after the other: fewest tokens left in the group first, within it by arrival. Without skill, least
-    attained service first.
+    Complete groups soon, one after the other: fewest tokens left in the group first, within it by
+    arrival. Without skill, least attained service first.
 
 Promises
 --------
 1. An earlier iteration always goes before a later one.
-2. No trajectory is passed over for ever: `libra.policy.starvation_guard` bounds it; overdue ones have level -1.
-3. It gives its forecast (`Prefer`) whenever that has changed by a class. Placement follows from the forecasts, the load of the
-   engines and the cost of a move: see `libra.policy.engine_loads`. Boundaries of a plan (`BoundariesSet`) give the engines on
-   which a trajectory should begin, as long as that costs little: see `libra.policy.dispatcher`.
+2. No trajectory starves: `libra.policy.trajectory_table` bounds the wait; overdue ones have level
+   -1.
+3. It gives its forecast (`Prefer`) whenever that has changed by a class, and the engines on which a
+   plan (`BoundariesSet`) lets a trajectory begin; `libra.policy.dispatcher` places it.
 4. ``restore(snapshot())`` changes no later answer.
 
-Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): levels order one queue instead of being queues of servers; there are no
-fixed lengths; moves have a cost; waiting is bounded.
+Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): levels order one queue instead of being
+queues of servers; there are no fixed lengths; moves have a cost; waiting is bounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
-from libra.facts import (
-    BoundariesSet,
-    Fact,
-    Prefer,
-    Priority,
-    QuantumContinued,
-    QuantumFinished,
-    QuantumStarted,
-    SetPriority,
-    TrajectoryEnded,
-    TrajectoryParked,
-    WorkerCapacity,
-)
-from libra.policy.attained_service import PATIENCE
-from libra.policy.calibration_log import CalibrationLog
-from libra.policy.forecast import Forecast, Forecaster
+from libra import facts
+from libra.policy.forecast import CalibrationLog, Forecaster
 from libra.policy.posterior import Posterior
-from libra.policy.snapshots import Saved
-from libra.policy.starvation_guard import OVERDUE, StarvationGuard
-from libra.policy.trajectory_table import NUM_CLASSES, TrajectoryStats, TrajectoryTable, length_class
+from libra.policy.saved import Saved
+from libra.policy.trajectory_table import (
+    NUM_CLASSES,
+    OVERDUE,
+    PATIENCE,
+    StarvationGuard,
+    TrajectoryStats,
+    TrajectoryTable,
+    length_class,
+    overdue_first,
+)
 from libra.types import Phase
 
 Objective = Literal["makespan", "stream"]
-UNTRUSTED = 0.0
-"""Skill up to which forecasts are not used for the order."""
+UNTRUSTED = 0.0  # skill up to which forecasts are not used for the order
 RECONSIDERED_AT_END = 16
-"""Number of trajectories that have not begun and are re-evaluated, besides the siblings, whenever one ends."""
+"""Waiting trajectories, besides siblings, that are re-evaluated whenever one ends."""
 UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
-"""Levels of those under way (with skill), and the first level of those that have not begun."""
-
-
-@runtime_checkable
-class GroupAware(Protocol):
-    """A forecaster that updates trajectories that have not begun by what their siblings show."""
-
-    def reconsidered(self, key: str) -> Forecast: ...
-
-    def is_probe(self, key: str) -> bool: ...
-
-
-@runtime_checkable
-class SelfScoring(Protocol):
-    """A forecaster that measures its own skill."""
-
-    @property
-    def skill(self) -> float: ...
-
-    @property
-    def weights(self) -> dict[str, float]: ...
+"""Level of running trajectories (with skill), and the first level of waiting ones."""
 
 
 class CMLFQ(Saved):
     """Libra's ordering.
 
-    Parameters
-    ----------
-    forecaster : Forecaster, optional
-        Receives every event before it is queried. None: `Posterior`.
-    objective : "makespan" or "stream"
-    patience : int
-        The starvation bound, in parkings; see `libra.policy.starvation_guard`.
+    ``forecaster`` receives every event before it is queried (default: `Posterior`); ``patience`` is
+    the starvation bound, in parkings.
     """
 
     name: ClassVar[str] = "cmlfq"
-    SAVED = {
-        "objective": str,
-        "_guard": StarvationGuard,
-        "_trajectories": TrajectoryTable,
-        "_groups": dict[str, list[float]],
-        "_unbegun": dict[str, dict[str, None]],
-        "_sampled_tokens": int,
-        "_read_tokens": int,
-        "_pauses": bool,
-        "_boundaries": tuple[tuple[int, float], ...],
-        "forecaster": Forecaster,
-    }
+    objective: Objective
+    _guard: StarvationGuard
+    _trajectories: TrajectoryTable
+    _groups: dict[str, list[float]]  # arrival, tokens left and running members
+    _unbegun: dict[str, dict[str, None]]  # by group, those that wait for their first slot
+    _sampled_tokens: int
+    _read_tokens: int
+    _pauses: bool  # whether a pause costs little: engines exchange KV
+    _boundaries: tuple[tuple[int, float], ...]
+    forecaster: Forecaster
 
     def __init__(
         self, forecaster: Forecaster | None = None, *, objective: Objective = "makespan", patience: int = PATIENCE
     ) -> None:
         if objective not in ("makespan", "stream"):
             raise ValueError(f"objective: got {objective!r}; allowed are 'makespan' and 'stream'")
-        self.forecaster: Forecaster = Posterior() if forecaster is None else forecaster
-        self._group_aware = self.forecaster if isinstance(self.forecaster, GroupAware) else None
-        self.objective: Objective = objective
-        self._trajectories = TrajectoryTable()
-        self._guard = StarvationGuard(patience)
-        self._groups: dict[str, list[float]] = {}  # arrival, tokens left and members under way
-        self._unbegun: dict[str, dict[str, None]] = {}  # by group, those that wait for their first slot
-        self._boundaries: tuple[tuple[int, float], ...] = ()
-        self._sampled_tokens = self._read_tokens = 0
-        self._pauses = False  # whether one under way may wait: engines exchange KV, so that a pause costs little
+        super().__init__()
+        self.forecaster = Posterior() if forecaster is None else forecaster
+        self.objective = objective
+        self._trajectories, self._guard = TrajectoryTable(), StarvationGuard(patience)
         self._calibration = CalibrationLog()
 
-    def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
-        """Answer one event; deterministic in the sequence of events."""
+    def handle(self, event: facts.Fact) -> tuple[facts.SetPriority | facts.Prefer, ...]:
         self.forecaster.handle(event)
         stats = self._trajectories.handle(event)
         match event:
-            case WorkerCapacity(rollout_slots=slots, kv_token_bytes=token_bytes) if slots:
+            case facts.WorkerCapacity(rollout_slots=slots, kv_token_bytes=token_bytes) if slots:
                 self._pauses = token_bytes > 0 and self.objective == "makespan"
-            case TrajectoryParked(key=key, phase=phase):
+            case facts.TrajectoryParked(key=key, phase=phase):
                 assert stats is not None
                 return self._parked(key, stats, self._guard.parked(key, phase))
-            case QuantumStarted(key=key):
+            case facts.QuantumStarted(key=key):
                 self._guard.left(key)
                 self._begun(key)
-                if type(event) is QuantumContinued:
+                if type(event) is facts.QuantumContinued:
                     return self._continued(key)
-            case QuantumFinished(tokens=tokens, payload_tokens=payload):
+            case facts.QuantumFinished(tokens=tokens, payload_tokens=payload):
                 self._sampled_tokens += tokens
                 self._read_tokens += payload
-            case TrajectoryEnded(key=key, completed=completed):
+            case facts.TrajectoryEnded(key=key, completed=completed):
                 self._guard.left(key)
                 self._calibration.ended(key, stats.generated_tokens if stats is not None else 0, completed=completed)
                 if stats is not None:
@@ -156,24 +113,23 @@ class CMLFQ(Saved):
                     return self._reconsider(
                         list(dict.fromkeys([*self._unbegun.get(stats.group, ()), *self._next_reconsidered()]))
                     )
-            case BoundariesSet(boundaries=boundaries):
+            case facts.BoundariesSet(boundaries=boundaries):
                 self._boundaries = boundaries
                 return self._prefer_again()
         return ()
 
     def learn(self) -> None:
-        """Run the forecaster's expensive update; called off the critical path."""
         self.forecaster.learn()
 
     def forget_live(self) -> None:
-        """Drop running trajectories and keep what was learned: after a restart they have other keys."""
+        """Drop running trajectories: after a restart they have other keys."""
         for key in list(self._trajectories.by_key):
-            self.handle(TrajectoryEnded(key, completed=False))
+            self.handle(facts.TrajectoryEnded(key, completed=False))
         self._boundaries = ()  # of the previous layout
 
     def _parked(
         self, key: str, stats: TrajectoryStats, overdue: list[tuple[str, int]]
-    ) -> tuple[SetPriority | Prefer, ...]:
+    ) -> tuple[facts.SetPriority | facts.Prefer, ...]:
         waits_to_begin = stats.phase is Phase.ROLLOUT and not stats.generated_tokens
         if waits_to_begin:
             self._unbegun.setdefault(stats.group, {})[key] = None
@@ -181,15 +137,12 @@ class CMLFQ(Saved):
         self._set_forecast(stats, mean)
         self._calibration.forecast(key, stats.generated_tokens, stats.generated_tokens + mean)
         level, reason = self._level(key, stats, order, skill > UNTRUSTED)
-        answers: list[SetPriority | Prefer] = [self._placed(key, stats, level, reason, skill > UNTRUSTED)]
+        answers: list[facts.SetPriority | facts.Prefer] = [self._placed(key, stats, level, reason, skill > UNTRUSTED)]
         if stats.phase is Phase.ROLLOUT:
             answers += self._prefer(key, stats, mean)
-        for late, number in overdue:
-            other = self._trajectories.by_key[late]
-            other.level = OVERDUE
-            answers.append(
-                SetPriority(late, Priority(other.iteration, OVERDUE, number), "overdue: passed over for too long")
-            )
+        for late, _ in overdue:
+            self._trajectories.by_key[late].level = OVERDUE
+        answers += overdue_first(overdue, self._trajectories)
         if not waits_to_begin and skill > UNTRUSTED:
             total = length_class(stats.generated_tokens + mean)
             if total != stats.total_class:
@@ -197,8 +150,7 @@ class CMLFQ(Saved):
                 answers += self._reconsider_siblings(stats)
         return tuple(answers)
 
-    def _continued(self, key: str) -> tuple[SetPriority, ...]:
-        """The new rank of a trajectory that keeps its slot, by which it may have to release it after this quantum."""
+    def _continued(self, key: str) -> tuple[facts.SetPriority, ...]:
         stats = self._trajectories.by_key.get(key)
         always_first = self.objective == "makespan" and not self._pauses
         if stats is None or (always_first and stats.level == UNDER_WAY):
@@ -208,12 +160,10 @@ class CMLFQ(Saved):
         level, reason = self._level(key, stats, order, skill > UNTRUSTED)
         return () if level == stats.level else (self._placed(key, stats, level, reason, skill > UNTRUSTED),)
 
-    def _reconsider_siblings(self, stats: TrajectoryStats) -> tuple[SetPriority | Prefer, ...]:
-        """Reconsider those of its group that have not begun."""
+    def _reconsider_siblings(self, stats: TrajectoryStats) -> tuple[facts.SetPriority | facts.Prefer, ...]:
         return self._reconsider(list(self._unbegun.get(stats.group, ()))) if stats.group else ()
 
     def _next_reconsidered(self) -> list[str]:
-        """Some of those that have not begun, in turn."""
         keys: list[str] = []
         while self._unbegun and len(keys) < RECONSIDERED_AT_END:
             group = next(iter(self._unbegun))
@@ -223,14 +173,13 @@ class CMLFQ(Saved):
             keys += waiting
         return keys
 
-    def _reconsider(self, keys: list[str]) -> tuple[SetPriority | Prefer, ...]:
-        answers: list[SetPriority | Prefer] = []
-        reconsidered = self._group_aware.reconsidered if self._group_aware is not None else self.forecaster.remaining
+    def _reconsider(self, keys: list[str]) -> tuple[facts.SetPriority | facts.Prefer, ...]:
+        answers: list[facts.SetPriority | facts.Prefer] = []
         for key in keys:
             other = self._trajectories.by_key[key]
             if other.level == OVERDUE:
                 continue
-            mean, order, skill = reconsidered(key)
+            mean, order, skill = self.forecaster.reconsidered(key)
             self._set_forecast(other, mean)
             level, reason = self._level(key, other, order, skill > UNTRUSTED)
             if level != other.level:
@@ -238,16 +187,15 @@ class CMLFQ(Saved):
                 answers += [self._placed(key, other, level, reason, trusted), *self._prefer(key, other, mean)]
         return tuple(answers)
 
-    def _placed(self, key: str, stats: TrajectoryStats, level: int, reason: str, trusted: bool) -> SetPriority:
+    def _placed(self, key: str, stats: TrajectoryStats, level: int, reason: str, trusted: bool) -> facts.SetPriority:
         stats.level = level
         in_groups = self.objective == "stream" and trusted and stats.group
         place = int(self._groups[stats.group][0]) if in_groups else stats.arrival
         if self._pauses:
             place = stats.generated_tokens
-        return SetPriority(key, Priority(stats.iteration, level, place), reason)
+        return facts.SetPriority(key, facts.Priority(stats.iteration, level, place), reason)
 
     def _begun(self, key: str, group: str | None = None) -> None:
-        """``key`` no longer waits for its first slot."""
         if group is None:
             stats = self._trajectories.by_key.get(key)
             if stats is None:
@@ -259,8 +207,8 @@ class CMLFQ(Saved):
             if not waiting:
                 del self._unbegun[group]
 
-    def _prefer(self, key: str, stats: TrajectoryStats, mean_tokens: float) -> list[Prefer]:
-        """The forecast for the dispatcher (tokens left, context at the end), if it has changed by a class."""
+    def _prefer(self, key: str, stats: TrajectoryStats, mean_tokens: float) -> list[facts.Prefer]:
+        """The forecast for the dispatcher, if it has changed by a class."""
         begins = 0 if stats.generated_tokens else self._begins_tp(mean_tokens)
         length = length_class(mean_tokens)
         if (stats.told_class, stats.begins_tp) == (length, begins):
@@ -270,17 +218,16 @@ class CMLFQ(Saved):
         stats.told_class, stats.begins_tp = length, begins
         left = int(mean_tokens) if self.objective == "makespan" else 0
         planned = f", planned for TP {begins}" if begins else ""
-        return [Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left{planned}", left, final, begins)]
+        return [facts.Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left{planned}", left, final, begins)]
 
     def _begins_tp(self, tokens: float) -> int:
-        """Smallest degree planned for a trajectory of this many tokens; 0: there is no plan."""
+        """Smallest degree planned for a trajectory of this many tokens; 0 without a plan."""
         for tp, longest_tokens in self._boundaries:
             if tokens <= longest_tokens:
                 return tp
         return self._boundaries[-1][0] + 1 if self._boundaries else 0
 
-    def _prefer_again(self) -> tuple[Prefer, ...]:
-        """Changes for those that have not begun, after new boundaries."""
+    def _prefer_again(self) -> tuple[facts.Prefer, ...]:
         waiting = [key for keys in self._unbegun.values() for key in keys]
         trajectories = self._trajectories.by_key
         return tuple(
@@ -301,7 +248,7 @@ class CMLFQ(Saved):
             return 1 + level + (0 if begun else UNBEGUN), f"cmlfq: no skill, class {level} by tokens generated"
         if begun:
             return UNDER_WAY, "cmlfq: under way"
-        if self._group_aware is not None and self._group_aware.is_probe(key):
+        if self.forecaster.is_probe(key):
             return UNBEGUN, "cmlfq: probe of its group"
         level = length_class(order_tokens)
         return UNBEGUN + NUM_CLASSES - level, f"cmlfq: class {level} by tokens left"
@@ -309,7 +256,7 @@ class CMLFQ(Saved):
     def _pausable_level(self, key: str, order_tokens: float, *, begun: bool, trusted: bool) -> tuple[int, str]:
         if not trusted:
             return UNBEGUN, "cmlfq: no skill, by tokens generated"
-        if not begun and self._group_aware is not None and self._group_aware.is_probe(key):
+        if not begun and self.forecaster.is_probe(key):
             return UNDER_WAY, "cmlfq: probe of its group"
         octave = length_class(order_tokens) // 2
         return UNBEGUN + NUM_CLASSES - 2 * octave, f"cmlfq: octave {octave} by tokens left"
@@ -335,22 +282,15 @@ class CMLFQ(Saved):
                 del self._groups[stats.group]
 
     def dashboard_row(self) -> dict[str, Any]:
-        """Skill and weights of the forecasts, and the forecasts of trajectories that have ended.
-
-        ``skill`` is None if the forecaster does not measure it; ``outcomes`` are rows of
-        `libra.policy.calibration_log.ForecastOutcome`.
-        """
-        scored = self.forecaster if isinstance(self.forecaster, SelfScoring) else None
+        """Skill and weights of the forecasts, and rows of `ForecastOutcome`."""
+        skill = self.forecaster.skill
         return {
             "objective": self.objective,
-            "skill": round(scored.skill, 4) if scored is not None else None,
-            "weights": {name: round(weight, 4) for name, weight in scored.weights.items()}
-            if scored is not None
-            else {},
+            "skill": None if skill is None else round(skill, 4),
+            "weights": {name: round(weight, 4) for name, weight in self.forecaster.weights.items()},
             "outcomes": [[round(first), round(half), tokens] for first, half, tokens in self._calibration.outcomes],
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
         super().restore(snapshot)
         self._calibration = CalibrationLog()

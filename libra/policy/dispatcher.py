@@ -1,31 +1,25 @@
-"""Assigns free slots of workers to parked trajectories; without a clock, for the plugin and the simulator alike.
+"""Assigns free slots of workers to parked trajectories; without a clock, for plugin and simulator.
 
-Orderings choose the order (`SetPriority`) and the buckets that suit a trajectory besides its home (`Prefer`); the dispatcher
-chooses the worker (`Place`).
+Orderings choose the order (`SetPriority`) and give forecasts (`Prefer`); the dispatcher chooses the
+worker (`Place`).
 
 Invariants
 ----------
-1. A worker never holds more quanta of a phase than it has slots.
-2. A slot goes to the first trajectory in order that may have it: one without a home; one at home there, unless a move pays off
-   (`Loads.move`); one that prefers its bucket; one that is overdue (level -1); and, if the slot would stay free otherwise, one
-   that waits for another worker so long that computing its context again pays off (`_pays`). Lengths and costs count only
-   between engines that have declared themselves (`WorkerJoined.declared`): if one of those with a free slot has not, a first
-   home is where most slots are free, and only moves to idle engines happen.
-3. Overdue trajectories under way go before all others, overdue ones that have not begun before all that have not. So no
-   trajectory waits for ever: those under way end, and their KV memory goes to the first in order.
-4. If a plan assigns a bucket to its length, a trajectory without a home begins there, unless no slot there is free or another
-   engine would finish sooner by `PLANNED_FACTOR`.
-5. Work conserving: a slot stays free while a trajectory waits only if the KV of new ones would evict that of those under way
-   (`Loads.fits`: who begins fits with all under way until they end, by what they hold and by what they are believed to hold; where
-   engines exchange KV, by what they hold now), and no move pays off.
-6. A trajectory whose KV does not fit any more has no home, and begins anew where it fits: contexts do not push each other out in
-   turn, however wrong the forecasts are. Its last engine may have its KV in host memory, as one that was put to sleep has: the
-   placement says so.
-7. A trajectory waits once or runs once, never both: it is placed only after it was parked, and parked only when it stopped.
-8. Once tools have declared resources, actions are placed by the lease table (`libra.policy.leases`): in the same order, with the
-   resources that their calls take, beside a slot. Until then an action takes a slot. The table may revoke leases (`revocations`):
-   who carries that out stops the quantum, and its trajectory parks again.
-9. A `dispatch` that places nothing changes no later answer. The log has placements only, so that a replay asks less often.
+1. A worker never holds more quanta of a phase than it has slots. A trajectory waits once or runs
+   once.
+2. A slot goes to the first trajectory in order that may have it: one without a home, one at home
+   there unless a move pays off (`Loads.move`), one that prefers its bucket, an overdue one, and
+   last one whose move from a long queue pays off (`_pays`). Lengths and costs count only between
+   engines that have declared themselves.
+3. No trajectory starves: running ones end and free KV memory for the queue's head; overdue ones go
+   before all others. A slot stays free while a trajectory waits only if its KV would evict the KV
+   of running ones (`Loads.fits`) and no move pays off.
+4. A trajectory without a home begins in the bucket planned for its length, unless no slot there is
+   free or another engine would finish sooner by `PLANNED_FACTOR`. One whose KV no longer fits loses
+   its home, and begins again where it fits.
+5. Once tools have declared resources, the lease table (`libra.policy.leases`) places actions in the
+   same order. The caller carries out its `revocations`.
+6. An empty `dispatch` has no side effects, so that a replay needs placements only.
 """
 
 from __future__ import annotations
@@ -35,123 +29,99 @@ from typing import Any
 
 import msgspec
 
-from libra.facts import (
-    ActionRequested,
-    Command,
-    Fact,
-    HomeChanged,
-    HomeForgotten,
-    Prefer,
-    Priority,
-    QuantumFinished,
-    QuantumStarted,
-    SetPriority,
-    ToolCapacity,
-    ToolsDeclared,
-    TrajectoryEnded,
-    TrajectoryParked,
-    Vacate,
-    WorkerCapacity,
-    WorkerWithdrawn,
-)
+from libra import facts
 from libra.policy.engine_loads import Loads
-from libra.policy.engine_state import SURE, UNSURE, EngineState, Trajectory
+from libra.policy.engine_state import EXACT_NORM, NOISY_NORM, EngineState, Trajectory
 from libra.policy.engine_table import EngineTable
-from libra.policy.leases.actions import ActionLeases
+from libra.policy.leases.action_leases import ActionLeases
 from libra.policy.leases.resources import Revoke
 from libra.policy.phase_queue import Entry, PhaseQueue
 from libra.policy.placements import LeaseTaken, Place
-from libra.policy.starvation_guard import OVERDUE
+from libra.policy.trajectory_table import OVERDUE
 from libra.types import Phase, ToolStatus
 
 SCANNED_FOR_A_MOVE = 8
-"""Waiting trajectories that are considered, in order, for a move to a slot that would stay free."""
+"""Waiting trajectories that are considered, in order, for a move to a free slot."""
 SAMPLED_HOMES = 32
-"""If more than twice this many engines have free slots, about this many, evenly spread, are compared."""
+"""About this many engines with free slots are compared, of more than twice as many."""
 PLANNED_FACTOR = 1.25
-"""A trajectory begins in the bucket planned for its length unless another engine would finish sooner by this factor."""
-EVERYONE = Priority(-1 << 30, OVERDUE, 0)
-"""Ahead of every trajectory: see `Dispatcher.ahead`."""
+"""A trajectory leaves the planned bucket only if it finishes sooner by this factor."""
+EVERYONE = facts.Priority(-1 << 30, OVERDUE, 0)  # ahead of every trajectory: see `Dispatcher.ahead`
 Chosen = tuple[Trajectory, Place]
-FORGETTING = 0.05
-"""Weight of the newest quantum in the mean seconds of a quantum."""
+FORGETTING = 0.05  # weight of the newest quantum in the mean seconds of a quantum
 
 
 def leaves_slot(rank: Sequence[int], ahead: Sequence[int] | None) -> bool:
-    """Whether a trajectory of this rank releases its slot at the end of a quantum, where the best waiting one has rank ``ahead``.
+    """Whether a trajectory of this rank releases its slot after a quantum, where ``ahead`` waits.
 
-    Only an earlier iteration or a better level takes a slot away: within a level it would cost a dispatch and gain nothing.
+    Only an earlier iteration or a better level takes a slot: within a level that gains nothing.
     """
     return ahead is not None and tuple(ahead[:2]) < tuple(rank[:2])
 
 
 class Dispatcher:
-    """One per scheduler, for all runs on it.
-
-    ``sure``: forecasts of lengths are exact, as an oracle's are.
-    """
+    """One per scheduler, for all runs on it; ``sure``: forecasts of lengths are exact."""
 
     def __init__(self, *, sure: bool = False) -> None:
-        self._table = EngineTable(SURE if sure else UNSURE)
+        self._table = EngineTable(EXACT_NORM if sure else NOISY_NORM)
         self._trajectories = self._table.trajectories
         self._loads = Loads(self._table)
         self._phases = {phase: PhaseQueue() for phase in Phase}
         self._queues = tuple(self._phases.values())
         self._serial = 0
         self.allowed: Callable[[str, str], bool] | None = None
-        """Whether a generation of a trajectory may be at a worker; None: at any."""
+        """Whether a trajectory may generate at a worker; unset: at any."""
         self._quantum_s: dict[str, float] = {}
         self.leases: ActionLeases | None = None
-        """None: no tool has declared resources."""
 
     # ---------------------------------------------------------------- events and commands
 
-    def handle(self, event: Fact) -> None:
-        """Follow one event; call it before the ordering's `handle`, whose commands go to `apply`."""
-        if type(event) is QuantumFinished:
+    def handle(self, event: facts.Fact) -> None:
+        """Follow one event, before the ordering's commands go to `apply`."""
+        if type(event) is facts.QuantumFinished:
             self._finished(event)
-        elif type(event) is TrajectoryParked:
+        elif type(event) is facts.TrajectoryParked:
             one = self._table.of(event.key)
             self.stopped(event.key)
             self._leave(one)
             one.phase, one.ranked, one.buckets = event.phase, False, ()
             self._table.handle(event)
-        elif isinstance(event, QuantumStarted):
+        elif isinstance(event, facts.QuantumStarted):
             queue = self._phases[event.phase]
-            if event.key not in queue.running and event.worker in queue.slots:  # otherwise it continues in its slot
+            if event.key not in queue.running and event.worker in queue.slots:  # else it continues
                 queue.leave(self._table.of(event.key))
                 queue.take(event.key, event.worker)
             self._table.handle(event)
-        elif type(event) is TrajectoryEnded:
+        elif type(event) is facts.TrajectoryEnded:
             self._ended(event)
-        elif type(event) is HomeChanged:
+        elif type(event) is facts.HomeChanged:
             if event.num_bytes:
                 self._loads.transfers.add(event.num_bytes, event.took_s)
-        elif type(event) is HomeForgotten:
+        elif type(event) is facts.HomeForgotten:
             if (found := self._trajectories.get(event.key)) is not None:
                 found.tool_home, found.last_home = "", None
             self._table.handle(event)
-        elif type(event) is WorkerCapacity:
+        elif type(event) is facts.WorkerCapacity:
             self._phases[Phase.ROLLOUT].supply(event.worker, event.rollout_slots)
             self._phases[Phase.TOOL].supply(event.worker, event.tool_slots)
             if self.leases is not None:
                 self.leases.slots(event.worker, event.tool_slots)
             self._table.handle(event)
-        elif type(event) is WorkerWithdrawn:
+        elif type(event) is facts.WorkerWithdrawn:
             self._worker_left(event)
-        elif isinstance(event, ToolsDeclared | ToolCapacity | ActionRequested):
+        elif isinstance(event, facts.ToolsDeclared | facts.ToolCapacity | facts.ActionRequested):
             self._lease(event)
 
-    def apply(self, commands: Iterable[Command]) -> None:
-        """Take over commands of orderings; those for trajectories that do not wait are ignored."""
+    def apply(self, commands: Iterable[facts.Command]) -> None:
+        """Take over commands of orderings for trajectories that wait."""
         trajectories = self._trajectories
         for command in commands:
-            if type(command) is SetPriority:  # by far the most
+            if type(command) is facts.SetPriority:  # by far the most
                 one = trajectories.get(command.key)
                 if one is not None and one.phase is not None and (one.serial or not one.ranked):
                     one.ranked = True
                     self._push(one, command.priority)
-            elif type(command) is Prefer:
+            elif type(command) is facts.Prefer:
                 one = trajectories.get(command.key)
                 if one is None or one.phase is None:
                     continue
@@ -162,18 +132,17 @@ class Dispatcher:
                     one.buckets = command.buckets
                     if one.serial:
                         self._push(one, self._phases[one.phase].waiting[one.key])
-            elif type(command) is Vacate:
+            elif type(command) is facts.Vacate:
                 engine = self._table.engines.get(command.worker)
                 members = {} if engine is None else engine.members
                 self._without_home([members[key] for key in command.keys if key in members])
 
     def _push_out(self, engine: EngineState) -> None:
-        """Trajectories whose KV the engine drops have no home any more: they go on where it fits."""
+        """Trajectories whose KV the engine drops lose their home: they go on where it fits."""
         if 0 < engine.open_tokens < engine.context_tokens:
             self._without_home(engine.pushed_out(self._phases[Phase.ROLLOUT].running.__contains__))
 
     def _without_home(self, members: Iterable[Trajectory]) -> None:
-        """Members of an engine have no home any more; their KV may still be there."""
         queue = self._phases[Phase.ROLLOUT]
         for one in members:
             assert one.home is not None
@@ -182,8 +151,7 @@ class Dispatcher:
             if one.key in queue.waiting:
                 self._push(one, queue.waiting[one.key])
 
-    def _lease(self, event: ToolsDeclared | ToolCapacity | ActionRequested) -> None:
-        """Actions hold leases from the first declaration on."""
+    def _lease(self, event: facts.ToolsDeclared | facts.ToolCapacity | facts.ActionRequested) -> None:
         if self.leases is None:
             self.leases = ActionLeases()
             queue = self._phases[Phase.TOOL]
@@ -193,9 +161,9 @@ class Dispatcher:
                 self.leases.adopt(key, worker)
             for key, priority in queue.waiting.items():
                 self.leases.wait(key, priority, self._trajectories[key].tool_home)
-        if isinstance(event, ToolsDeclared):
+        if isinstance(event, facts.ToolsDeclared):
             self.leases.declare(event)
-        elif isinstance(event, ToolCapacity):
+        elif isinstance(event, facts.ToolCapacity):
             self.leases.capacity(event)
         else:
             self.leases.asked(event)
@@ -207,14 +175,13 @@ class Dispatcher:
             self.leases.table.cancel(one.key)
 
     def stopped(self, key: str) -> None:
-        """The quantum of ``key`` has ended, for whatever reason; its slot is free."""
         if self.leases is not None:
             self.leases.table.release(key)
         for queue in self._queues:
             if key in queue.running:
                 queue.give_back(key)
 
-    def _finished(self, event: QuantumFinished) -> None:
+    def _finished(self, event: facts.QuantumFinished) -> None:
         worker = self._phases[event.phase].running.get(event.key)
         if event.phase is Phase.ROLLOUT and worker is not None:
             mean = self._quantum_s.get(worker, event.latency_s)
@@ -229,7 +196,7 @@ class Dispatcher:
         if one is not None and one.home is not None:
             self._push_out(one.home)
 
-    def _ended(self, event: TrajectoryEnded) -> None:
+    def _ended(self, event: facts.TrajectoryEnded) -> None:
         self.stopped(event.key)
         if (one := self._trajectories.get(event.key)) is not None:
             self._leave(one)
@@ -237,7 +204,7 @@ class Dispatcher:
             self.leases.forget(event.key)
         self._table.handle(event)
 
-    def _worker_left(self, event: WorkerWithdrawn) -> None:
+    def _worker_left(self, event: facts.WorkerWithdrawn) -> None:
         for phase in self._phases.values():
             phase.lose(event.worker)
         if self.leases is not None:
@@ -253,7 +220,7 @@ class Dispatcher:
             if one.waits_at == event.worker:
                 self._push(one, queue.waiting[one.key])
 
-    def _push(self, one: Trajectory, priority: Priority) -> None:
+    def _push(self, one: Trajectory, priority: facts.Priority) -> None:
         phase = one.phase
         assert phase is not None
         queue, rollout = self._phases[phase], phase is Phase.ROLLOUT
@@ -272,49 +239,42 @@ class Dispatcher:
     # ---------------------------------------------------------------- queries and dispatch
 
     def num_waiting(self, phase: Phase) -> int:
-        """How many trajectories wait for a slot of ``phase``."""
         return len(self._phases[phase].waiting)
 
-    def waiting(self, phase: Phase) -> Mapping[str, Priority]:
-        """The place of every trajectory that waits for a slot of ``phase``."""
+    def waiting(self, phase: Phase) -> Mapping[str, facts.Priority]:
         return self._phases[phase].waiting
 
     def slots(self, phase: Phase) -> tuple[int, int]:
-        """Slots of ``phase``: taken, and in total."""
         queue = self._phases[phase]
         return len(queue.running), sum(queue.slots.values())
 
     def buckets(self) -> list[dict[str, Any]]:
-        """A row per bucket of engines, for the dashboard (`Loads.buckets`)."""
         return self._loads.buckets(self._phases[Phase.ROLLOUT])
 
     def residents(self, worker: str) -> int:
-        """How many trajectories are at home on the engine of ``worker``."""
         engine = self._table.engines.get(worker)
         return 0 if engine is None else len(engine.members)
 
     def overfull(self) -> bool:
-        """Whether an engine runs more generations than it has slots now, so that some must release their slots."""
+        """Whether an engine runs more generations than it has slots now."""
         return bool(self._phases[Phase.ROLLOUT].overfull)
 
-    def ahead(self) -> Priority | None:
-        """Rank of the best waiting generation: a trajectory that ends a quantum releases its slot if `leaves_slot`.
+    def ahead(self) -> facts.Priority | None:
+        """Rank of the best waiting generation, for `leaves_slot`; None if all keep their slots.
 
-        None: nothing waits, and all keep their slots. `EVERYONE`: all release theirs, because an engine runs more generations than
-        it has slots, or engines that exchange KV are so full or so unevenly loaded that order and places matter
-        (`Loads.strained`).
+        `EVERYONE` if all release theirs: an engine is overfull, or engines that exchange KV need
+        rebalancing (`Loads.needs_rebalancing`).
         """
-        if self.overfull() or (self._table.exchanging and self._loads.strained()):
+        if self.overfull() or (self._table.exchanging and self._loads.needs_rebalancing()):
             return EVERYONE
         entry = self._phases[Phase.ROLLOUT].all_waiting.first()
         return None if entry is None else entry[0]
 
     def running_on(self, worker: str, phase: Phase) -> int:
-        """How many quanta of ``phase`` hold a slot of ``worker``."""
         return self._phases[phase].taken.get(worker, 0)
 
     def dispatch(self, phase: Phase, at_s: float = 0.0) -> tuple[Place, ...]:
-        """Placements in order; the trajectories hold these slots from now on. ``at_s``: the time, which only quotas need."""
+        """Placements in order, which hold their slots from now on; only quotas need ``at_s``."""
         if phase is Phase.TOOL and self.leases is not None:
             return self._leased(self.leases, at_s)
         queue = self._phases[phase]
@@ -334,7 +294,6 @@ class Dispatcher:
         return tuple(places)
 
     def _take(self, queue: PhaseQueue, one: Trajectory, place: Place) -> None:
-        """The trajectory has its slot."""
         queue.leave(one)
         queue.take(place.key, place.worker)
         self._serial += 1
@@ -342,10 +301,9 @@ class Dispatcher:
             one.tool_home = place.worker
         else:
             one.last_home = None
-        self._table.handle(QuantumStarted(place.key, place.phase, place.worker))
+        self._table.handle(facts.QuantumStarted(place.key, place.phase, place.worker))
 
     def _leased(self, leases: ActionLeases, at_s: float) -> tuple[Place, ...]:
-        """Placements of actions that the lease table admits."""
         queue, places = self._phases[Phase.TOOL], []
         for lease in leases.admit(at_s):
             has = lease.resources
@@ -356,7 +314,6 @@ class Dispatcher:
         return tuple(places)
 
     def revocations(self) -> tuple[Revoke, ...]:
-        """The leases that dispatches have revoked since the last call, in order."""
         return () if self.leases is None else self.leases.revocations()
 
     def _next_tool(self, queue: PhaseQueue) -> Chosen | None:
@@ -369,7 +326,7 @@ class Dispatcher:
         return one, Place(one.key, Phase.TOOL, max(free, key=lambda worker: (free[worker], worker)), "most room")
 
     def _next(self, queue: PhaseQueue) -> Chosen | None:
-        """The first in order that may have one of the free slots, without a move that it does not prefer."""
+        """The first in order that may have a free slot, without a move that it does not prefer."""
         best: Entry | None = None
         worker = reason = ""
         for home in queue.free if len(queue.free) < len(queue.waiting_at) else queue.waiting_at:
@@ -379,7 +336,7 @@ class Dispatcher:
                     best, worker, reason = entry, home, "home"
         for bucket, order in queue.in_bucket.items():
             entry = order.first()
-            if entry is not None and (best is None or entry <= best):  # the same one: it prefers this to its home
+            if entry is not None and (best is None or entry <= best):  # the same one prefers this
                 target = self._roomiest(queue, entry[2], self._table.buckets.get(bucket, ()))
                 if target is not None:
                     best, worker, reason = entry, target, "preferred bucket"
@@ -399,7 +356,7 @@ class Dispatcher:
         return one, Place(one.key, Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: PhaseQueue, one: Trajectory) -> str | None:
-        """The best worker for a trajectory that is overdue or has no home; None if its KV would evict that of others."""
+        """The best worker for one that is overdue or has no home, if KV of others stays."""
         if one.home is not None and one.home.spec.worker in queue.free:
             return one.home.spec.worker
         for bucket in one.buckets:
@@ -416,13 +373,11 @@ class Dispatcher:
         return first if cost(one, planned) > PLANNED_FACTOR * cost(one, first) else planned
 
     def _cost(self, one: Trajectory) -> Callable[[Trajectory, str], float]:
-        """The figure by which declared engines are compared for a trajectory: seconds until they finish, or their pace without a
-        forecast."""
+        """The figure by which declared engines are compared: seconds to finish, or their pace."""
         return self._loads.finish_s if one.has_forecast else self._loads.pace_s_per_token
 
     def _roomiest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
-        """The one of ``workers`` with a free slot and KV memory for a trajectory that finishes first; of many, a sample is
-        compared."""
+        """Of ``workers`` with room for a trajectory (a sample of many) the fastest."""
         allowed, fits = self.allowed, self._loads.fits
         free = [worker for worker in workers if worker in queue.free and (not allowed or allowed(one.key, worker))]
         step = len(free) // SAMPLED_HOMES
@@ -433,16 +388,14 @@ class Dispatcher:
         return self._fastest(queue, one, [worker for worker in free if fits(one, worker)])
 
     def _open_to(self, key: str, queue: PhaseQueue) -> Mapping[str, int]:
-        """Free slots that ``key`` may have."""
         if self.allowed is None:
             return queue.free
         return {worker: count for worker, count in queue.free.items() if self.allowed(key, worker)}
 
     def _fastest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
-        """The best engine; among equals one with few siblings, whose lengths are correlated and add up.
+        """The best engine; among equals one with few siblings, whose lengths are correlated.
 
-        Equal: the same seconds to finish, without a forecast the same pace; if one of the engines with a free slot has not
-        declared its speed, the same number of free slots.
+        By free slots, if an engine with a free slot has not declared its speed.
         """
         best: str | None = None
         least: tuple[float, int, int, str] | None = None
@@ -456,7 +409,6 @@ class Dispatcher:
         return best
 
     def _move(self, queue: PhaseQueue) -> Chosen | None:
-        """The first in order that gains from moving to a slot that would stay free."""
         for _, _, one in queue.all_waiting.first_few(SCANNED_FOR_A_MOVE):
             if one.home is None:
                 continue
@@ -466,10 +418,10 @@ class Dispatcher:
         return None
 
     def _pays(self, queue: PhaseQueue, one: Trajectory, home: EngineState, target: str) -> str:
-        """Why moving a trajectory from the queue of ``home`` to ``target`` pays off; empty if it does not.
+        """Why a move from the queue of ``home`` pays off; empty if it does not.
 
-        The gain of all that wait there (each is served one turn earlier) must exceed the cost of the move. With a forecast, the
-        two engines must not finish later either.
+        All that wait there gain a turn, which must exceed the cost; by the forecast, neither engine
+        may finish later.
         """
         declared = self._table.engines[target].declared
         if not (home.declared and declared):
@@ -485,7 +437,6 @@ class Dispatcher:
         return "the queue at home is longer than computing it again" if pays else ""
 
     def _silent(self, workers: Iterable[str]) -> str | None:
-        """The first of ``workers``, by name, whose engine has not declared its speed; None if all have."""
         if not self._table.silent:
             return None
         return min((worker for worker in workers if worker in self._table.silent), default=None)

@@ -4,11 +4,17 @@ Invariants
 ----------
 1. A trajectory has at most one home, a present engine: the one where it generated last.
 2. An engine that has left holds nothing.
+3. Seconds in `WorkerCapacity` come from the engine's measured passes: of one sequence without
+   context (alone), of all slots with the KV memory full (full); 0 before there are any.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
 
 from libra.facts import (
     Fact,
@@ -20,15 +26,14 @@ from libra.facts import (
     WorkerCapacity,
     WorkerWithdrawn,
 )
-from libra.policy.engine_state import UNSURE, EngineState, Trajectory, share_of
-from libra.policy.kv_profile import Demand
-from libra.types import Phase
+from libra.policy.engine_state import NOISY_NORM, Demand, EngineState, Trajectory, share_of
+from libra.types import EngineCapacity, Phase, StepSeconds
 
 _DEGREE = re.compile(r"(?:^|-)tp(\d+)(?:-|$)")
 
 
 def degree_of(bucket: str) -> int:
-    """Tensor-parallel degree in the name of a bucket (``tp4``, ``tp2-threads1``); 1 if it has none."""
+    """Tensor-parallel degree in the name of a bucket (``tp4``, ``tp2-threads1``), or 1."""
     found = _DEGREE.search(bucket)
     return int(found[1]) if found else 1
 
@@ -36,33 +41,13 @@ def degree_of(bucket: str) -> int:
 class EngineTable:
     """Engines by name, and the record of every trajectory that has not ended.
 
-    Parameters
-    ----------
-    exponent : float
-        `UNSURE`, or `SURE` where forecasts of lengths are exact.
-
-    Attributes
-    ----------
-    engines : dict of str to EngineState
-        By worker.
-    trajectories : dict of str to Trajectory
-    buckets : dict of str to list of str
-        Workers of each bucket.
-    silent : set of str
-        Workers whose engine has not declared itself.
-    exchanging : list of EngineState
-        Engines that exchange KV.
-    max_context_tokens : int
-        Of the engine that takes the longest contexts; 0: not known.
-    slot_tokens : float
-        KV of one slot, of the engine that has least; 0: not known.
-    mean_final, mean_prompt, mean_told : float
-        Mean context of ended trajectories, mean prompt, and mean first forecast.
-    sampled, grown : float
-        Tokens generated, and context that came with them.
+    ``exponent`` is `NOISY_NORM`, or `EXACT_NORM` where lengths are known. ``silent`` workers have
+    not declared their engine; ``exchanging`` engines exchange KV. ``slot_tokens`` is the least KV
+    of one slot, ``mean_final`` the mean context of ended trajectories, ``mean_told`` the mean first
+    forecast. ``sampled`` tokens were generated, and contexts have ``grown`` with them.
     """
 
-    def __init__(self, exponent: float = UNSURE) -> None:
+    def __init__(self, exponent: float = NOISY_NORM) -> None:
         self.exponent = exponent
         self.engines: dict[str, EngineState] = {}
         self.trajectories: dict[str, Trajectory] = {}
@@ -76,14 +61,12 @@ class EngineTable:
         self.sampled = self.grown = 0.0
 
     def of(self, key: str) -> Trajectory:
-        """The record of a trajectory, from its first event on."""
         one = self.trajectories.get(key)
         if one is None:
             one = self.trajectories[key] = Trajectory(key)
         return one
 
     def handle(self, event: Fact) -> None:
-        """Follow one event."""
         # Type comparisons instead of match: every event comes here.
         if type(event) is TrajectoryParked:
             self._parked(self.of(event.key), event)
@@ -103,8 +86,6 @@ class EngineTable:
                 self._joined(event)
         elif type(event) is WorkerWithdrawn:
             self._left(event.worker)
-
-    # ---------------------------------------------------------------- trajectories
 
     def _parked(self, one: Trajectory, event: TrajectoryParked) -> None:
         if one.home is None and event.group:
@@ -164,7 +145,6 @@ class EngineTable:
             self.mean_final += (one.context_tokens - self.mean_final) / self._num_ended
 
     def settle(self, one: Trajectory, worker: str | None) -> None:
-        """The trajectory is at home on ``worker``; None, or a worker without an engine: nowhere."""
         home, now = one.home, None if worker is None else self.engines.get(worker)
         if home is now:
             if now is not None:
@@ -176,8 +156,11 @@ class EngineTable:
             now.add(one, self.mean_final)
 
     def forecast(self, one: Trajectory, left_tokens: float, final_tokens: float) -> None:
-        """The trajectory is expected to generate ``left_tokens`` more and to end with a context of ``final_tokens``, each at most
-        the longest context of any engine, so that a high first forecast leaves none empty."""
+        """A trajectory will generate ``left_tokens`` more, to a context of ``final_tokens``.
+
+        Both are capped by the longest context of any engine, so that a high first forecast leaves
+        none empty.
+        """
         is_first = one.final_tokens is None
         self._believe(one, left_tokens, final_tokens)
         if is_first:
@@ -198,17 +181,13 @@ class EngineTable:
         return one.context_tokens or self.mean_prompt
 
     def room(self, one: Trajectory) -> float:
-        """KV tokens that are reserved for a trajectory."""
         return share_of(one, self.mean_final).room
 
     def demand(self, one: Trajectory, growth: float) -> Demand:
-        """KV of a trajectory over time, at ``growth`` tokens of context per token generated."""
         return Demand.of(self.context(one), one.left_tokens, growth, self.max_context_tokens)
 
-    # ---------------------------------------------------------------- engines
-
     def of_degree(self, tp: int) -> list[str]:
-        """Workers whose engines have this tensor-parallel degree, or the next higher one present; may be empty."""
+        """Workers with engines of this degree, or the next higher one; may be empty."""
         degrees = {bucket: degree_of(bucket) for bucket in self.buckets}
         least = min((degree for degree in degrees.values() if degree >= tp), default=None)
         return [worker for bucket, degree in degrees.items() if degree == least for worker in self.buckets[bucket]]
@@ -248,3 +227,68 @@ class EngineTable:
             if one.generates_at is engine:
                 one.generates_at = None
             engine.remove(one)
+
+
+ERRORS_TAKEN = 2.0
+"""Engines of a bucket differ if their seconds differ by more than this many sums of errors."""
+DIGITS = 12  # decimals of seconds in events: a log has exactly the numbers behind the decisions
+
+
+def joined_of(
+    worker: str, bucket: str, capacity: EngineCapacity, *, rollout_slots: int | None = None, tool_slots: int = 0
+) -> WorkerCapacity:
+    """A worker whose engine declares ``capacity``, with its own slots or ``rollout_slots``."""
+    slots = capacity.slots if rollout_slots is None else rollout_slots
+    limit = capacity.max_context_tokens
+    kv_token_bytes = capacity.kv_token_bytes if capacity.exchanges_kv else 0
+    joined = WorkerCapacity(
+        worker, bucket, slots, tool_slots, capacity.kv_tokens, max_context_tokens=limit, kv_token_bytes=kv_token_bytes
+    )
+    steps = capacity.steps
+    if steps is None:
+        return joined
+    return msgspec.structs.replace(
+        joined,
+        alone_s_per_token=round(steps.step_s(1, 0), DIGITS),
+        full_s_per_token=round(steps.step_s(slots or capacity.slots, capacity.kv_tokens), DIGITS),
+        prefill_s_per_token=round(steps.prefill_token_s, DIGITS),
+        beside_s_per_token=round(steps.sequence_s, DIGITS),
+    )
+
+
+def as_its_bucket(own: EngineCapacity, alike: Sequence[StepSeconds]) -> EngineCapacity:
+    """An engine with the median seconds of its bucket, unless its own differ beyond their errors.
+
+    Equal engines fit unlike seconds; without this a trajectory moves to whichever seems quick.
+    ``alike``: seconds of all measured engines of the bucket; an engine without its own takes the
+    median.
+    """
+    if not alike:
+        return own
+
+    def full_s(steps: StepSeconds) -> float:
+        return steps.step_s(own.slots, own.kv_tokens / 2)
+
+    median = sorted(alike, key=full_s)[(len(alike) - 1) // 2]
+    pooled = replace(own, steps=median)
+    if own.steps is None:
+        return pooled
+    error_frac = ERRORS_TAKEN * (own.steps.error_frac + median.error_frac)
+    return pooled if off_by_frac(own, pooled) <= error_frac else own
+
+
+def off_by_frac(now: EngineCapacity, before: EngineCapacity) -> float:
+    """Largest relative change of an engine's passes; infinite if its size differs."""
+    held = [(each.kv_tokens, each.slots, each.tp, each.max_context_tokens) for each in (now, before)]
+    if held[0] != held[1]:
+        return float("inf")
+    if now.steps is None or before.steps is None:
+        return 0.0 if now.steps is before.steps else float("inf")
+    context = now.kv_tokens / max(1, now.slots)
+
+    def corners(steps: StepSeconds) -> tuple[float, ...]:
+        full = [steps.step_s(now.slots, tokens) for tokens in (now.kv_tokens / 2, now.kv_tokens)]
+        return steps.step_s(1, 0), *full, steps.step_s(1, 0, context)
+
+    pairs = zip(corners(now.steps), corners(before.steps), strict=True)
+    return max(abs(a - b) / b if b > 0.0 else (0.0 if a == b else float("inf")) for a, b in pairs)

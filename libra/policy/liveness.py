@@ -34,13 +34,10 @@ from enum import StrEnum
 from typing import Any
 
 RESTART_AFTER_S = (30.0, 120.0, 600.0)
-"""Delay before a worker is restarted after its first, second and third setup failure in a row."""
-KEPT_NAMES = 1024
-"""Maximum number of lost names: a worker without a name of its own has its address as name."""
-TELL_AFTER_S = 6.0
-"""A worker that its nanny restarts without a model to load is back sooner."""
+"""Delay before a restart after the first, second and third setup failure in a row."""
+KEPT_NAMES = 1024  # maximum number of lost names
+TELL_AFTER_S = 6.0  # A worker that its nanny restarts without a model to load is back sooner
 START_S = 300.0
-"""The first setup of a run loads its model, which takes minutes with vLLM."""
 REMIND_S = 300.0
 
 
@@ -51,7 +48,7 @@ class Backoff:
         self._failures: Counter[Hashable] = Counter()
 
     def failed(self, subject: Hashable, delays_s: Sequence[float], *, forever: bool = False) -> float | None:
-        """Delay before the next try; after the last of ``delays_s``: None, or that one ``forever``."""
+        """Delay before the next try; after the last one None, or that one ``forever``."""
         self._failures[subject] += 1
         tries = self._failures[subject]
         if tries > len(delays_s) and not forever:
@@ -59,18 +56,14 @@ class Backoff:
         return delays_s[min(tries, len(delays_s)) - 1]
 
     def worked(self, *subjects: Hashable) -> None:
-        """The next failure of these is their first."""
         for subject in subjects:
             self._failures.pop(subject, None)
 
     def subjects(self) -> list[Any]:
-        """Subjects that failed and have not worked since."""
         return list(self._failures)
 
 
 class Stage(StrEnum):
-    """Progress of a worker's setup for a run."""
-
     STARTING = "starting"
     SETTING_UP = "setting_up"
     FAILED = "failed"
@@ -82,28 +75,16 @@ JOINING = (Stage.SETTING_UP, Stage.FAILED)
 
 @dataclass(slots=True)
 class Standing:
-    """A worker process in a run.
-
-    Attributes
-    ----------
-    joined_s, restart_s : float
-        Monotonic times; ``restart_s`` is None if no restart is due.
-    detail : str
-        Why its setup failed.
-    asleep, quarantined : bool
-        Its engine sleeps; its engine failed the version check.
-    out : str
-        Why its engine stays out of service: it failed the check again after a restart.
-    """
+    """A worker process in a run."""
 
     name: str = ""
     stage: Stage = Stage.STARTING
-    joined_s: float = 0.0
-    detail: str = ""
-    restart_s: float | None = None
-    asleep: bool = False
-    quarantined: bool = False
-    out: str = ""
+    joined_s: float = 0.0  # monotonic
+    detail: str = ""  # why its setup failed
+    restart_s: float | None = None  # monotonic; None if no restart is due
+    asleep: bool = False  # its engine sleeps
+    quarantined: bool = False  # its engine failed the version check
+    out: str = ""  # why its engine stays out of service
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +106,6 @@ class Liveness:
         self._runs: dict[str, dict[str, Standing]] = {}  # by run and address
         self._withheld: set[str] = set()
 
-    # ---------------------------------------------------------------- events
-
     def joined(self, address: str, name: str, runs: Iterable[str], t_s: float) -> bool:
         """A worker joins, to be set up for ``runs``; whether to withhold it from Dask now."""
         self._names[address] = name
@@ -146,7 +125,6 @@ class Liveness:
         return self._supplied([address])
 
     def failed(self, run: str, address: str, detail: str, t_s: float, *, nanny: bool) -> float | None:
-        """The setup of a worker that joined during the run failed; delay before its restart."""
         standing = self._standing(run, address)
         after_s = self._backoff.failed((run, standing.name), RESTART_AFTER_S)
         after_s = after_s if nanny else None
@@ -155,7 +133,6 @@ class Liveness:
         return after_s
 
     def left(self, address: str, t_s: float) -> None:
-        """A worker has left the cluster."""
         self._withheld.discard(address)
         for standings in self._runs.values():
             standings.pop(address, None)
@@ -172,7 +149,6 @@ class Liveness:
         return self._supplied(self._runs.pop(run, {}))
 
     def slept(self, run: str, address: str, *, asleep: bool) -> None:
-        """A worker's engine goes to sleep, or is awake again."""
         self._standing(run, address).asleep = asleep
 
     def checked(self, run: str, address: str, *, passed: bool, out: str = "") -> None:
@@ -181,7 +157,7 @@ class Liveness:
         standing.quarantined, standing.out = not passed, out
 
     def due(self, run: str, t_s: float) -> tuple[RestartWorker, ...]:
-        """Failed workers of a run that are to be restarted now; each is returned once."""
+        """Failed workers of a run to restart now; each is returned once."""
         found = []
         for address, standing in self._runs.get(run, {}).items():
             if standing.restart_s is not None and t_s >= standing.restart_s:
@@ -189,18 +165,13 @@ class Liveness:
                 found.append(RestartWorker(address, standing.name, standing.detail))
         return tuple(found)
 
-    # ---------------------------------------------------------------- queries
-
     def of(self, run: str, address: str) -> Standing:
-        """The standing of a worker in a run."""
         return self._runs.get(run, {}).get(address) or Standing()
 
     def joins(self, run: str, address: str) -> bool:
-        """Whether the worker joined during the run and is not ready."""
         return self.of(run, address).stage in JOINING
 
     def joining(self) -> set[str]:
-        """Addresses of workers that some run has joining."""
         return {address for address, standing in self._every() if standing.stage in JOINING}
 
     def silent(self) -> set[str]:
@@ -208,7 +179,6 @@ class Liveness:
         return {address for address, standing in self._every() if standing.quarantined or standing.asleep}
 
     def out(self, run: str) -> dict[str, str]:
-        """Why engines of a run stay out of service, by address."""
         return {address: standing.out for address, standing in self._runs.get(run, {}).items() if standing.out}
 
     def lost(self, t_s: float, within_s: float = float("inf")) -> list[str]:
@@ -218,23 +188,16 @@ class Liveness:
     def rows(self, run: str, t_s: float) -> list[dict[str, Any]]:
         """Workers that joined during a run and are not ready, by name.
 
-        ``worker``, ``address``, ``stage`` ("setting_up", "failed"), ``for_s`` since it joined,
-        ``detail``, ``again_in_s`` until its restart (None: no automatic restart).
+        ``for_s`` since it joined; ``again_in_s`` until its restart (None without one).
         """
         joining = ((a, s) for a, s in self._runs.get(run, {}).items() if s.stage in JOINING)
         return [
             {
-                "worker": standing.name,
-                "address": address,
-                "stage": str(standing.stage),
-                "for_s": round(t_s - standing.joined_s, 3),
-                "detail": standing.detail,
-                "again_in_s": None if standing.restart_s is None else round(max(0.0, standing.restart_s - t_s), 3),
+                "worker": s.name, "address": address, "stage": str(s.stage), "for_s": round(t_s - s.joined_s, 3),
+                "detail": s.detail, "again_in_s": None if s.restart_s is None else round(max(0.0, s.restart_s - t_s), 3),
             }
-            for address, standing in sorted(joining, key=lambda item: item[1].name)
-        ]
-
-    # ---------------------------------------------------------------- bookkeeping
+            for address, s in sorted(joining, key=lambda item: item[1].name)
+        ]  # fmt: skip
 
     def _every(self) -> Iterable[tuple[str, Standing]]:
         return (item for standings in self._runs.values() for item in standings.items())
@@ -254,7 +217,7 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class RoleSupply:
-    """Suppliers of a resource by name, how many are ``wanted``, and whether others are set up.
+    """Suppliers of a resource, how many are ``wanted``, and whether others are set up.
 
     ``cause`` names the workers that are lost, out of service or not ready.
     """
@@ -267,7 +230,7 @@ class RoleSupply:
 
 @dataclass(frozen=True, slots=True)
 class RolesMissing:
-    """Too few workers supply these resources; ``had``: the last suppliers; ``some``: one is left."""
+    """Too few workers supply these resources; ``had``: last suppliers; ``some``: one is left."""
 
     resources: tuple[str, ...]
     for_s: float
@@ -305,11 +268,9 @@ class MissingRoles:
         return [resource for resource, role in self._roles.items() if role.told_s is not None]
 
     def had(self, resource: str) -> tuple[str, ...]:
-        """Names of the last workers that were enough."""
         return self._roles[resource].had
 
     def look(self, t_s: float, supplies: Mapping[str, RoleSupply]) -> tuple[RolesBack | RolesMissing, ...]:
-        """The reports that are due; ``supplies`` has every resource as it is now."""
         due, back, since_s, again = list[str](), list[str](), t_s, False
         for resource, role in self._roles.items():
             now = supplies[resource]

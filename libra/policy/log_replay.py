@@ -1,16 +1,16 @@
-"""Repeats a run's decisions from its event log, and compares them with those that were logged and carried out.
+"""Repeats a run's decisions from its event log, and compares them with the logged ones.
 
 Promises
 --------
 1. The policy objects receive the events of the log, in its order, and nothing else.
-2. Every command in the log is compared with one of the replay, and conversely. Only at the end of an epoch may answers to its
-   last event be missing, because its writer died: `Told.cut`.
+2. Every command in the log is compared with one of the replay, and conversely. Only at the end of
+   an epoch may answers to its last event be missing, because its writer died: `Told.cut`. What a
+   batch did about late rewards is compared too.
 3. Every snapshot except the first of an epoch is compared with the present state of the objects.
-4. A dispatch is compared with the priority that was last logged for its trajectory, and each needs a parking of its own. If the
-   log has the run from its start and no other run shared the scheduler, the dispatcher's choices of trajectory and worker are
-   repeated and compared too.
-5. What a batch did about late rewards is compared with what it would do about the same ones.
-6. After a difference the replay continues; later differences may follow from the first.
+4. A dispatch is compared with the last logged priority of its trajectory, and needs a parking of
+   its own. If the log has the run from its start and no other run shared the scheduler, the
+   dispatcher's choices of trajectory and worker are compared too.
+5. After a difference the replay continues; later differences may follow from the first.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 from libra import facts, keys
 from libra.errors import StoreError
 from libra.facts import Command, Fact, Priority, SetPriority, sentence
-from libra.policy.admission import Admission, CommittedGroup
+from libra.policy.admission import Admission
 from libra.policy.dispatcher import Dispatcher
-from libra.policy.late import WaitingGroup, settle
+from libra.policy.late_rewards import WaitingGroup, settle
 from libra.policy.leases.resources import Revoke
 from libra.policy.one_version import OneVersion
 from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering, blank_ordering
@@ -38,25 +38,27 @@ from libra.policy.tool_fleet import ordered
 from libra.types import Phase
 
 NOISE_FRAC = 1e-7
-"""Tolerance for numbers in snapshots: the last bits of sums of products depend on the alignment of memory in each process.
-Commands are compared exactly, because the numbers they rest on are rounded first."""
+"""Tolerance for numbers in snapshots, whose last bits depend on the alignment of memory.
+
+Commands are compared exactly: the numbers they rest on are rounded.
+"""
 
 _RECEIVED = (
     facts.TrajectoryParked, facts.QuantumFinished, facts.QuantumContinued, facts.HomeForgotten, facts.HomeChanged,
     facts.PromptsNamed, facts.TrajectoryEnded, facts.WorkerCapacity, facts.WorkerWithdrawn, facts.BoundariesSet,
 )  # fmt: skip
-"""Facts that dispatcher and ordering receive as they are."""
+"""Facts that dispatcher and ordering receive."""
 _OF_THE_TAIL = (
     facts.RoleMemberKnown, facts.RoleChangeStarted, facts.RoleChanged, facts.RoleRestored, facts.TurnRefused,
 )  # fmt: skip
 """Facts that only the tail receives."""
 
 BlankOrdering = Callable[[str], Ordering]
-"""Makes an ordering by the name that a log gives it, to be restored; KeyError for an unknown name."""
+"""Makes an ordering by its name in a log, to be restored; KeyError for an unknown name."""
 
 
 class Logged(NamedTuple):
-    """A command, its line number, and the priority of its trajectory before it (None: none yet, or unknown)."""
+    """A command, its line number, and the known priority of its trajectory before it."""
 
     line: int
     command: Command
@@ -65,29 +67,14 @@ class Logged(NamedTuple):
 
 @dataclass(slots=True)
 class Told:
-    """One event that the policy objects received, with the commands that answered it.
+    """One event that the policy objects received, with the commands that answered it."""
 
-    Attributes
-    ----------
-    line : int
-        Its line in the log.
-    event : libra.Fact
-    now : tuple of commands
-        The commands of the replay.
-    difference : str
-        How the commands in the log differ from them; empty if they do not.
-    logged : list of Logged
-        The commands in the log.
-    cut : bool
-        The log, or the epoch, ends before all of ``now`` was written.
-    """
-
-    line: int
+    line: int  # in the log
     event: Fact
-    now: tuple[Command, ...] = ()
-    difference: str = ""
-    logged: list[Logged] = field(default_factory=list)
-    cut: bool = False
+    now: tuple[Command, ...] = ()  # commands of the replay
+    difference: str = ""  # from the commands in the log; empty if there is none
+    logged: list[Logged] = field(default_factory=list)  # commands in the log
+    cut: bool = False  # the log, or the epoch, ends before all of ``now`` was written
 
     def compared(self, *, last: bool = False) -> Told:
         """Itself, once the log has all of its commands; ``last``: no event follows."""
@@ -98,11 +85,10 @@ class Told:
 
 
 def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> Iterator[Told]:
-    """Replay a log from ``run_started`` or a ``policy_snapshot`` on; yields each event that the policy objects received, in order.
+    """Replay a log from ``run_started`` or a ``policy_snapshot``; yields each event that was
+    received.
 
-    ``blank`` makes the orderings; the default knows those that ship.
-
-    Raises StoreError if the log begins with neither, or has a policy or a key that this Libra does not know.
+    StoreError if the log begins with neither, or has an unknown policy or key.
     """
     objects: _Objects | None = None
     waiting: Told | None = None
@@ -140,9 +126,9 @@ def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_order
 
 
 def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> dict[str, Any] | None:
-    """State of a log's ordering at its end, without running trajectories: where a later start of the run begins.
+    """State of a log's ordering at its end, without running trajectories, for a resumed run.
 
-    A snapshot for ``Ordering.restore``; None if the log has none, or its ordering does not learn. Raises as `replay`.
+    None if the log has none, or its ordering does not learn. Raises as `replay`.
     """
     objects: _Objects | None = None
     fresh = True
@@ -187,7 +173,6 @@ class _Objects:
 
     @classmethod
     def started(cls, line: int, run: facts.RunStarted, blank: BlankOrdering) -> _Objects:
-        """Those of a run that starts."""
         return cls(line, run.policy, blank, run.eta, run.groups_per_batch)
 
     def restore(self, line: int, snapshot: facts.PolicySnapshot) -> None:
@@ -202,7 +187,6 @@ class _Objects:
                     self.dispatcher.allowed = self.one.may
 
     def unlike(self, line: int, snapshot: facts.PolicySnapshot) -> str:
-        """How a snapshot differs from the present state; empty if it does not."""
         if snapshot.policy != self.ordering.name:
             return f"a snapshot of policy {snapshot.policy!r}, now it is {self.ordering.name!r}"
         admission = Admission(0, 1)
@@ -216,7 +200,6 @@ class _Objects:
         return next((text for part, then, now in parts if (text := _unlike(then, now, part))), "")
 
     def logged(self, line: int, command: Command) -> Logged:
-        """A command of the log; its priority is the trajectory's from now on."""
         if not isinstance(command, SetPriority):
             return Logged(line, command, None)
         before = self._places.get(command.key)
@@ -224,7 +207,7 @@ class _Objects:
         return Logged(line, command, before)
 
     def answered(self, line: int, fact: Fact) -> Told | None:
-        """A fact and their answers to it; None if they do not receive this kind."""
+        """A fact and the answers to it; None if no object receives this kind."""
         difference = ""
         match fact:
             case facts.LateRewardsTaken():
@@ -252,7 +235,6 @@ class _Objects:
         return Told(line, fact, now, difference)
 
     def tell(self, line: int, fact: Fact) -> tuple[Command, ...] | None:
-        """Their answers to a fact; None if they do not receive this kind."""
         self.tail.handle(fact)
         answers, turns = self._answers(line, fact), self.tail.look()
         if answers is None and not turns and (self.tail.settings is None or not isinstance(fact, _OF_THE_TAIL)):
@@ -279,31 +261,10 @@ class _Objects:
                 return self._decided(fact)
         if isinstance(fact, _RECEIVED):
             return self._handle(fact)
-        admitted = self._admitted(fact)
+        admitted = self.admission.handle(fact)
         return self._dispatchers(fact) if admitted is None else admitted
 
-    def _admitted(self, fact: Fact) -> tuple[Command, ...] | None:
-        """Answers about gates, batches and waves; None if the fact is about none of them."""
-        match fact:
-            case facts.GroupCommitted(split=split, iteration=iteration, group=group, oldest_version=oldest):
-                done = CommittedGroup(iteration, group, oldest)
-                return self.admission.group_committed(done) if split == "train" else ()
-            case facts.GateParked(iteration=iteration):
-                return self.admission.gate_parked(iteration)
-            case facts.BatchParked(batch=batch):
-                return self.admission.batch_parked(batch)
-            case facts.WaveParked(batch=batch, wave=wave):
-                return self.admission.wave_parked(batch, wave)
-            case facts.StepFinished(step=step) if fact.beside:
-                return self.admission.step_ended(step)
-            case facts.WaveTrained(batch=batch, wave=wave):
-                return self.admission.wave_trained(batch, wave)
-            case facts.StepMeasured():
-                return self.admission.steps_measured(fact)
-        return None
-
     def _dispatchers(self, fact: Fact) -> tuple[Command, ...] | None:
-        """Facts that only the dispatcher receives, which answers none; None: another fact."""
         match fact:
             case facts.LeaseGranted(at_s=at_s):
                 self._at_s, self._lease = at_s, fact
@@ -331,7 +292,6 @@ class _Objects:
         return self._decided(fact)
 
     def _decided(self, fact: Fact) -> tuple[Command, ...]:
-        """Answers of the ordering, and about the versions of engines."""
         answers: tuple[Command, ...] = self.ordering.handle(fact)
         answers = answers if self.one is None else (*answers, *self.one.handle(fact))
         if self.dispatcher is not None:
@@ -339,7 +299,6 @@ class _Objects:
         return answers
 
     def _misplaced(self, event: facts.QuantumDispatched) -> str:
-        """How a dispatch differs from the priority last logged; unknown (empty) for priorities given before a snapshot."""
         if event.key in self._dispatched:
             return f"{event.key} was dispatched twice and not parked in between"
         place = self._places.get(event.key)
@@ -348,8 +307,7 @@ class _Objects:
         return f"{event.key} was dispatched with priority {list(event.priority)}; the last one logged is {list(place)}"
 
     def _placed_as(self, fact: facts.QuantumDispatched) -> str:
-        """How a dispatch differs from the dispatcher's choice now; empty if the log does not have all of the dispatcher's
-        input."""
+        """The difference of a dispatch from the dispatcher's choice, if its input is known."""
         if not fact.alone:
             self.dispatcher = None
         if self.dispatcher is None:
@@ -374,7 +332,6 @@ class _Objects:
         )
 
     def _revoked_as(self, fact: facts.LeaseRevoked) -> str:
-        """How a revocation differs from the lease table's choice now; empty as of `_placed_as`."""
         if not fact.alone:
             self.dispatcher = None
         if self.dispatcher is None:
@@ -388,7 +345,7 @@ class _Objects:
         if (now.holder, now.worker, now.ran_s, now.reason) == (fact.key, fact.worker, fact.ran_s, fact.reason):
             return ""
         return self._differs(
-            f"the lease of {fact.key} was revoked on {fact.worker} ({fact.reason}); now that of {now.holder} on {now.worker} "
+            f"the lease of {fact.key} was revoked on {fact.worker} ({fact.reason}); now the lease of {now.holder} on {now.worker} "
             f"({now.reason})"
         )
 
@@ -403,7 +360,6 @@ class _Objects:
 
 @contextmanager
 def _readable(line: int) -> Iterator[None]:
-    """The boundary to a snapshot in a log."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -413,14 +369,10 @@ def _readable(line: int) -> Iterator[None]:
 
 
 def _late_difference(event: facts.LateRewardsTaken) -> str:
-    """How what a batch did about late rewards differs from what it would do now."""
     groups = (WaitingGroup(group[0], group[1], group[2], group[3:]) for group in event.waited)
     now = settle(groups, event.batch, dict.fromkeys(event.came, 0.0), versions=event.versions)
-    arrived = tuple(
-        (arrival.group.iteration, arrival.group.group, s, arrival.delay)
-        for arrival in now.arrivals
-        for s in arrival.rewards
-    )
+    rewards = ((each.group, sample, each.delay) for each in now.arrivals for sample in each.rewards)
+    arrived = tuple((group.iteration, group.group, sample, delay) for group, sample, delay in rewards)
     if (arrived, now.dropped) == (event.arrived, event.dropped):
         return ""
     return (
@@ -436,7 +388,7 @@ def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:
         if recorded is None:
             return f"the log has no such command; now: {sentence(taken)}"
         if taken is None:
-            return f"logged: {sentence(recorded)}; now there is no such command"
+            return f"logged: {sentence(recorded)}; now there is none"
         names = recorded.__struct_fields__ if type(recorded) is type(taken) else ()
         differing = ", ".join(
             f"{name} was {_plain(getattr(recorded, name))}, now {_plain(getattr(taken, name))}"
@@ -448,7 +400,7 @@ def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:
 
 
 def _unlike(recorded: object, now: object, path: str) -> str:
-    """The first difference of two parts of snapshots; empty if they are equal, numbers up to `NOISE_FRAC`."""
+    """The first difference of two parts of snapshots; numbers are equal up to `NOISE_FRAC`."""
     if recorded == now:
         return ""
     if isinstance(recorded, dict) and isinstance(now, dict):

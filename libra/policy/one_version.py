@@ -1,22 +1,24 @@
-"""When each engine takes new weights, in a run whose trajectories keep those that they began with (``staleness.versions=one``).
+"""When engines take new weights, where trajectories keep their own (``staleness.versions=one``).
 
-DORA, arXiv:2604.26256, C1. An engine is emptied by the ends of its own trajectories, or, with ``rounded``, by DORA's rule too: live
-versions have `version_shares` of the engines, and an engine above its version's share, the one with the fewest
-trajectories first, gives its trajectories to others of its version, as far as their slots and KV memory allow.
+DORA, arXiv:2604.26256, C1. An engine is emptied by the ends of its trajectories or, with
+``rounded``, by DORA's rule: live versions have `version_shares` of the engines, and an engine above
+its version's share, the one with the fewest trajectories first, gives them to others of its version
+that have room.
 
-Differs from the paper: looked at with each new version, and whenever a trajectory begins to wait or ends, instead of by a timer and
-by pressure on KV; no engine goes back to an older version; turns are not interrupted; the KV of a trajectory in an action stays
-behind, and is computed again if the engine has taken the new weights by then.
+Differs from the paper: shares are computed at each new version and whenever a trajectory begins to
+wait or ends, not by a timer and pressure on KV; no engine goes back to an older version; turns are
+not interrupted; the KV of a trajectory in an action stays behind.
 
 Invariants
 ----------
-1. An engine is told a version only while no trajectory that began there is under way there: no weights change in the midst of one.
-2. A trajectory begins only on an engine that was told the newest version. One under way goes only to engines of its own version, as
-   long as there is one; after that it counts as not begun, and its worker starts it again from its prompt
+1. An engine gets a version only while no trajectory that began there runs there.
+2. A trajectory begins only on an engine with the newest version. A running one goes only to engines
+   of its version, as long as there is one; after that its worker starts it again from its prompt
    (`libra.worker.trajectory.quanta`).
-3. No dead end: what is under way on an engine ends by itself, goes to another of its version, or leaves with it; then the engine is
-   told the newest version.
-4. An engine that gives its trajectories away gets none, and another of its version takes no new weights until all of it have ended.
+3. No dead end: each trajectory on an engine ends, goes to another of its version, or leaves with
+   it; then the engine gets the newest version.
+4. An engine that gives its trajectories away gets none, and another of its version keeps its
+   weights until all of the version have ended.
 5. ``restore(snapshot())`` changes no later answer.
 """
 
@@ -26,62 +28,34 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from libra.facts import (
-    Fact,
-    HomeForgotten,
-    LoadVersion,
-    QuantumStarted,
-    TrajectoryEnded,
-    TrajectoryParked,
-    Vacate,
-    VersionPublished,
-    WorkerCapacity,
-    WorkerWithdrawn,
-)
-from libra.policy.snapshots import Saved
+from libra import facts
+from libra.policy.saved import Saved
 from libra.types import Phase
 
-Orders = tuple[Vacate | LoadVersion, ...]
+Orders = tuple[facts.Vacate | facts.LoadVersion, ...]
 
 
 class OneVersion(Saved):
-    """The versions of a run's engines, and of its trajectories that have begun; engines by the names of their workers.
+    """The versions of a run's engines, and of its running trajectories; engines by worker name."""
 
-    ``rounded``: versions share the engines out (``staleness.engines``).
-    """
-
-    SAVED = {
-        "rounded": bool,
-        "newest": int,
-        "told": dict[str, int],
-        "emptying": set[str],
-        "_under_way": dict[str, set[str]],
-        "_home": dict[str, str],
-        "_began": dict[str, int],
-        "_specs": dict[str, WorkerCapacity],
-        "_running": dict[str, str],
-        "_waiting": set[str],
-        "_context": dict[str, int],
-    }
+    rounded: bool
+    newest: int
+    told: dict[str, int]  # newest version of each engine that takes quanta; -1: none
+    emptying: set[str]  # engines that give their trajectories away
+    _under_way: dict[str, set[str]]
+    _home: dict[str, str]
+    _began: dict[str, int]
+    _specs: dict[str, facts.WorkerCapacity]  # this and the following for the rule of rounding
+    _running: dict[str, str]  # generations
+    _waiting: set[str]  # for their first generation
+    _context: dict[str, int]
 
     def __init__(self, *, rounded: bool = False) -> None:
-        self.rounded = rounded
-        self.newest = -1
-        self.told: dict[str, int] = {}  # of each engine that takes quanta, the version that it was told last; -1: none
-        self.emptying: set[str] = set()
-        """Engines that give their trajectories away."""
-        self._under_way: dict[str, set[str]] = {}
-        self._home: dict[str, str] = {}
-        self._began: dict[str, int] = {}
+        super().__init__()
+        self.rounded, self.newest = rounded, -1
         self._counts: Counter[int] = Counter()  # of `_began`
-        # Of the rule of rounding only:
-        self._specs: dict[str, WorkerCapacity] = {}
-        self._running: dict[str, str] = {}  # generations
-        self._waiting: set[str] = set()  # for their first generation
-        self._context: dict[str, int] = {}
 
     def may(self, key: str, worker: str) -> bool:
-        """Whether the next generation of a trajectory may be at ``worker``."""
         began = self._began.get(key)
         left = (
             self.told.values() if not self.emptying else {self.told[each] for each in self.told.keys() - self.emptying}
@@ -89,29 +63,29 @@ class OneVersion(Saved):
         wanted = self.newest if began is None or began not in left else began
         return self.told.get(worker) == wanted and worker not in self.emptying
 
-    def handle(self, event: Fact) -> Orders:
-        """Follow one event; the engines that give trajectories away now, and those that take new weights."""
-        if type(event) is TrajectoryParked:
+    def handle(self, event: facts.Fact) -> Orders:
+        """Follow one event; the engines that give trajectories away, and that take new weights."""
+        if type(event) is facts.TrajectoryParked:
             return self._parked(event) if self.rounded else ()
-        if isinstance(event, QuantumStarted):
+        if isinstance(event, facts.QuantumStarted):
             return self._started(event.key, event.worker) if event.phase is Phase.ROLLOUT else ()
-        if type(event) is TrajectoryEnded:
+        if type(event) is facts.TrajectoryEnded:
             self._set_began(event.key, None)
             for table in (self._running, self._context):
                 table.pop(event.key, None)
             self._waiting.discard(event.key)
             return (*self._left_home(event.key), *self._shared())
-        if type(event) is HomeForgotten:
+        if type(event) is facts.HomeForgotten:
             self._running.pop(event.key, None)
             return self._left_home(event.key)
-        if type(event) is VersionPublished:
+        if type(event) is facts.VersionPublished:
             self.newest = max(self.newest, event.version)
             emptied = [command for worker in sorted(self.told) for command in self._emptied(worker)]
             return (*emptied, *self._shared())
-        if type(event) is WorkerCapacity and event.rollout_slots:
+        if type(event) is facts.WorkerCapacity and event.rollout_slots:
             self._specs[event.worker] = event
             return self._emptied(event.worker) if self.told.setdefault(event.worker, -1) < 0 else ()
-        if type(event) is WorkerWithdrawn or type(event) is WorkerCapacity:
+        if type(event) is facts.WorkerWithdrawn or type(event) is facts.WorkerCapacity:
             self._lost(event.worker)
         return ()
 
@@ -145,8 +119,8 @@ class OneVersion(Saved):
         self._under_way[home].discard(key)
         return self._emptied(home)
 
-    def _emptied(self, worker: str) -> tuple[LoadVersion, ...]:
-        """The command for an engine that is behind, if nothing that began there is under way there."""
+    def _emptied(self, worker: str) -> tuple[facts.LoadVersion, ...]:
+        """The command for an engine that is behind, if nothing that began there is left."""
         before = self.told.get(worker, self.newest)
         if before >= self.newest or self._under_way.get(worker):
             return ()
@@ -155,7 +129,7 @@ class OneVersion(Saved):
         self.told[worker] = self.newest
         self.emptying.discard(worker)
         reason = "it has joined" if before < 0 else f"nothing that began with version {before} is under way there"
-        return (LoadVersion(worker, self.newest, reason),)
+        return (facts.LoadVersion(worker, self.newest, reason),)
 
     def _lost(self, worker: str) -> None:
         version = self.told.pop(worker, None)
@@ -167,10 +141,7 @@ class OneVersion(Saved):
         if version is not None and not self._open(version):  # what is left of it keeps its engines
             self.emptying -= {each for each, told in self.told.items() if told == version}
 
-    # ---------------------------------------------------------------- the rule of rounding
-
-    def _parked(self, event: TrajectoryParked) -> Orders:
-        """A trajectory waits for a slot: it leaves an engine that gives its trajectories away, and no longer runs."""
+    def _parked(self, event: facts.TrajectoryParked) -> Orders:
         key = event.key
         self._running.pop(key, None)
         if event.context_tokens:
@@ -184,14 +155,14 @@ class OneVersion(Saved):
         return self._shared()
 
     def _open(self, version: int) -> list[str]:
-        """Engines of a version that keep their trajectories."""
         return [worker for worker, told in self.told.items() if told == version and worker not in self.emptying]
 
     def _shared(self) -> Orders:
-        """Empty the engines above their version's share."""
         if not self.rounded or all(told == self.newest for told in self.told.values()):
             return ()
-        commands: list[Vacate | LoadVersion] = [each for worker in sorted(self.told) for each in self._emptied(worker)]
+        commands: list[facts.Vacate | facts.LoadVersion] = [
+            each for worker in sorted(self.told) for each in self._emptied(worker)
+        ]
         engines = sum(told >= 0 for told in self.told.values())
         under_way: Counter[int] = Counter({self.newest: len(self._waiting)})
         for version, count in self._counts.items():
@@ -204,24 +175,22 @@ class OneVersion(Saved):
                 if not self._fits(version, source, keep):
                     break
                 self.emptying.add(source)
-                keys = sorted(self._under_way.get(source, ()))
-                commands += self._given_away(
-                    source,
-                    [key for key in keys if self._running.get(key) != source],
+                idle = [key for key in sorted(self._under_way.get(source, ())) if self._running.get(key) != source]
+                reason = (
                     f"version {version} has {under_way[version]} of {total} trajectories, and {shares[version]} of {engines} "
-                    f"engines by rounding; it had {len(keep) + 1}",
+                    f"engines by rounding; it had {len(keep) + 1}"
                 )
+                commands += self._given_away(source, idle, reason)
         return tuple(commands)
 
     def _given_away(self, worker: str, keys: list[str], reason: str) -> Orders:
         for key in keys:
             del self._home[key]
             self._under_way[worker].discard(key)
-        return (Vacate(worker, tuple(keys), reason), *self._emptied(worker))
+        return (facts.Vacate(worker, tuple(keys), reason), *self._emptied(worker))
 
     def _fits(self, version: int, source: str, keep: list[str]) -> bool:
-        """Whether other engines can take all that ``source`` has and all of their version without a home: rehearsed, largest first,
-        each to the emptiest."""
+        """Whether other engines can take all of ``source``, largest first, each to the emptiest."""
         room = {
             worker: [self._tokens(self._under_way.get(worker, ())), len(self._under_way.get(worker, ()))]
             for worker in keep
@@ -246,24 +215,17 @@ class OneVersion(Saved):
         return sum(self._context.get(key, 0) for key in keys)
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
         super().restore(snapshot)
         self._counts = Counter(self._began.values())
 
 
 def version_shares(engines: int, under_way: Mapping[int, int]) -> dict[int, int]:
-    """Engines of each version: ``round(engines x R_w / sum of R)``, with ``R_w`` trajectories of version ``w`` under way.
+    """Engines of each version: ``round(engines x R_w / sum of R)``, for R_w trajectories.
 
-    Those of the newest version count together with the ones that are to begin with it. Differs from the paper, which does not say
-    what happens then: a version with trajectories has at least one engine, and the newest version what the others leave. Where
-    there are not enough engines, the versions with the fewest trajectories per engine give one up.
-
-    Parameters
-    ----------
-    engines : int
-        All, at least as many as versions.
-    under_way : mapping of version to trajectories
-        Those without a trajectory get no engine.
+    Trajectories that are to begin count for the newest version. Differs from the paper: a version
+    with trajectories has at least one engine, and the newest version the rest; if engines are too
+    few, the versions with the fewest trajectories per engine give one up. ``engines`` are at least
+    as many as versions.
     """
     live = {version: count for version, count in sorted(under_way.items()) if count > 0}
     if not live:

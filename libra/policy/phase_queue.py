@@ -13,8 +13,7 @@ Entry = tuple[Priority, int, Trajectory]
 
 
 class Order:
-    """A heap of trajectories of ``waiting``; an entry that was replaced, or whose trajectory left, is dropped when it reaches the
-    top."""
+    """A heap of trajectories of ``waiting``; stale entries are dropped when they reach the top."""
 
     def __init__(self, waiting: Sized) -> None:
         self._heap: list[Entry] = []
@@ -43,23 +42,11 @@ class Order:
 
 
 class PhaseQueue:
-    """One phase: waiting trajectories, free slots, and what runs.
+    """One phase: waiting trajectories, free slots, and running ones.
 
-    Attributes
-    ----------
-    waiting : dict of str to Priority
-    all_waiting, anywhere : Order
-        Everybody who waits, and those that may go to any worker.
-    at_home, in_bucket : dict of str to Order
-        By worker, and by bucket.
-    waiting_at : dict of str to int
-        How many wait in the queue of each worker.
-    slots, free, taken : dict of str to int
-        By worker; ``free`` has those with at least one.
-    running : dict of str to str
-        Worker of each trajectory that has a slot.
-    overfull : set of str
-        Workers with fewer slots than are taken.
+    ``free`` has workers with at least one free slot; ``running`` the worker of each trajectory;
+    ``overfull`` the workers with fewer slots than are taken; ``anywhere`` orders trajectories that
+    may go to any worker.
     """
 
     def __init__(self) -> None:
@@ -75,7 +62,6 @@ class PhaseQueue:
         self.overfull: set[str] = set()
 
     def push(self, one: Trajectory, priority: Priority, serial: int) -> Entry:
-        """``one`` waits at this place; returns its entry, which is among `all_waiting`."""
         one.serial = serial
         self.waiting[one.key] = priority
         entry = (priority, serial, one)
@@ -83,7 +69,6 @@ class PhaseQueue:
         return entry
 
     def push_at(self, entry: Entry, home: str) -> None:
-        """It waits for ``home``, and for the buckets that it takes."""
         one = entry[2]
         if one.waits_at != home:
             one.waits_at = home
@@ -99,7 +84,6 @@ class PhaseQueue:
         return found
 
     def leave(self, one: Trajectory) -> None:
-        """``one`` no longer waits here."""
         if self.waiting.pop(one.key, None) is None:
             return
         one.serial = 0
@@ -110,7 +94,7 @@ class PhaseQueue:
                 del self.waiting_at[home]
 
     def supply(self, worker: str, slots: int) -> None:
-        """``worker`` has ``slots`` slots from now on; if more are taken, it gets no task until enough are free."""
+        """``worker`` has ``slots`` slots; if more are taken, it gets no task for now."""
         self.slots[worker] = slots
         self._room(worker)
 

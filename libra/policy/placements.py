@@ -1,14 +1,29 @@
-"""Where the dispatcher places a trajectory, and what that costs; the log has it as `libra.facts.QuantumDispatched`."""
+"""Where the dispatcher places a trajectory, and the price of a change of home.
+
+A move computes a context again or sends its KV, whichever is less. Computing takes the seconds that
+the target declares. Sending takes a latency and bytes over a bandwidth, fitted to the measured
+transfers; the prior fills in for few.
+
+Invariants
+----------
+1. Live runs and simulations take their prices from `priced`; log and replay have the same ones.
+2. No latency and no seconds per byte are negative.
+3. KV is sent only between engines that exchange KV, and only if that is expected to be quicker, the
+   target has not declared its speed, or `MEASURED_EVERY` moves have computed.
+"""
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
+from libra.facts import WorkerCapacity
 from libra.types import Phase
 
 
 class LeaseTaken(msgspec.Struct, frozen=True, gc=False):
-    """What the lease of a placed action holds, and when it was granted."""
+    """Resources of a placed action, and when they were granted."""
 
     at_s: float
     cores: int
@@ -17,37 +32,21 @@ class LeaseTaken(msgspec.Struct, frozen=True, gc=False):
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
-    """The price of a change of home; see `libra.policy.move_price`.
+    """The price of a change of home with ``tokens`` of context, in expected seconds (0: not known)."""
 
-    Attributes
-    ----------
-    home : str
-        The worker whose engine has the KV.
-    tokens : int
-        Context tokens.
-    prefill_s : float
-        Expected seconds of computing their KV again; 0: not known.
-    transfer_s : float or None
-        Expected seconds of sending it; None: the two engines do not exchange KV.
-    sends : bool
-        Whether the KV is sent.
-    """
-
-    home: str
+    home: str  # the worker whose engine has the KV
     tokens: int
-    prefill_s: float
-    transfer_s: float | None
-    sends: bool
+    prefill_s: float  # computing it again
+    transfer_s: float | None  # sending it; None if the engines do not exchange KV
+    sends: bool  # the KV is sent
 
     @property
     def seconds(self) -> float:
-        """What the move costs: the lesser of the two, 0 if it is not known."""
         return self.transfer_s if self.sends and self.transfer_s is not None else self.prefill_s
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """Give a parked trajectory a slot of ``phase`` on ``worker``; ``move``: its price, if this changes its home and the two
-    engines exchange KV; ``lease``: what its action holds, once tools have declared resources."""
+    """Give a parked trajectory a slot on ``worker``, with the price of its move and its lease."""
 
     key: str
     phase: Phase
@@ -55,3 +54,80 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     reason: str
     move: Move | None = None
     lease: LeaseTaken | None = None
+
+
+PRIOR_LATENCY_S = 0.005
+PRIOR_BYTES_PER_S = 1e9  # about one stream over 10 Gbit/s Ethernet, between two memories
+MEASURED_EVERY = 16
+"""After so many moves that computed, one sends: slow transfers must not end them for good."""
+PRIOR_WEIGHT = 0.1  # weight of the prior, relative to one transfer
+FORGETTING = 0.9  # weight of a transfer relative to the one after it
+_MIB = 2.0**20
+_LARGE_BYTES = 64 * _MIB
+_Sums = tuple[float, float, float, float, float]
+_NO_SUMS: _Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class TransferPace:
+    """Latency and seconds per byte of transfers, by least squares of relative errors."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sums = _NO_SUMS
+        self._log_ratio = self._weight = 0.0  # to the prior, of all measured ones
+        self._computed = 0  # moves since the last that sent
+
+    def add(self, num_bytes: float, seconds: float) -> None:
+        if seconds > 0.0:
+            self.count += 1
+            self._sums = _added(self._sums, num_bytes, seconds, 1.0, FORGETTING)
+            self._log_ratio = FORGETTING * self._log_ratio + math.log(seconds / _prior_s(num_bytes))
+            self._weight = FORGETTING * self._weight + 1.0
+
+    def chosen(self, move: Move) -> Move:
+        """A move as priced or, every `MEASURED_EVERY` times, sent where computing seems quicker."""
+        self._computed = 0 if move.sends else self._computed + 1
+        if self._computed < MEASURED_EVERY or move.transfer_s is None:
+            return move
+        self._computed = 0
+        return msgspec.structs.replace(move, sends=True)
+
+    def fitted(self) -> tuple[float, float]:
+        """Latency in seconds, and seconds per byte."""
+        ratio = math.exp(self._log_ratio / self._weight) if self._weight else 1.0
+        sums = self._sums
+        for num_bytes in (0.0, _LARGE_BYTES):  # the prior, at the measured ratio
+            sums = _added(sums, num_bytes, ratio * _prior_s(num_bytes), PRIOR_WEIGHT, 1.0)
+        a, b, c, u, v = sums
+        determinant = a * c - b * b
+        latency_s, mib_s = (u * c - v * b) / determinant, (a * v - b * u) / determinant
+        if latency_s < 0.0:
+            latency_s, mib_s = 0.0, v / c
+        elif mib_s < 0.0:
+            latency_s, mib_s = u / a, 0.0
+        return latency_s, mib_s / _MIB
+
+    def seconds(self, num_bytes: float) -> float:
+        latency_s, byte_s = self.fitted()
+        return latency_s + byte_s * num_bytes
+
+
+def _prior_s(num_bytes: float) -> float:
+    return PRIOR_LATENCY_S + num_bytes / PRIOR_BYTES_PER_S
+
+
+def _added(sums: _Sums, num_bytes: float, seconds: float, weight: float, forgetting: float) -> _Sums:
+    """Sums of the normal equations with one more row (1, MiB) / seconds = 1."""
+    one, size = 1.0 / seconds, num_bytes / _MIB / seconds
+    a, b, c, u, v = (forgetting * value for value in sums)
+    return (
+        a + weight * one * one, b + weight * one * size, c + weight * size * size, u + weight * one, v + weight * size,
+    )  # fmt: skip
+
+
+def priced(tokens: int, home: WorkerCapacity, target: WorkerCapacity, pace: TransferPace) -> Move:
+    num_bytes = tokens * home.kv_token_bytes if target.kv_token_bytes else 0
+    prefill_s = tokens * target.prefill_s_per_token
+    transfer_s = pace.seconds(num_bytes) if num_bytes else None
+    sends = transfer_s is not None and (transfer_s < prefill_s or not target.declared)
+    return Move(home.worker, tokens, prefill_s, transfer_s, sends)

@@ -1,22 +1,26 @@
-"""Role changes: a state machine that moves workers between roles, so that no GPU ever has two owners.
+"""Role changes: a state machine that moves workers between roles, so that no GPU has two owners.
 
 ::
 
-    draining -> sleeping -> taking_up -> resupplied        each stage once all members of the change have finished the last
-    any stage --cancelled, failed, a member lost--> sleeping or taking_up of the old assignments, as a change of its own
+    draining -> sleeping -> taking_up -> resupplied   once all members have finished a stage
+    any stage --cancelled, failed, a member lost--> sleeping or taking_up, in a new change back
 
-A *change* moves one worker, or several together: in a *rebucket* the workers of one node give their GPUs to the engine of one
-of them, the leader, and are *lent*; or take them back. `libra.scheduler.worker_roles` carries out the commands.
+A *change* moves one worker, or several: in a *rebucket* the workers of one node give their GPUs to
+the engine of one of them, the leader, and are *lent*; or take them back.
+`libra.scheduler.worker_roles` carries out the commands.
 
 Invariants
 ----------
-1. A worker is supplied in one role or in none: it is withdrawn before it drains, and supplied when its change has ended.
-2. Every change has a generation, larger than any before it. Reports of another generation are ignored.
-3. A change ends with every member in its new assignment, or every member in its old one. It is undone by another change, which
-   cannot be cancelled; a worker that fails in that one is restarted, and gets no more work if it fails again.
-4. No worker starts its new role while another member may still hold its old resources. A lost worker holds none, and one
-   that returns has started nothing.
-5. A worker that was lost keeps its assignment by name. While an engine has GPUs of others, all of them change together.
+1. A worker is supplied in one role or in none: it is withdrawn before it drains, and supplied when
+   its change has ended.
+2. Every change has a larger generation than any before. Reports of another generation are ignored.
+3. A change ends with every member in its new assignment, or every member in its old one. It is
+   undone by another change, which cannot be cancelled; a worker that fails in that one is
+   restarted, and gets no more work if it fails again.
+4. No worker starts its new role while another member may still hold its old resources. A lost
+   worker holds none, and one that returns has started nothing.
+5. A lost worker keeps its assignment by name. While an engine has GPUs of others, all of them
+   change together.
 """
 
 from __future__ import annotations
@@ -26,18 +30,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from libra.facts import (
-    RoleChangeCancelled,
-    RoleChangeFailed,
-    RoleChangeStarted,
-    RoleMemberFailed,
-    RoleStage,
-    RoleStageFailed,
-)
+from libra import facts
 
 
 class Role(StrEnum):
-    """What a worker does with its GPUs; ``lent``: they belong to the engine of another worker of its node."""
+    """Use of a worker's GPUs; ``lent``: by the engine of another worker of its node."""
 
     ROLLOUT = "rollout"
     TRAIN = "train"
@@ -55,7 +52,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A role; for an engine its tensor-parallel degree, for other roles the number of GPUs that the worker itself has."""
+    """A role; for an engine its tensor-parallel degree, else the worker's own number of GPUs."""
 
     role: Role
     tp: int = 1
@@ -65,63 +62,22 @@ class Assignment:
 
 
 Moves = Mapping[str, tuple[Assignment, Assignment]]
-"""Old and new assignment, by worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeRequested:
-    """These assignments are wanted, by worker name; workers that have theirs already stay as they are."""
-
-    targets: Mapping[str, Assignment]
-    reason: str = "asked for"
-
-
-@dataclass(frozen=True, slots=True)
-class CancelRequested:
-    """A client requests that a change which has not ended be undone."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemberAnnounced:
-    """A worker that can change roles has joined: a new worker has the role it was started for, ``base``; a worker that
-    returned has none."""
-
-    worker: str
-    base: Assignment
-    node: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberLost:
-    """A worker has left the cluster."""
-
-    worker: str
-
-
-RoleEvent = ChangeRequested | CancelRequested | MemberAnnounced | MemberLost | RoleStage | RoleStageFailed
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The request is refused."""
-
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Send the worker no more tasks."""
-
     worker: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Perform:
-    """Make the worker perform a stage of its change to ``assignment``, after which its engine has the slots of
-    ``slots_of``."""
+    """A stage of a worker's change; afterwards its engine has the slots of ``slots_of``."""
 
     worker: str
     generation: int
@@ -142,65 +98,33 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A change has ended and its members are in their assignments."""
-
     generation: int
     moves: Moves
 
 
 RoleCommand = (
-    Refuse
-    | Withdraw
-    | Perform
-    | Supply
-    | Ended
-    | RoleMemberFailed
-    | RoleChangeStarted
-    | RoleChangeCancelled
-    | RoleChangeFailed
-)
-
-
-_NEXT = {
-    Stage.DRAINING: Stage.SLEEPING,
-    Stage.SLEEPING: Stage.TAKING_UP,
-    Stage.TAKING_UP: Stage.RESUPPLIED,
-}
+    Refuse | Withdraw | Perform | Supply | Ended
+    | facts.RoleMemberFailed | facts.RoleChangeStarted | facts.RoleChangeCancelled | facts.RoleChangeFailed
+)  # fmt: skip
+_NEXT = {Stage.DRAINING: Stage.SLEEPING, Stage.SLEEPING: Stage.TAKING_UP, Stage.TAKING_UP: Stage.RESUPPLIED}
 
 
 @dataclass(slots=True)
 class Member:
-    """A worker that can change roles.
+    """A worker that can change roles."""
 
-    Attributes
-    ----------
-    base : Assignment
-        What it was started for.
-    node : str
-        Machine it runs on.
-    settled : Assignment
-        Its assignment, to which it returns until a change has ended.
-    bond : frozenset of str
-        Workers whose GPUs are one engine's, itself among them; empty: its GPUs are its own.
-    present : bool
-    generation : int
-        Number of its last change.
-    failures : int
-        Consecutive failures to return to its old role.
-    """
-
-    base: Assignment
-    node: str
-    settled: Assignment
-    bond: frozenset[str] = frozenset()
+    base: Assignment  # what it was started for
+    node: str  # its machine
+    settled: Assignment  # to which it returns until a change has ended
+    bond: frozenset[str] = frozenset()  # workers that share one engine's GPUs
     present: bool = True
-    generation: int = 0
-    failures: int = 0
+    generation: int = 0  # of its last change
+    failures: int = 0  # in a row to return to its old role
 
 
 @dataclass(slots=True)
 class Change:
-    """A change that has not ended; ``final``: it is not undone, and continues without lost members."""
+    """A change that has not ended; a ``final`` one is not undone, and needs no lost members."""
 
     generation: int
     moves: dict[str, tuple[Assignment, Assignment]]
@@ -209,7 +133,7 @@ class Change:
     final: bool = False
     undoes: int | None = None
     done: set[str] = field(default_factory=set)
-    broken: set[str] = field(default_factory=set)  # failed; it takes no further part until it joins again
+    broken: set[str] = field(default_factory=set)  # failed, until it joins again
 
 
 class Roles:
@@ -220,29 +144,16 @@ class Roles:
         self.changes: dict[int, Change] = {}
         self.generation = 0
 
-    def handle(self, event: RoleEvent) -> tuple[RoleCommand, ...]:
-        """Commands that follow from one event."""
-        match event:
-            case ChangeRequested(targets=targets, reason=reason):
-                return tuple(self._requested(targets, reason))
-            case CancelRequested(generation=generation):
-                return tuple(self._cancelled(generation))
-            case MemberAnnounced():
-                return tuple(self._announced(event))
-            case MemberLost(worker=worker):
-                return tuple(self._lost(worker))
-            case RoleStage(worker=worker, generation=generation, stage=stage):
-                return tuple(self._stage_done(worker, generation, stage))
-            case RoleStageFailed(worker=worker, generation=generation, detail=detail):
-                return tuple(self._failed(worker, generation, detail))
+    def handle(self, event: facts.RoleStage | facts.RoleStageFailed) -> list[RoleCommand]:
+        if isinstance(event, facts.RoleStage):
+            return self._stage_done(event.worker, event.generation, event.stage)
+        return self._failed(event.worker, event.generation, event.detail)
 
     def change_of(self, worker: str) -> Change | None:
-        """The change that a worker is in; None: it is not changing."""
         return next((change for change in self.changes.values() if worker in change.moves), None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row of JSON values for each worker: role, tensor-parallel degree, workers that share its engine's GPUs, stage and
-        generation."""
+        """A row of JSON values for each worker."""
         found = []
         for name, member in sorted(self.members.items()):
             change = self.change_of(name)
@@ -255,9 +166,8 @@ class Roles:
             found.append(row | {"from_role": str(member.settled.role), "from_tp": member.settled.tp})
         return found
 
-    # ---------------------------------------------------------------- requests
-
-    def _requested(self, targets: Mapping[str, Assignment], reason: str) -> list[RoleCommand]:
+    def request(self, targets: Mapping[str, Assignment], reason: str = "asked for") -> list[RoleCommand]:
+        """Begin a change to these assignments, by worker name; others stay unchanged."""
         for name in targets:
             if name not in self.members:
                 known = ", ".join(sorted(self.members)) or "none"
@@ -278,7 +188,6 @@ class Roles:
     def _refusal(
         self, targets: Mapping[str, Assignment], wanted: Mapping[str, Assignment], to_base: bool
     ) -> str | None:
-        """The reason for refusing ``wanted``; None if it is possible."""
         if not wanted:
             return f"{', '.join(targets) or 'no worker'}: nothing changes"
         members = {name: self.members[name] for name in wanted}
@@ -303,7 +212,7 @@ class Roles:
                 )
         return None
 
-    def _cancelled(self, generation: int) -> list[RoleCommand]:
+    def cancel(self, generation: int) -> list[RoleCommand]:
         change = self.changes.get(generation)
         if change is None:
             going = ", ".join(map(str, self.changes)) or "none"
@@ -312,31 +221,29 @@ class Roles:
             return [Refuse(f"change {generation} returns workers to their old assignments, and cannot be cancelled")]
         return self._undo(change, "cancelled", cancelled=True)
 
-    # ---------------------------------------------------------------- what workers do
-
-    def _announced(self, event: MemberAnnounced) -> list[RoleCommand]:
-        member = self.members.get(event.worker)
+    def announce(self, worker: str, base: Assignment, node: str = "") -> list[RoleCommand]:
+        """A worker that can change roles has joined, started for ``base``."""
+        member = self.members.get(worker)
         if member is None:
-            self.members[event.worker] = Member(event.base, event.node, event.base, generation=self.generation)
+            self.members[worker] = Member(base, node, base, generation=self.generation)
             return []
-        commands = (
-            self._lost(event.worker) if member.present else []
-        )  # its old process has ended, whichever report comes first
-        member.present, member.base, member.node = True, event.base, event.node
-        change = self.change_of(event.worker)
+        # Its old process has ended, in whichever order reports come.
+        commands = self.lose(worker) if member.present else []
+        member.present, member.base, member.node = True, base, node
+        change = self.change_of(worker)
         if change is None:
-            bonds = {event.worker: member.bond}
-            reason = f"{event.worker} came back"
+            bonds = {worker: member.bond}
+            reason = f"{worker} came back"
             at = Stage.TAKING_UP
-            return [*commands, *self._begin({event.worker: member.settled}, reason, bonds=bonds, at=at, final=True)]
+            return [*commands, *self._begin({worker: member.settled}, reason, bonds=bonds, at=at, final=True)]
         # It was lost in a change that is being undone: it is asleep as the others are, or will be.
-        change.broken.discard(event.worker)
+        change.broken.discard(worker)
         if change.stage is Stage.TAKING_UP:
-            change.done.discard(event.worker)
-            commands.append(self._perform(change, event.worker))
+            change.done.discard(worker)
+            commands.append(self._perform(change, worker))
         return commands
 
-    def _lost(self, worker: str) -> list[RoleCommand]:
+    def lose(self, worker: str) -> list[RoleCommand]:
         member = self.members.get(worker)
         if member is None or not member.present:
             return []
@@ -373,20 +280,17 @@ class Roles:
         if change.undoes is None and any(to != self.members[name].base for name, (_, to) in change.moves.items()):
             # It returned and could not start its assignment: fall back to its base.
             del self.changes[generation]
-            return [RoleChangeFailed(generation, detail), *self._to_base(worker, detail)]
+            return [facts.RoleChangeFailed(generation, detail), *self._to_base(worker, detail)]
         change.broken.add(worker)
         change.done.discard(worker)
         member.failures += 1
-        if member.failures == 1:  # the change continues when it is lost; until then it may hold GPUs
-            return [RoleMemberFailed(worker, detail, restarts=True)]
+        if member.failures == 1:  # it may hold GPUs until it is lost
+            return [facts.RoleMemberFailed(worker, detail, restarts=True)]
         member.present = False
         change.done.add(worker)
-        return [RoleMemberFailed(worker, detail, restarts=False), *self._go_on(change)]
-
-    # ---------------------------------------------------------------- changes
+        return [facts.RoleMemberFailed(worker, detail, restarts=False), *self._go_on(change)]
 
     def _to_base(self, worker: str, reason: str) -> list[RoleCommand]:
-        """Return a worker, and all that share its GPUs, to the roles they were started for."""
         names = sorted(self.members[worker].bond | {worker})
         targets = {name: self.members[name].base for name in names}
         for name in names:  # also a partner that is changing
@@ -411,18 +315,18 @@ class Roles:
         self.changes[self.generation] = change
         change.done = {name for name in moves if not self.members[name].present}
         wanted = {name: {"role": str(to.role), "tp": to.tp} for name, to in targets.items()}
-        commands: list[RoleCommand] = [RoleChangeStarted(change.generation, wanted, reason, undoes)]
+        commands: list[RoleCommand] = [facts.RoleChangeStarted(change.generation, wanted, reason, undoes)]
         commands += [Withdraw(name, change.generation) for name in moves if name not in change.done]
         return [*commands, *self._perform_all(change), *self._go_on(change)]
 
     def _undo(self, change: Change, detail: str, *, cancelled: bool = False) -> list[RoleCommand]:
-        """Return every member to its old assignment in a new change, so that late reports of this one are ignored."""
+        """Return every member in a new change, so that late reports of this one are ignored."""
         del self.changes[change.generation]
         at = Stage.TAKING_UP if change.stage is Stage.DRAINING else Stage.SLEEPING
         old = {name: before for name, (before, _) in change.moves.items()}
         bonds = {name: self.members[name].bond for name in old}
         number = change.generation
-        undone = RoleChangeCancelled(number) if cancelled else RoleChangeFailed(number, detail)
+        undone = facts.RoleChangeCancelled(number) if cancelled else facts.RoleChangeFailed(number, detail)
         return [undone, *self._begin(old, detail, bonds=bonds, at=at, final=True, undoes=change.generation)]
 
     def _perform(self, change: Change, name: str) -> Perform:
@@ -432,7 +336,6 @@ class Roles:
         return [self._perform(change, name) for name in change.moves if name not in change.done]
 
     def _slots_of(self, change: Change, name: str) -> tuple[str, ...]:
-        """Workers whose slots an engine has after a change."""
         if change.moves[name][1].role is not Role.ROLLOUT:
             return ()
         return tuple(sorted(change.bonds[name] | {name}))

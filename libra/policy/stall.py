@@ -1,22 +1,17 @@
-"""Detects that a run makes no progress, and the task to blame. Pure: the caller provides the time
-and the tasks.
+"""Detects that a run makes no progress, and the task to blame.
 
 Rules
 -----
-1. Progress is a worker's report on the run, a completed task of the run, or the driver's request
-   for another iteration. The start of a task is not progress.
+1. Progress is a worker's report on the run, a completed task, or the driver's request for another
+   iteration. The start of a task is not progress. A run without any task is idle, not stalled.
 2. The limit of a kind of task is ``FACTOR`` times the ``QUANTILE`` of its last ``KEPT`` lengths, at
    least its floor; ``START_S`` if it was seen fewer than ``MIN_SEEN`` times: first tasks load,
    compile and connect. A tool's or grader's floor is its time-out.
 3. A stall is reported after the least of all limits without progress, if a task has shown no
-   activity (sent to its worker, last report) for longer than its limit; else after the longest
-   limit of the running tasks. It is reported again after each further limit of that task. An action
-   against it (a restart, a worker that joined) gets the same time to show progress.
-4. If tasks run, the culprit has exceeded its limit by the largest factor. The others may wait for
-   it; if not, one of them is the next culprit.
-5. If no task runs, no worker is to blame: the stall names what parked tasks wait for. The limit is
-   the longest of the run.
-6. A run without any task is idle, not stalled.
+   activity for longer than its limit; else after the longest limit of the running tasks. It is
+   reported again after each further limit of that task. An action against it gets the same time.
+4. If tasks run, the culprit has exceeded its limit by the largest factor.
+5. If no task runs, the stall names what parked tasks wait for, after the longest limit of the run.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ START_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class RunningTask:
-    """A task on a worker, with the time of its last sign of activity."""
+    """A task on a worker, with the time of its last activity."""
 
     key: str
     stage: str
@@ -47,8 +42,7 @@ class RunningTask:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A task that waits in the scheduler for ``needs`` (in words), and for ``resource`` (empty: for
-    none)."""
+    """A task that waits for ``needs`` (in words), and for ``resource`` (may be empty)."""
 
     key: str
     needs: str
@@ -66,27 +60,13 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """No progress for ``idle_s``.
-
-    Attributes
-    ----------
-    culprit : Running or None
-        None if nothing runs.
-    held_s : float
-        Age of the culprit's last sign; 0 without a culprit.
-    waiting : int
-        Tasks that wait in the scheduler.
-    missing : tuple of str
-        Resources that tasks wait for and that no worker declares.
-    detail : str
-        The same in words.
-    """
+    """No progress for ``idle_s``; ``detail`` has it in words."""
 
     idle_s: float
-    culprit: RunningTask | None
-    held_s: float
-    waiting: int
-    missing: tuple[str, ...]
+    culprit: RunningTask | None  # None if nothing runs
+    held_s: float  # since the culprit's last activity
+    waiting: int  # tasks in the scheduler
+    missing: tuple[str, ...]  # resources that tasks wait for and no worker declares
     detail: str
 
 
@@ -100,16 +80,14 @@ class Watchdog:
         self._again = False  # something was reported, or done, since the last progress
 
     def progressed(self, t_s: float) -> None:
-        """There was progress."""
         self._progress_s = self._reported_s = t_s
         self._again = False
 
     def granted(self, t_s: float) -> None:
-        """Something was done that may end a stall; it is not reported before a limit from now."""
+        """An action may end a stall; it is not reported before a limit from now."""
         self._reported_s, self._again = max(self._reported_s, t_s), True
 
     def moved_since(self, t_s: float) -> bool:
-        """Whether there was progress after ``t_s``."""
         return self._progress_s > t_s
 
     def check(self, t_s: float, look: Callable[[], Picture]) -> Stall | None:
@@ -142,8 +120,6 @@ class Watchdog:
         return Stall(idle_s, culprit, held_s, len(picture.waiting), (), detail)
 
     def _needed_s(self, worst: RunningTask | None, limit_s: Mapping[str, float], t_s: float) -> float:
-        """Seconds without progress or action after which to report now; ``worst``: the task to
-        blame, if one runs."""
         if worst is None:
             return self.limits.longest_s()
         if t_s - worst.since_s < limit_s[worst.stage]:
@@ -163,9 +139,7 @@ def _nothing_runs(picture: Picture, missing: tuple[str, ...]) -> str:
 class Limits:
     """Seconds after which a task without activity is suspicious, by kind of task.
 
-    They follow the measured lengths, above ``floors_s`` of kinds with a time-out of their own.
-    ``fixed_s``: one limit for every kind instead (``watchdog.timeout_s`` as a number). ``floor_s``
-    is the least of all limits.
+    ``fixed_s``: one limit for every kind (``watchdog.timeout_s`` as a number).
 
     >>> limits = Limits({"tool": 90.0})
     >>> limits.limit_s("step")
@@ -183,11 +157,10 @@ class Limits:
         self.floor_s = FLOOR_S if fixed_s is None else fixed_s
 
     def took(self, kind: str, seconds: float) -> None:
-        """A task of this kind took this long on a worker until it ended or showed activity."""
+        """A task took this long on a worker until it ended or showed activity."""
         self._seen.setdefault(kind, deque(maxlen=KEPT)).append(seconds)
 
     def limit_s(self, kind: str) -> float:
-        """Limit of tasks of this kind."""
         if self._fixed_s is not None:
             return self._fixed_s
         seen, floor_s = self._seen.get(kind, ()), self._floors_s.get(kind, FLOOR_S)
@@ -197,7 +170,6 @@ class Limits:
         return max(floor_s, FACTOR * ordered[math.ceil(QUANTILE * len(ordered)) - 1])
 
     def longest_s(self) -> float:
-        """The longest limit of all kinds, for a run in which nothing is on a worker."""
         if self._fixed_s is not None:
             return self._fixed_s
         return max(map(self.limit_s, self._seen), default=START_S)

@@ -1,27 +1,23 @@
-"""Ways to take a step, the seconds of each in closed form, and which of them is worth it. Pure; `libra plan` and live runs ask it.
+"""Ways to take a step, the seconds of each in closed form, and which is worth it.
 
-============  ==========================================================================================================
-split         gradients once the batch is complete: nothing to change
-streaming     gradients of complete groups while others are generated (`libra.policy.waves`)
-turning       streaming, and engines that the tail does not need train (`libra.policy.turning`)
-colocated     all GPUs generate, and then train; no setting: some worker of a run always trains
-============  ==========================================================================================================
+========== ========================================================================================
+split      gradients once the batch is complete
+streaming  gradients of complete groups while others are generated (`libra.policy.waves`)
+turning    streaming, and engines that the tail does not need train (`libra.policy.turning`)
+========== ========================================================================================
 
-With W the GPU-seconds of a step, G the GPUs and L the longest trajectory alone: x = ((L + update) / (eta + 1)) / (W / G). Where x
-is small, GPUs are the limit, and what keeps them busy helps; where it is large, they wait for one trajectory whatever is done with
-them.
+With W the GPU-seconds of a step, G the GPUs and L the longest trajectory alone: x = ((L + update) /
+(eta + 1)) / (W / G). Where x is small, GPUs are the limit, and what keeps them busy helps; where it
+is large, they wait for one trajectory. The forms are rough (15 % in comparison with a simulation).
 
-The forms are rough (15 % where they were compared with a simulation): engines are taken to drain as long as in the plan, and where
-it is not measured, half of a batch's gradient to be computed before its last group arrives.
-
-A live run that may choose (``trainer.streaming`` or ``trainer.turning`` auto) starts with the planned way, or without a plan with
-all that is possible. After each step its waves are played again on the times at which the groups of its batch were complete, and
-the forms compare the ways. A choice costs nothing: it opens waves or holds them back (`libra.policy.admission`), and lets the rule
-of turning act or not (`libra.policy.tail`).
+A live run that may choose (``trainer.streaming`` or ``trainer.turning`` auto) starts with the
+planned way, or with all that is possible. After each step its waves are played again on the times
+at which its groups were complete, and the forms compare the ways. A choice opens waves or holds
+them back (`libra.policy.admission`), and enables turning (`libra.policy.tail`).
 
 Invariants
 ----------
-1. A choice depends on the settings, on the choice before, and on what was measured since the run began, and on nothing else.
+1. A choice depends on the settings, on the choice before, and on the measurements of the run.
 2. ``restore(snapshot())`` changes no later choice.
 3. Gradients do not depend on the choice, except for the rounding of their sums.
 """
@@ -38,59 +34,37 @@ import msgspec
 from libra.config.models import RunSections
 from libra.config.streaming import ways_of
 from libra.facts import StepMeasured, TakeSteps
-from libra.policy.snapshots import Saved
+from libra.policy.saved import Saved
 
-SPLIT, STREAMING, TURNING, COLOCATED = "split", "streaming", "turning", "colocated"
+SPLIT, STREAMING, TURNING = "split", "streaming", "turning"
 LATENCY_BOUND, WORK_BOUND = 3.0, 0.8
 """Values of x above and below which one of the two is the limit."""
 LEFT_FRAC = 0.5
-"""Share of a batch's gradient that a streaming step has left when its last group arrives: 0.29 and 0.58 in simulations of two sets
-of traces, for groups end late."""
+"""Share of a batch's gradient that a streaming step has left when its last group arrives."""
 WORTH_FRAC, STAYS_FRAC = 0.05, 0.025
-"""Gain over `split` from which on another way is taken, and from which on it stays taken: the forms are no better than that."""
-CHANGES_S = 10.8 + 8.0
-"""Seconds in which an engine's GPUs turn to training, and back (Libra, arXiv:2606.03077 v2, Qwen3-14B on A800)."""
+"""Gain over `split` from which another way is taken, and from which it stays taken."""
+CHANGES_S = 10.8 + 8.0  # seconds to turn an engine to training, and back (Libra, Qwen3-14B on A800)
 CHANGES_FRAC = 0.1
-"""Roles that change within a step are only considered where both changes take less than this part of it."""
-MOST_ETA = 4
-"""A larger staleness bound is not recommended: 4 gained nothing over 2 where work is the limit."""
+"""Roles change within a step only where both changes take less than this part of it."""
+MOST_ETA = 4  # largest recommended staleness bound
 
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Parts of a step, planned or measured.
-
-    Attributes
-    ----------
-    gpus, train_gpus, eta : int
-    rollout_s, train_s, update_s : float
-        Until the last trajectory has ended, of the gradient on the GPUs that always train, and until engines have the new weights.
-    beside_s : float
-        Of ``update_s``, the seconds that pass beside the next step (`libra.worker.training.publications`); at eta 0 none.
-    throughput_s : float
-        GPU-seconds of the rollout over its GPUs.
-    longest_s : float
-        The longest trajectory alone, tools included.
-    tool_s : float
-        Of it, tools; 0: none, or not known.
-    left_s : float or None
-        Seconds of training that a streaming step has left when its last group is complete. None: `LEFT_FRAC` of all.
-    needed_gpus : int
-        Fewest GPUs with as short a step; 0: not known.
-    """
+    """Parts of a step, planned or measured."""
 
     gpus: int
     train_gpus: int
     eta: int
-    rollout_s: float
-    train_s: float
-    update_s: float
-    throughput_s: float
-    longest_s: float
-    tool_s: float = 0.0
-    left_s: float | None = None
-    needed_gpus: int = 0
-    beside_s: float = 0.0
+    rollout_s: float  # until the last trajectory has ended
+    train_s: float  # gradient on the GPUs that always train
+    update_s: float  # until engines have the new weights
+    throughput_s: float  # GPU-seconds of the rollout over its GPUs
+    longest_s: float  # longest trajectory alone, with tools
+    tool_s: float = 0.0  # part of it in tools; 0: none, or not known
+    left_s: float | None = None  # training left after the last group is complete
+    needed_gpus: int = 0  # fewest GPUs with as short a step; 0: not known
+    beside_s: float = 0.0  # part of ``update_s`` beside the next step (`libra.worker.training.publications`)
 
     @property
     def work_s(self) -> float:
@@ -100,18 +74,18 @@ class StepParts:
 
     @property
     def path_over_work(self) -> float:
-        """x, as above."""
+        """x of the module."""
         return (self.longest_s + self.update_s) / (self.eta + 1) / self.work_s
 
 
 def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
     """Seconds of a step by way, in closed form.
 
-    ``changes_s``: seconds in which an engine's GPUs turn to training, and back. ``turning`` and ``colocated`` are left out where
-    that is long against a step, and ``colocated`` at a staleness bound above 0.
+    ``changes_s``: turning an engine to training, and back; ``turning`` is left out where that is
+    long against a step.
     """
     update_s, eta, work_s = parts.update_s, parts.eta, parts.work_s
-    train_s, all_train_s = parts.train_s, parts.train_s * parts.train_gpus / parts.gpus
+    train_s = parts.train_s
     left_s = LEFT_FRAC * train_s if parts.left_s is None else parts.left_s
     all_left_s = max(left_s, train_s - parts.rollout_s) * parts.train_gpus / parts.gpus
 
@@ -131,19 +105,15 @@ def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
     if eta:  # trainers do not generate: what engines can do bounds it as it bounds the others
         found[TURNING] = max(work_s, parts.throughput_s, asynchronous_s(all_left_s)) + changes_s
         return found
-    rolling = max(parts.gpus - parts.train_gpus, 1)
-    drains_s = max(0.0, parts.rollout_s - parts.throughput_s)
-    together_s = max(parts.longest_s, parts.throughput_s * rolling / parts.gpus + drains_s)
-    found[COLOCATED] = together_s + all_train_s + update_s + changes_s
     found[TURNING] = max(parts.rollout_s + all_left_s, work_s) + update_s + changes_s
     return found
 
 
 def chosen(x: float, step_s: Mapping[str, float], ways: Sequence[str], now: str = "") -> str:
-    """The way to take of ``ways``, the least change first: a later one only if it saves `WORTH_FRAC` of the one taken without it.
+    """The way to take of ``ways``, the least change first; a later one must save `WORTH_FRAC`.
 
-    ``now`` is the way that is taken (empty: none yet); it stays from `STAYS_FRAC` on. Roles do not change within a step that is
-    bound by its longest trajectory. Of ``ways`` those without seconds are not taken, except the first.
+    ``now`` is taken already and stays from `STAYS_FRAC` on. Roles do not change within a step that
+    is bound by its longest trajectory. Only the first may have no known seconds.
     """
     found = ways[0]
     for way in ways[1:]:
@@ -157,51 +127,20 @@ def chosen(x: float, step_s: Mapping[str, float], ways: Sequence[str], now: str 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """What bounds a step, and how to take it.
+    """The bound of a step, and how to take it."""
 
-    Attributes
-    ----------
-    path_over_work : float
-        x, as above.
-    step_s : mapping of str to float
-        Predicted seconds of a step by way.
-    choice : str
-        The way to take: the fastest of those that can be configured, ``split`` (change nothing) unless another saves
-        `WORTH_FRAC`.
-    obstacles : mapping of str to str
-        Ways that this configuration cannot take, and why.
-    words : str
-        What follows for the user.
-    """
-
-    path_over_work: float
-    step_s: Mapping[str, float]
-    choice: str
-    obstacles: Mapping[str, str]
-    words: str
-
-
-NO_COLOCATED = (
-    "no setting makes all GPUs of a run generate, its trainers always train; nearest to it are few trainers "
-    "(planner.fixed_train_gpus=1) and engines that turn"
-)
+    path_over_work: float  # x of the module
+    step_s: Mapping[str, float]  # predicted, by way
+    choice: str  # the fastest that can be configured; ``split`` unless another saves `WORTH_FRAC`
+    obstacles: Mapping[str, str]  # why this configuration cannot take a way
+    words: str  # for the user
 
 
 def regime(parts: StepParts, *, changes_s: float = CHANGES_S, obstacles: Mapping[str, str] | None = None) -> Regime:
-    """What bounds a planned step, and how to take it.
-
-    Parameters
-    ----------
-    changes_s : float
-        Seconds in which an engine's GPUs turn to training, and back.
-    obstacles : mapping of str to str
-        Ways that the configuration cannot take, and why. One that cannot stream has no seconds of ways that do.
-    """
-    given = dict(obstacles or {})
-    step_s, x = forms(parts, changes_s), parts.path_over_work
-    if STREAMING in given:
-        step_s = {way: seconds for way, seconds in step_s.items() if way not in (STREAMING, TURNING)}
-    barred = given | {COLOCATED: NO_COLOCATED}
+    """The bound of a planned step, and how to take it; ``obstacles``: why a way is impossible."""
+    barred, step_s, x = dict(obstacles or {}), forms(parts, changes_s), parts.path_over_work
+    if STREAMING in barred:
+        step_s = {SPLIT: step_s[SPLIT]}
     choice = chosen(x, step_s, [way for way in (SPLIT, STREAMING, TURNING) if way not in barred])
     found = Regime(x, step_s, choice, barred, "")
     return replace(found, words=_words(parts, found))
@@ -236,13 +175,12 @@ def _words(parts: StepParts, found: Regime) -> str:
 _SHORT = {STREAMING: "trainer.streaming=on saves", TURNING: "trainer.streaming=on trainer.turning=on saves"}
 _HOW = {
     STREAMING: "gradients of complete groups while others are generated (trainer.streaming=on)",
-    COLOCATED: "all GPUs generating and then training (simulated only, see benchmarks/systems)",
     TURNING: "engines that train while the tail runs (trainer.streaming=on trainer.turning=on, with cluster.hybrid_workers)",
 }
 
 
 def _remedies(parts: StepParts) -> str:
-    """Fewer GPUs, a larger eta, faster tools: what each would do for a step bound by its longest trajectory."""
+    """Gain of fewer GPUs, a larger eta, faster tools for a step bound by its longest trajectory."""
     now_s = forms(parts)[SPLIT]
     path_s = parts.longest_s + parts.update_s
     enough = parts.needed_gpus or max(2, math.ceil(parts.gpus / parts.path_over_work))
@@ -261,18 +199,9 @@ def _remedies(parts: StepParts) -> str:
 
 
 class WaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run says of its choice.
+    """Settings of a run's choice: its ``ways``, the least change first, and the first one's reason.
 
-    Attributes
-    ----------
-    ways : tuple of str
-        Ways that it may take, the least change first.
-    way, reason : str
-        The way of its first steps, and why.
-    train_gpus : int
-        Workers that always train.
-    change_s : float
-        Assumed seconds of both changes of an engine, until they were measured.
+    ``train_gpus`` always train; ``change_s`` is assumed for both changes until they were measured.
     """
 
     ways: tuple[str, ...]
@@ -283,7 +212,7 @@ class WaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, config: RunSections) -> Self | None:
-        """Those of a configuration; None: it leaves nothing to choose in how steps are taken."""
+        """The settings of a configuration; None if it has only one way."""
         ways, planned = ways_of(config), config.planner.planned
         if len(ways) == 1:
             return None
@@ -294,36 +223,29 @@ class WaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WayChoice(Saved):
-    """The choice of one run.
+    """The choice of one run; without settings, steps are streamed and engines turn."""
 
-    Parameters
-    ----------
-    settings : WaySettings or None
-        None: there is nothing to choose; steps are streamed where there are waves, and engines turn where they can.
-    eta, most_waves : int
-        Staleness bound, and waves of a batch.
-    """
-
-    SAVED = {"settings": WaySettings | None, "_eta": int, "_most": int, "way": str, "_fixed_s": float, "_told": bool}
+    settings: WaySettings | None
+    _eta: int
+    _most: int
+    way: str
+    _fixed_s: float  # seconds of a wave besides its groups
+    _told: bool
 
     def __init__(self, settings: WaySettings | None = None, eta: int = 0, most_waves: int = 0) -> None:
+        super().__init__()
         self.settings, self._eta, self._most = settings, eta, most_waves
         self.way = "" if settings is None else settings.way
-        self._fixed_s = 0.0  # seconds of a wave beside those of its groups
-        self._told = False
 
     @property
     def streams(self) -> bool:
-        """Whether waves open before their batch is complete."""
         return self.way != SPLIT
 
     @property
     def turns(self) -> bool:
-        """Whether engines may turn to training."""
         return self.settings is None or self.way == TURNING
 
     def measured(self, step: StepMeasured) -> TakeSteps | None:
-        """Learn from a step; the choice, if it is the first one or another than before."""
         settings = self.settings
         if settings is None or not step.complete_s or not step.waves:
             return None
@@ -346,9 +268,9 @@ class WayChoice(Saved):
 
 
 def wave_price(waves: Sequence[tuple[int, float]], fixed_s: float = 0.0) -> tuple[float, float]:
-    """Seconds of a wave beside those of its groups, and of a group, from (groups, seconds) of waves.
+    """Fixed seconds of a wave, and seconds of a group, from (groups, seconds) of waves.
 
-    The line through them; where all have as many groups, ``fixed_s`` is what they have besides.
+    The line through them; where all have as many groups, ``fixed_s`` is kept.
     """
     number, groups, seconds = len(waves), sum(size for size, _ in waves), sum(took for _, took in waves)
     mean, mean_s = groups / number, seconds / number
@@ -362,10 +284,7 @@ def wave_price(waves: Sequence[tuple[int, float]], fixed_s: float = 0.0) -> tupl
 
 
 def streamed_end_s(complete_s: Sequence[float], fixed_s: float, each_s: float, most_waves: int) -> float:
-    """When the last wave of a streamed batch would be trained, its groups complete at these seconds, ascending.
-
-    As `libra.policy.waves` opens them: one after the other, each with all groups that are complete, at most ``most_waves``.
-    """
+    """When the last wave of a streamed batch would be trained (`libra.policy.waves`)."""
     now_s, taken, groups = 0.0, 0, len(complete_s)
     for wave in range(max(most_waves, 1)):
         if taken == groups:

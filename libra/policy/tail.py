@@ -1,66 +1,46 @@
-"""The tail of a live rollout as `libra.policy.turning.TurningRule` sees it: what is open, left to train, and done by whom. Pure.
+"""The tail of a live rollout as `TurningRule` sees it: open trajectories, work left to train.
 
-It follows the messages that orderings receive, and a few of its own; `look` answers with turns when something has happened that
-may change the rule's mind. The simulator asks the same rule, and counts the same quantities in its own clock.
+`look` answers with turns when something has happened that may change the rule's answer. The
+simulator uses the same rule in its own clock.
 
 Invariants
 ----------
-1. A worker is asked once: until its change has begun and ended, or was refused, `look` does not name it again.
-2. A worker that was refused or could not change rests until the next version.
-3. One worker at least generates, or is on its way to it. Workers that others moved (``libra roles``) are never moved back.
-4. Before a wave was trained nothing is known of the price of a gradient, and no engine turns.
-5. ``restore(snapshot())`` changes no later answer.
-6. Where the run chooses not to turn for now (`libra.policy.step_ways`), engines only return.
+1. At most one role-switch request per worker is pending: until its change has begun and ended, or
+   was refused. A worker that was refused or could not change rests until the next version.
+2. At least one worker generates, or returns to it. Workers that others moved (``libra roles``) are
+   never moved back.
+3. No role switches before the first gradient is timed.
+4. ``restore(snapshot())`` changes no later answer.
+5. Where the run chooses not to turn for now (`libra.policy.step_ways`), engines only return.
 
-Sources of the rule's numbers: changes cost what the run measured, before its first one `ASSUMED_LOADS` loads of a version on its
-engines, at most ``planner.change_cost_s``; engines should have as many trajectories as slow each of them down by `SLOWER`, by the
-speed that they declare; core trainers are the training workers.
+A change costs what the run measured; before that `ASSUMED_LOADS` loads of a version, at most
+``planner.change_cost_s``. Engines should have as many trajectories as slow each of them down by
+`SLOWER`, by the speed that they declare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
 
+from libra import facts
 from libra.config.models import RunSections
 from libra.config.streaming import turns
-from libra.facts import (
-    Fact,
-    GroupCommitted,
-    QuantumFinished,
-    QuantumStarted,
-    RoleChanged,
-    RoleChangeStarted,
-    RoleMemberKnown,
-    RoleRestored,
-    TrajectoryEnded,
-    TrajectoryParked,
-    Turn,
-    Turned,
-    TurnRefused,
-    VersionPublished,
-    VersionServed,
-    WaveTrained,
-    WorkerCapacity,
-    WorkerWithdrawn,
-)
+from libra.facts import Turned
 from libra.policy.admission import Admission
 from libra.policy.engine_table import degree_of
 from libra.policy.role_changes import Role, Stage
-from libra.policy.snapshots import Saved
+from libra.policy.saved import Saved
 from libra.policy.turning import OpenStep, TurningEngine, TurningRule
 from libra.policy.waves import GroupId
 from libra.types import Phase
 
-ASSUMED_LOADS = 3.0
-"""A change that was not measured yet is assumed to take as long as so many loads of a version: weights, state, and a check."""
-SLOWER = 1.5
-"""An engine in the tail should have as many trajectories as make each take this much longer than alone."""
-FADES = 0.8
-"""Weight of the waves before, in the seconds of a token's gradient, when another one was trained."""
+ASSUMED_LOADS = 3.0  # an unmeasured change is assumed to take as long as so many loads of a version
+SLOWER = 1.5  # slowdown of a trajectory in an engine that has enough of them in the tail
+FADES = 0.8  # weight of earlier waves in the seconds of a token's gradient
 _PARTS = TurningRule()
 _ASSUMED_S = _PARTS.to_training_s + _PARTS.to_rollout_s
 _CHANGES = {Role.TRAIN: Turned.TO_TRAINING, Role.ROLLOUT: Turned.TO_ROLLOUT}
@@ -68,17 +48,7 @@ _SETTLED = {Role.TRAIN: Turned.TRAINING, Role.ROLLOUT: Turned.ROLLOUT}
 
 
 class TailSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run says of its turning engines.
-
-    Attributes
-    ----------
-    core_gpus : int
-        Workers that always train.
-    group_size : int
-        Trajectories of a group.
-    change_s : float
-        Assumed seconds of both changes together, until they were measured.
-    """
+    """Settings of a run's turning engines; ``change_s`` is assumed for both changes together."""
 
     core_gpus: int
     group_size: int
@@ -86,7 +56,7 @@ class TailSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, config: RunSections) -> Self | None:
-        """Those of a configuration; None: no engine trains while the tail of a rollout runs."""
+        """The settings of a configuration; None if its engines do not turn."""
         if not turns(config):
             return None
         return cls(config.cluster.train_workers, config.trainer.group_size, config.planner.change_cost_s)
@@ -94,10 +64,10 @@ class TailSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class _Member:
-    """A worker that can change roles. ``own``: the tail moved it; ``rests`` until the next version."""
+    """A worker that can change roles; ``own``: the tail moved it; ``rests``: until a version."""
 
     gpus: int
-    doing: Turned | None = Turned.ROLLOUT  # None: its GPUs are lent
+    doing: Turned | None = Turned.ROLLOUT  # unset while its GPUs are lent
     own: bool = False
     rests: bool = False
     asked: bool = False
@@ -105,7 +75,7 @@ class _Member:
 
 @dataclass(slots=True)
 class _Price:
-    """Mean of measured seconds, or what is assumed before the first."""
+    """Mean of measured seconds, or the assumed ones before the first."""
 
     assumed_s: float
     total_s: float = 0.0
@@ -116,118 +86,91 @@ class _Price:
         return self.total_s / self.count if self.count else self.assumed_s
 
 
-@dataclass(slots=True)
 class _Open(Saved):
-    """Open trajectories: of training groups those that have ended, of evaluations those that have not; tokens and homes by key."""
+    """Trajectories of training groups that have ended, and of evaluations that have not."""
 
-    SAVED = {
-        "ended": dict[GroupId, set[str]],
-        "begun": set[int],
-        "group_of": dict[str, GroupId],
-        "evaluated": set[str],
-        "tokens": dict[str, int],
-        "home": dict[str, str],
-    }
-
-    ended: dict[GroupId, set[str]] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)
-    group_of: dict[str, GroupId] = field(default_factory=dict)
-    evaluated: set[str] = field(default_factory=set)
-    tokens: dict[str, int] = field(default_factory=dict)
-    home: dict[str, str] = field(default_factory=dict)
+    ended: dict[GroupId, set[str]]
+    begun: set[int]
+    group_of: dict[str, GroupId]
+    evaluated: set[str]
+    tokens: dict[str, int]
+    home: dict[str, str]
 
 
 class Tail(Saved):
-    """One per run with ``trainer.turning``.
+    """One per run; without settings no engine turns, and nothing is followed."""
 
-    Parameters
-    ----------
-    admission : Admission
-        Of the run; the groups of the open step are read from it.
-    settings : TailSettings or None
-        None: no engine turns, and nothing is followed.
-    """
-
-    SAVED = {
-        "settings": TailSettings | None,
-        "_members": dict[str, _Member],
-        "_engines": dict[str, WorkerCapacity],
-        "_open": _Open,
-        "_group_tokens": dict[GroupId, float],
-        "_gradient": list[float],
-        "_price": dict[Turned, _Price],
-        "_due": bool,
-    }
+    settings: TailSettings | None
+    _members: dict[str, _Member]
+    _engines: dict[str, facts.WorkerCapacity]
+    _open: _Open
+    _group_tokens: dict[GroupId, float]
+    _gradient: list[float]  # GPU-seconds, tokens
+    _price: dict[Turned, _Price]
+    _due: bool
 
     def __init__(self, admission: Admission, settings: TailSettings | None = None) -> None:
+        super().__init__()
         self._admission, self.settings = admission, settings
-        self._members: dict[str, _Member] = {}
-        self._engines: dict[str, WorkerCapacity] = {}
-        self._open = _Open()
-        self._group_tokens: dict[GroupId, float] = {}
-        self._gradient = [0.0, 0.0]  # GPU-seconds, tokens
+        self._open, self._gradient = _Open(), [0.0, 0.0]
         change_s = settings.change_s if settings is not None else _ASSUMED_S
         self._price = {
             Turned.TRAINING: _Price(change_s * _PARTS.to_training_s / _ASSUMED_S),
             Turned.ROLLOUT: _Price(change_s * _PARTS.to_rollout_s / _ASSUMED_S),
         }
-        self._due = False
 
-    # ---------------------------------------------------------------- what happens
-
-    def handle(self, event: Fact) -> None:
-        """Follow one fact."""
+    def handle(self, event: facts.Fact) -> None:
         if self.settings is not None and not self._handled(event):
             self._role_handled(event)
 
-    def _handled(self, event: Fact) -> bool:
+    def _handled(self, event: facts.Fact) -> bool:
         match event:
-            case QuantumFinished(key=key):
+            case facts.QuantumFinished(key=key):
                 self._open.tokens[key] = self._open.tokens.get(key, 0) + event.tokens + event.payload_tokens
-            case QuantumStarted(key=key, phase=Phase.ROLLOUT, worker=worker):
+            case facts.QuantumStarted(key=key, phase=Phase.ROLLOUT, worker=worker):
                 self._open.home[key] = worker
-            case TrajectoryParked():
+            case facts.TrajectoryParked():
                 self._parked(event)
-            case TrajectoryEnded(key=key):
+            case facts.TrajectoryEnded(key=key):
                 self._ended(key)
-            case WorkerCapacity(worker=worker):
+            case facts.WorkerCapacity(worker=worker):
                 if event.rollout_slots > 0:
                     self._engines[worker] = event
                 else:
                     self._engines.pop(worker, None)
                 self._due = True
-            case WorkerWithdrawn(worker=worker):
+            case facts.WorkerWithdrawn(worker=worker):
                 self._engines.pop(worker, None)
                 self._due = True
-            case VersionPublished(version=version):
+            case facts.VersionPublished(version=version):
                 self._published(version)
-            case VersionServed(load_s=load_s) if load_s > 0.0:
+            case facts.VersionServed(load_s=load_s) if load_s > 0.0:
                 for price in self._price.values():
                     price.assumed_s = min(price.assumed_s, ASSUMED_LOADS * load_s)
-            case GroupCommitted(split="train"):
+            case facts.GroupCommitted(split="train"):
                 self._due = True  # admission has one more group
-            case WaveTrained():
+            case facts.WaveTrained():
                 self._trained(event)
             case _:
                 return False
         return True
 
-    def _role_handled(self, event: Fact) -> None:
+    def _role_handled(self, event: facts.Fact) -> None:
         match event:
-            case RoleMemberKnown(worker=worker, tp=gpus):
+            case facts.RoleMemberKnown(worker=worker, tp=gpus):
                 self._members.setdefault(worker, _Member(gpus))
-            case RoleChangeStarted(assignments=assignments):
+            case facts.RoleChangeStarted(assignments=assignments):
                 for worker, has in assignments.items():
                     self._role_begins(worker, Role(has["role"]))
-            case RoleChanged(worker=worker, to_role=role):
+            case facts.RoleChanged(worker=worker, to_role=role):
                 self._role_taken(worker, Role(role), price_s(event.stage_s))
-            case RoleRestored(worker=worker, role=role):
+            case facts.RoleRestored(worker=worker, role=role):
                 self._role_taken(worker, Role(role), None)
-            case TurnRefused(worker=worker):
+            case facts.TurnRefused(worker=worker):
                 if (member := self._member(worker)) is not None:
                     member.asked, member.rests = False, True
 
-    def _parked(self, event: TrajectoryParked) -> None:
+    def _parked(self, event: facts.TrajectoryParked) -> None:
         key = event.key
         split, iteration, group = event.group.rsplit("-", 2)
         self._open.tokens[key] = max(event.context_tokens, self._open.tokens.get(key, 0))
@@ -251,7 +194,6 @@ class Tail(Saved):
         self._due = True
 
     def _published(self, version: int) -> None:
-        """Forget what is long done."""
         eldest = min(version - self._admission.eta - 1, self._admission.consumed_below)
         self._open.begun = {k for k in self._open.begun if k >= eldest}
         self._open.ended = {at: keys for at, keys in self._open.ended.items() if at[0] >= eldest}
@@ -260,7 +202,7 @@ class Tail(Saved):
             member.rests = False
         self._due = True
 
-    def _trained(self, event: WaveTrained) -> None:
+    def _trained(self, event: facts.WaveTrained) -> None:
         assert self.settings is not None
         waves = self._admission.waves.opened.get(event.batch, [])
         members = waves[event.wave] if event.wave < len(waves) else ()
@@ -272,7 +214,6 @@ class Tail(Saved):
         self._due = True
 
     def _member(self, worker: str) -> _Member | None:
-        """A worker whose change has begun, ended or was refused; None: it cannot change."""
         member = self._members.get(worker)
         self._due = self._due or member is not None
         return member
@@ -286,7 +227,7 @@ class Tail(Saved):
         member.own, member.asked = member.own or member.asked, False
 
     def _role_taken(self, worker: str, role: Role, seconds: float | None) -> None:
-        """It is in a role, after ``seconds`` of the change, its drain not counted; None: they say nothing of the price."""
+        """A worker is in a role, after ``seconds`` of its change if they tell the price."""
         if (member := self._member(worker)) is None:
             return
         member.doing = _SETTLED.get(role)
@@ -296,10 +237,8 @@ class Tail(Saved):
             price = self._price[member.doing]
             price.total_s, price.count = price.total_s + seconds, price.count + 1
 
-    # ---------------------------------------------------------------- what follows
-
-    def look(self) -> tuple[Turn, ...]:
-        """The turns to make now; they are taken as asked for."""
+    def look(self) -> tuple[facts.Turn, ...]:
+        """The turns to make now, which count as requested."""
         if not self._due or self.settings is None:
             return ()
         self._due = False
@@ -311,14 +250,13 @@ class Tail(Saved):
         ]
         stays = sum(e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT) for e in engines)
         leaves = [turn for turn in turns if turn.to is Turned.TRAINING]
-        if leaves and len(leaves) == stays:  # invariant 3
+        if leaves and len(leaves) == stays:  # invariant 2
             turns.remove(leaves[-1])
         for turn in turns:
             self._members[turn.worker].asked = True
         return tuple(turns)
 
     def rule(self) -> TurningRule:
-        """The rule with the prices known by now."""
         to_training_s, to_rollout_s = self._price[Turned.TRAINING].mean_s, self._price[Turned.ROLLOUT].mean_s
         return TurningRule(
             trajectories_per_gpu=self.trajectories_per_gpu(),
@@ -328,14 +266,13 @@ class Tail(Saved):
         )
 
     def trajectories_per_gpu(self) -> float:
-        """Open trajectories that an engine should have for each of its GPUs, at least 1; of engines that differ, the least."""
+        """Open trajectories per GPU that an engine should have, at least 1; the least of all."""
         held = list(self._open.tokens.values())
         context = sum(held) / len(held) if held else 0.0
         return max(1.0, min((_fits(spec, context) for spec in self._engines.values()), default=1.0))
 
     @property
     def num_open(self) -> int:
-        """Trajectories that have begun, or are about to, and have not ended."""
         assert self.settings is not None
         found, size = len(self._open.evaluated), self.settings.group_size
         for iteration in self._open.begun:
@@ -372,7 +309,7 @@ class Tail(Saved):
         if trained >= whole:
             return None
         seconds, tokens = self._gradient
-        if not tokens:  # invariant 4
+        if not tokens:  # invariant 3
             return None
         left = [*taken[trained:], *ready]
         backlog = sum(map(self._tokens_of, left)) * seconds / tokens
@@ -380,16 +317,14 @@ class Tail(Saved):
         return OpenStep(backlog, self.settings.core_gpus + others, len(taken) + len(ready) >= whole, admission.eta == 0)
 
     def _tokens_of(self, group: GroupId) -> float:
-        """Tokens of a group; of one that an earlier start generated, those of the mean."""
         known = self._group_tokens
         return known.get(group) or (sum(known.values()) / len(known) if known else 1.0)
 
     def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values; empty without turning."""
         return {} if self.settings is None else super().snapshot()
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; empty: nothing is followed. KeyError, TypeError or ValueError if it is none."""
+        """Take the state of ``snapshot``; an empty one turns it off. Errors as `Saved.restore`."""
         if snapshot:
             super().restore(snapshot)
         else:
@@ -397,12 +332,12 @@ class Tail(Saved):
 
 
 def price_s(stage_s: Mapping[str, float]) -> float:
-    """Seconds of a change that its GPUs did nothing, by stage: while it drains, an engine still generates."""
+    """Seconds of a change in which its GPUs were idle: a draining engine still generates."""
     return sum(seconds for stage, seconds in stage_s.items() if stage != Stage.DRAINING)
 
 
-def _fits(spec: WorkerCapacity, context_tokens: float) -> float:
-    """Trajectories per GPU of an engine of which each takes `SLOWER` times as long as alone, its slots at most."""
+def _fits(spec: facts.WorkerCapacity, context_tokens: float) -> float:
+    """Trajectories per GPU that slow each other down by `SLOWER`, at most the slots."""
     gpus = degree_of(spec.bucket)
     if not spec.declared:
         return spec.rollout_slots / gpus

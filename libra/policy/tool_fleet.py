@@ -1,20 +1,17 @@
-"""How many tool workers there are: more where actions wait for long, fewer where workers idle. Pure.
+"""The number of tool workers: more where actions wait for long, fewer where workers idle.
 
-`ordered` decides from the facts of one moment alone, so that a log with the facts replays the decision. `ToolFleet` makes facts of
-what is seen from moment to moment: since when actions wait, since when each worker idles, and how long workers take to start.
-
-The price of a worker is what it costs beyond its work: it starts for ``start_s``, and idles for `IDLE_S` before it is given up.
-What it saves is the time that waiting actions wait less, half of it for each as they leave one after the other. A second of a
-worker is worth a second of a waiting trajectory.
+`ordered` decides from the facts of one moment alone, so that a log replays the decision;
+`ToolFleet` collects them. A worker costs its start and `IDLE_S` of idling; it saves half the time
+by which the queue drains sooner, for each waiting action.
 
 Invariants
 ----------
 1. ``least <= wanted <= most``.
-2. More workers are asked for only after actions have waited for `HOLD` times what a worker takes to start, only while what waits
-   would still wait when they have started, and only as many as save more than their price.
-3. A worker is given up only if it has had nothing to do for `IDLE_S`, or `HOLD` starts, whichever is longer, while nothing waits
-   and none starts; one at a time, and never one of the first ``least``.
-4. So under a load that does not change, no worker is given up that was asked for within that time, nor the other way round.
+2. More workers are requested only after actions have waited for `HOLD` starts, only while what
+   waits would still wait when they have started, and only as many as save more than their price.
+3. A worker is given up only after `IDLE_S` or `HOLD` starts without work, while nothing waits and
+   none starts; one at a time, never one of the first ``least``. So a steady load does not make the
+   number oscillate.
 """
 
 from __future__ import annotations
@@ -26,13 +23,12 @@ from libra.facts import ToolWorkersOrdered
 IDLE_S = 60.0
 HOLD = 2.0
 START_S = 15.0
-"""Seconds that a worker takes to start, until one has."""
+"""Seconds of a start until one was measured, and the weight of the newest in their mean."""
 NEWEST = 0.3
-"""Weight of the newest start in their mean."""
 
 
 def ordered(facts: ToolWorkersOrdered) -> ToolWorkersOrdered | None:
-    """``facts`` with another number of workers; None: nothing changes."""
+    """``facts`` with another number of workers, or None."""
     if facts.waiting and facts.wanted < facts.most:
         return _more(facts)
     if not facts.waiting and not facts.starting and facts.wanted > facts.least and facts.idle:
@@ -49,7 +45,7 @@ def _more(facts: ToolWorkersOrdered) -> ToolWorkersOrdered | None:
     present = facts.wanted - facts.starting
     each = max(1, facts.units // max(1, present))
     drained_s = facts.waiting_s / facts.units if facts.units else float("inf")
-    left_s = facts.waiting_s - facts.units * facts.start_s  # of what waits now, when another worker has started
+    left_s = facts.waiting_s - facts.units * facts.start_s  # after a worker's start
     if left_s <= 0:
         return None
     best: tuple[float, int, float] | None = None
@@ -70,13 +66,7 @@ def _more(facts: ToolWorkersOrdered) -> ToolWorkersOrdered | None:
 
 
 class ToolFleet:
-    """The tool workers of a cluster, as seen from moment to moment.
-
-    Parameters
-    ----------
-    least, most : int
-        Workers that there are at least, from the beginning, and at most.
-    """
+    """The tool workers of a cluster, from moment to moment."""
 
     def __init__(self, least: int, most: int) -> None:
         self.least, self.most = least, most
@@ -89,8 +79,7 @@ class ToolFleet:
     def facts(
         self, at_s: float, *, present: frozenset[str], idle: frozenset[str], units: int, waiting: int, waiting_s: float
     ) -> ToolWorkersOrdered:
-        """Facts of this moment: names of the ``present`` workers, those that have nothing to do now and may be given up (``idle``),
-        and the rest as in `ToolWorkersOrdered`; nothing is ordered yet."""
+        """Facts of this moment; ``idle`` workers have nothing to do and may be given up."""
         if self._asked_s is not None and len(present) >= self.wanted:
             self.start_s += NEWEST * (at_s - self._asked_s - self.start_s)
             self._asked_s = None
@@ -99,21 +88,15 @@ class ToolFleet:
         elif self._behind_since_s is None:
             self._behind_since_s = at_s
         self._idle_since_s = {name: self._idle_since_s.get(name, at_s) for name in sorted(idle & present)}
+        behind_s = 0.0 if self._behind_since_s is None else round(at_s - self._behind_since_s, 6)
+        idle_s = tuple((name, round(at_s - since_s, 6)) for name, since_s in self._idle_since_s.items())
+        starting = max(0, self.wanted - len(present))
         return ToolWorkersOrdered(
-            self.least,
-            self.most,
-            self.wanted,
-            max(0, self.wanted - len(present)),
-            units,
-            waiting,
-            round(waiting_s, 6),
-            0.0 if self._behind_since_s is None else round(at_s - self._behind_since_s, 6),
-            round(self.start_s, 6),
-            tuple((name, round(at_s - since_s, 6)) for name, since_s in self._idle_since_s.items()),
-        )
+            self.least, self.most, self.wanted, starting, units, waiting, round(waiting_s, 6), behind_s,
+            round(self.start_s, 6), idle_s,
+        )  # fmt: skip
 
     def follow(self, order: ToolWorkersOrdered, at_s: float) -> None:
-        """``order`` is carried out from now on."""
         if order.ordered > self.wanted:
             self._asked_s = at_s
             self._behind_since_s = None

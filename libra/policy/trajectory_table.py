@@ -1,73 +1,58 @@
-"""The trajectory table of an ordering: arrival, generated tokens and tool calls of each trajectory."""
+"""State that orderings share: the table of trajectories, and the starvation bound.
+
+Time is counted in parkings, without a clock: a slot comes free about as often as a trajectory
+parks. A trajectory that parks while W others wait in its phase becomes *overdue* after W +
+``patience`` further parkings of its phase, and overdue ones go first, as they parked. So at most 2
+W + ``patience`` dispatches of its iteration and phase pass it over. Earlier iterations always go
+first.
+"""
 
 from __future__ import annotations
 
+import heapq
 from math import log2
 from sys import intern
 
 import msgspec
 
-from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
-from libra.policy.snapshots import Saved
+from libra.facts import Fact, Priority, QuantumFinished, SetPriority, TrajectoryEnded, TrajectoryParked
+from libra.policy.saved import Saved
 from libra.types import Phase
 
-NUM_CLASSES = 40
-"""Length classes are half octaves: class c holds 2 ** (c / 2) - 1 tokens and more; the last one has everything longer."""
+NUM_CLASSES = 40  # length classes are half octaves: class c holds 2 ** (c / 2) - 1 tokens and more
 
 
 def length_class(tokens: float) -> int:
-    """The class of a number of tokens, 0 for none."""
     return min(NUM_CLASSES - 1, int(2.0 * log2(1.0 + tokens)))
 
 
 class TrajectoryStats(msgspec.Struct, array_like=True, gc=False):
-    """One trajectory between its first parking and its end.
+    """One trajectory between its first parking and its end."""
 
-    Attributes
-    ----------
-    arrival : int
-        Number of trajectories parked for the first time before it.
-    generated_tokens, calls : int
-        Tokens sampled; tool calls that returned.
-    remaining_tokens : float
-        Its last forecast; for orderings that have one.
-    counted : bool
-        Whether it is among its group's members; for orderings that count them.
-    level, total_class : int
-        Its last level, and the class of its forecast total length; -1: none.
-    told_class, begins_tp : int
-        Length class that the dispatcher has, -1: none; planned degree that it has, 0: none.
-    context_tokens : int
-        Context that another engine would have to compute to continue it, as far as it is known.
-    """
-
-    arrival: int
+    arrival: int  # number of trajectories that parked before it
     iteration: int
     group: str
     phase: Phase
-    generated_tokens: int = 0
-    calls: int = 0
-    remaining_tokens: float = 0.0
-    counted: bool = False
-    level: int = -1
-    total_class: int = -1
-    told_class: int = -1
-    begins_tp: int = 0
-    context_tokens: int = 0
+    generated_tokens: int = 0  # sampled
+    calls: int = 0  # tool calls that returned
+    remaining_tokens: float = 0.0  # its last forecast
+    counted: bool = False  # among its group's members
+    level: int = -1  # its last one
+    total_class: int = -1  # of its forecast total; -1: none
+    told_class: int = -1  # class that the dispatcher has; -1: none
+    begins_tp: int = 0  # planned degree that the dispatcher has; 0: none
+    context_tokens: int = 0  # that another engine would have to compute
 
 
 class TrajectoryTable(Saved):
     """Trajectories that have not ended, by key."""
 
-    SAVED = {"_arrivals": int, "by_key": dict[str, TrajectoryStats]}
-
-    def __init__(self) -> None:
-        self.by_key: dict[str, TrajectoryStats] = {}
-        self._arrivals = 0
+    _arrivals: int
+    by_key: dict[str, TrajectoryStats]
 
     def handle(self, event: Fact) -> TrajectoryStats | None:
-        """Update from one event; returns its trajectory, also when it ends. None: unknown, or not about a trajectory."""
-        # Type comparisons instead of match, here and in other handlers of every event: they take a third of the time.
+        """Update from one event; returns its trajectory if known, also when it ends."""
+        # Type comparisons take a third of match's time, here and in other handlers of every event.
         if type(event) is TrajectoryParked:
             stats = self.by_key.get(event.key)
             if stats is None:
@@ -88,3 +73,56 @@ class TrajectoryTable(Saved):
         if type(event) is TrajectoryEnded:
             return self.by_key.pop(event.key, None)
         return None
+
+
+OVERDUE = -1  # the level of overdue trajectories: before all others of their iteration
+FEWEST_SORTED = 1_024  # entries of the heap, stale ones too, up to which it is not rebuilt
+
+
+class StarvationGuard(Saved):
+    """Waiting trajectories of every phase, and the parking at which each is overdue."""
+
+    patience: int
+    _parkings: dict[Phase, int]
+    _waiting: dict[str, tuple[Phase, int]]  # and the number of its parking
+    _num_waiting: dict[Phase, int]
+    _due: dict[Phase, list[tuple[int, int, str]]]  # heaps of (due, parking, key)
+
+    def __init__(self, patience: int) -> None:
+        super().__init__()
+        self.patience = patience
+        self._parkings, self._num_waiting = dict.fromkeys(Phase, 0), dict.fromkeys(Phase, 0)
+        self._due = {phase: [] for phase in Phase}
+
+    def parked(self, key: str, phase: Phase) -> list[tuple[str, int]]:
+        """``key`` waits; returns who becomes overdue by this, with the number of its parking."""
+        self.left(key)
+        due = self._due[phase]
+        now = self._parkings[phase] = self._parkings[phase] + 1
+        overdue = []
+        while due and due[0][0] <= now:
+            _, number, waiting = heapq.heappop(due)
+            if self._waiting.get(waiting) == (phase, number):
+                overdue.append((waiting, number))
+        heapq.heappush(due, (now + self.patience + self._num_waiting[phase], now, key))
+        self._waiting[key] = (phase, now)
+        self._num_waiting[phase] += 1
+        if len(due) > FEWEST_SORTED and len(due) > 2 * self._num_waiting[phase]:
+            # Those that left keep their place until it is due, which may be very long.
+            due[:] = [entry for entry in due if self._waiting.get(entry[2]) == (phase, entry[1])]
+            heapq.heapify(due)
+        return overdue
+
+    def left(self, key: str) -> None:
+        waiting = self._waiting.pop(key, None)
+        if waiting is not None:
+            self._num_waiting[waiting[0]] -= 1
+
+
+PATIENCE = 200_000
+"""Default of ``patience``: five thousand trajectories of forty turns, more than most iterations."""
+
+
+def overdue_first(overdue: list[tuple[str, int]], trajectories: TrajectoryTable) -> tuple[SetPriority, ...]:
+    places = ((key, Priority(trajectories.by_key[key].iteration, OVERDUE, number)) for key, number in overdue)
+    return tuple(SetPriority(key, place, "overdue: passed over for too long") for key, place in places)

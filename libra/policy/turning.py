@@ -1,20 +1,19 @@
-"""Engines that train while the tail of a rollout runs: which engines turn, and when they return. Pure.
+"""Engines that train while the tail of a rollout runs: which engines turn, and when they return.
 
-When a rollout thins out, its open trajectories fit on fewer engines. The thinnest engine hands its trajectories over to the
-others, and its GPUs train on groups that are complete. This needs a streaming step (`libra.policy.waves`): without
-one there is nothing to train on before the batch is complete.
+When a rollout thins out, its open trajectories fit on fewer engines. The thinnest engine hands its
+trajectories over, and its GPUs train on complete groups of a streaming step (`libra.policy.waves`).
 
 Invariants
 ----------
 1. While a trajectory is open, at least one engine generates, or returns to do so.
-2. An engine turns only if the others have ``trajectories_per_gpu`` or fewer open trajectories per GPU without it, and if the
-   backlog would keep the trainers, its GPUs included, busy for ``min_gain_s``.
-3. Engines return when more trajectories are open than those that generate should have. So none turns back at once.
-4. When nothing is open and the batch is complete, all engines turn if that is over sooner than the trainers alone are, returning
-   included where the next rollout waits for this step.
+2. An engine turns only if the others have ``trajectories_per_gpu`` or fewer open trajectories per
+   GPU without it, and if the backlog keeps all trainers busy for ``min_gain_s``.
+3. Engines return when more trajectories are open than the generating ones should have. So none
+   turns back at once.
+4. When nothing is open and the batch is complete, all engines turn if that is over sooner than the
+   trainers alone are, including the return where the next rollout waits for this step.
 
-Measured in virtual time, 12 trajectories per GPU: streaming alone is 1.25 times as fast as a synchronous split, with turning 1.39
-(Qwen3-14B on A800). Libra's paper changes roles between iterations only (arXiv:2606.03077 v2).
+Differs from Libra's paper (arXiv:2606.03077 v2), which changes roles between iterations only.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from libra.facts import Turn, Turned
 
 
 class TurningEngine(NamedTuple):
-    """An engine as the rule sees it; ``residents``: open trajectories at home there. One that may not turn stays as it is."""
+    """An engine as the rule sees it; ``residents``: open trajectories at home there."""
 
     name: str
     gpus: int
@@ -38,42 +37,20 @@ class TurningEngine(NamedTuple):
 
 
 class OpenStep(NamedTuple):
-    """The step that is being taken.
+    """The open step."""
 
-    Attributes
-    ----------
-    backlog_gpu_s : float
-        GPU-seconds of gradients of its complete groups that are not computed.
-    core_gpus : int
-        GPUs that always train.
-    is_full : bool
-        Whether its batch has all its groups.
-    rollout_waits : bool
-        Whether the next rollout begins only after this step (eta 0).
-    """
-
-    backlog_gpu_s: float
-    core_gpus: int
-    is_full: bool
-    rollout_waits: bool
+    backlog_gpu_s: float  # gradients of complete groups that are not computed
+    core_gpus: int  # that always train
+    is_full: bool  # its batch has all groups
+    rollout_waits: bool  # the next rollout begins only after this step (eta 0)
 
 
 @dataclass(frozen=True, slots=True)
 class TurningRule:
-    """When engines turn.
+    """When engines turn; the default seconds are Libra's for Qwen3-14B on A800."""
 
-    Attributes
-    ----------
-    trajectories_per_gpu : float
-        Open trajectories per GPU that engines should have in the tail; the step changes by 5 % within a factor of 4.
-    min_gain_s : float
-        Seconds of training left, with the engine's GPUs, that a change is worth.
-    to_training_s, to_rollout_s : float
-        Seconds of the changes. The defaults are Libra's for Qwen3-14B on A800 (arXiv:2606.03077 v2).
-    """
-
-    trajectories_per_gpu: float = 4.0
-    min_gain_s: float = 10.0
+    trajectories_per_gpu: float = 4.0  # that engines should have in the tail
+    min_gain_s: float = 10.0  # of training left that a change is worth
     to_training_s: float = 8.0
     to_rollout_s: float = 10.8
 
@@ -84,16 +61,10 @@ class TurningRule:
                 raise ConfigError(f"{name}: got {value}; a finite number above 0 (seconds may be 0)")
 
     def turns(self, engines: Sequence[TurningEngine], num_open: int, step: OpenStep | None) -> tuple[Turn, ...]:
-        """The changes to make now.
+        """The changes to make now; without a step, engines only return.
 
-        Parameters
-        ----------
-        engines : sequence of TurningEngine
-            All, in the order in which they return.
-        num_open : int
-            Trajectories that have begun, or may begin, and have not ended.
-        step : OpenStep or None
-            None: no step is being taken, as while weights are published.
+        ``engines`` are in the order in which they return; ``num_open`` trajectories have begun, or
+        may begin, and have not ended.
         """
         generating = [e for e in engines if e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT)]
         has_room_for = sum(e.gpus for e in generating) * self.trajectories_per_gpu
@@ -114,14 +85,11 @@ class TurningRule:
             left_s = step.backlog_gpu_s / (training + engine.gpus)
             if num_open > others or left_s < self.min_gain_s:
                 break
-            found.append(
-                Turn(
-                    engine.name,
-                    Turned.TRAINING,
-                    f"{num_open} open trajectories fit on {others / self.trajectories_per_gpu:.0f} other GPUs; "
-                    f"{left_s:.3g} s of training are left with its {engine.gpus} beside {training}",
-                )
+            reason = (
+                f"{num_open} open trajectories fit on {others / self.trajectories_per_gpu:.0f} other GPUs; "
+                f"{left_s:.3g} s of training are left with its {engine.gpus} beside {training}"
             )
+            found.append(Turn(engine.name, Turned.TRAINING, reason))
             has_room_for, training = others, training + engine.gpus
         return tuple(found)
 
@@ -134,8 +102,7 @@ class TurningRule:
         return tuple(found)
 
     def _all_train(self, rolling: Sequence[TurningEngine], training: int, step: OpenStep) -> tuple[Turn, ...]:
-        """Invariant 4."""
-        gpus = sum(engine.gpus for engine in rolling)
+        gpus = sum(engine.gpus for engine in rolling)  # invariant 4
         alone_s = step.backlog_gpu_s / training if training else float("inf")
         during_s = training * self.to_training_s  # GPU-seconds of training during the change
         together_s = self.to_training_s + max(0.0, step.backlog_gpu_s - during_s) / (training + gpus)

@@ -1,4 +1,4 @@
-"""Libra's plugins in the Dask scheduler: parked tasks and their order, gates and batches, gangs, roles."""
+"""Libra's plugins in the Dask scheduler: parked tasks and their order, gates, gangs, roles."""
 
 from __future__ import annotations
 

@@ -1,9 +1,14 @@
-"""The command applier: the only place where commands of policy objects become priorities, restrictions and released tasks.
+"""Commands of policy objects become priorities, restrictions, released tasks and messages to
+workers.
+
+Messages go on the stream that also carries tasks, and only to workers whose host has reported: an
+unknown message would close a worker without one.
 
 Invariants
 ----------
-1. Only this module writes ``ts.priority`` and releases parked tasks; every write has a line in its run's event log.
-2. A task that runs keeps its priority until it parks; its worker learns the new rank, by which it keeps its slot or not.
+1. Only this module writes ``ts.priority`` and releases parked tasks; every write has a line in its
+   run's event log.
+2. A task that runs keeps its priority until it parks; its worker gets the new rank.
 """
 
 from __future__ import annotations
@@ -12,45 +17,30 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from libra import keys
-from libra.facts import (
-    Command,
-    LoadVersion,
-    OpenBatch,
-    OpenGate,
-    OpenWave,
-    Prefer,
-    SetPriority,
-    TakeSteps,
-    Turn,
-    Turned,
-    TurnRefused,
-    Vacate,
-    sentence,
-)
-from libra.policy import Dispatcher
+from libra import facts, keys
+from libra.policy import Dispatcher, Move
+from libra.policy.liveness import Liveness
 from libra.policy.role_changes import Role
-from libra.scheduler import dask_internals
-from libra.scheduler.announcements import announce_rank, announce_version
+from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import RunState
+from libra.scheduler.scheduler_internals import tell_worker
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler
+
 
 logger = logging.getLogger("libra.scheduler")
 task_logger = logging.getLogger("libra.scheduler.tasks")
 
 
 class Applier:
-    """Carries out commands for all runs on a scheduler; calls ``kick`` when a dispatch may be due."""
+    """Carries out commands for all runs; calls ``kick`` when a dispatch may be due."""
 
     def __init__(self, scheduler: Scheduler, dispatcher: Dispatcher, kick: Callable[[], None]) -> None:
         self._scheduler, self._dispatcher, self._kick = scheduler, dispatcher, kick
         self.set_roles: Callable[..., dict[str, Any]] | None = None
-        """`WorkerRoles.set_roles`, once there is one."""
 
-    def apply(self, state: RunState, commands: tuple[Command, ...]) -> None:
-        """Log and carry out. Turns follow, if what happened calls for any."""
+    def apply(self, state: RunState, commands: tuple[facts.Command, ...]) -> None:
         commands = (*commands, *turns) if (turns := state.tail.look()) else commands
         if not commands:
             return
@@ -59,46 +49,46 @@ class Applier:
         for command in commands:
             emit(command)
             if debug:
-                task_logger.debug("run %s: %s", state.run, sentence(command))
-            if type(command) is SetPriority:  # by far the most
+                task_logger.debug("run %s: %s", state.run, facts.sentence(command))
+            if type(command) is facts.SetPriority:  # by far the most
                 ts = tasks.get(command.key)
                 if ts is not None:
                     if ts.processing_on is not None:
                         announce_rank(self._scheduler, ts.processing_on.address, command)
                         continue
-                    dask_internals.set_priority(ts, command.priority)
+                    scheduler_internals.set_priority(ts, command.priority)
                     kicks = kicks or ts.state == "no-worker"
                 continue
-            kicks = kicks or isinstance(command, Prefer | LoadVersion | Vacate)
-            if type(command) is not Prefer:
+            kicks = kicks or isinstance(command, facts.Prefer | facts.LoadVersion | facts.Vacate)
+            if type(command) is not facts.Prefer:
                 self._carry_out(state, command)
         if kicks:
             self._kick()
         self._dispatcher.apply(commands)
 
-    def _carry_out(self, state: RunState, command: Command) -> None:
-        if isinstance(command, OpenGate | OpenBatch | TakeSteps | LoadVersion | Vacate):
-            logger.info("run %s: %s", state.run, sentence(command))
+    def _carry_out(self, state: RunState, command: facts.Command) -> None:
+        if isinstance(command, facts.OpenGate | facts.OpenBatch | facts.TakeSteps | facts.LoadVersion | facts.Vacate):
+            logger.info("run %s: %s", state.run, facts.sentence(command))
         match command:
-            case OpenGate(iteration=iteration):
+            case facts.OpenGate(iteration=iteration):
                 self.open(state, state.parked.gates.pop(iteration), keys.GRADE)
-            case OpenBatch(batch=batch):
+            case facts.OpenBatch(batch=batch):
                 self.open(state, state.parked.batches.pop(batch), keys.COMMIT)
-            case OpenWave(batch=batch, wave=wave):
+            case facts.OpenWave(batch=batch, wave=wave):
                 self.open(state, state.parked.waves.pop((batch, wave)), keys.GRADE)
-            case LoadVersion(worker=worker, version=version):
+            case facts.LoadVersion(worker=worker, version=version):
                 announce_version(self._scheduler, state, version, only=worker)
-            case Turn():
+            case facts.Turn():
                 self._scheduler.loop.add_callback(self._turn, state, command)
 
-    def _turn(self, state: RunState, turn: Turn) -> None:
-        """Ask for the change of roles of a turn, outside of the current transition; it may be refused."""
+    def _turn(self, state: RunState, turn: facts.Turn) -> None:
+        """Request the role change of a turn, outside of the transition; it may be refused."""
         assert self.set_roles is not None
-        role = Role.TRAIN if turn.to is Turned.TRAINING else Role.ROLLOUT
+        role = Role.TRAIN if turn.to is facts.Turned.TRAINING else Role.ROLLOUT
         why = f"the engine turns to {turn.to}: {turn.reason}"
         answer = self.set_roles(state.run, state.epoch, {turn.worker: {"role": str(role)}}, why)
         if "error" in answer:
-            refused = TurnRefused(turn.worker, answer["error"])
+            refused = facts.TurnRefused(turn.worker, answer["error"])
             state.log.emit(refused)
             state.tail.handle(refused)
             self.apply(state, ())
@@ -106,9 +96,79 @@ class Applier:
     def open(self, state: RunState, key: str, resource: str) -> None:
         """Release a gate or a batch, outside of the current transition."""
         task_logger.debug("%s: %s opens", state.run, key)
-        release = dask_internals.Release(key, {resource: 1}, None)
-        self._scheduler.loop.add_callback(dask_internals.release, self._scheduler, [release], f"libra-open-{key}")
+        release = scheduler_internals.Release(key, {resource: 1}, None)
+        self._scheduler.loop.add_callback(scheduler_internals.release, self._scheduler, [release], f"libra-open-{key}")
 
-    def release(self, releases: Iterable[dask_internals.Release], stimulus_id: str) -> None:
-        """Send trajectories to the workers chosen for them."""
-        dask_internals.release(self._scheduler, releases, stimulus_id)
+    def release(self, releases: Iterable[scheduler_internals.Release], stimulus_id: str) -> None:
+        scheduler_internals.release(self._scheduler, releases, stimulus_id)
+
+
+def announce_version(scheduler: Scheduler, state: RunState, version: int, only: str | None = None) -> None:
+    """Announce a version to every rollout worker, or ``only`` to one, for its running requests."""
+    message = {"op": "libra-version", "run": state.run, "epoch": state.epoch, "version": version}
+    message |= {"digest": state.workers.holders.digest(version)}
+    for worker, address in list(state.workers.engines.items()):
+        if only not in (None, worker):
+            continue
+        if address in scheduler.workers:
+            scheduler.worker_send(address, message | {"holders": state.workers.holders.nearest(version, address)})
+        else:
+            del state.workers.engines[worker]
+            state.workers.served.pop(worker, None)
+
+
+def announce_ahead(scheduler: Scheduler, address: str, ahead: facts.Priority | None) -> None:
+    tell_worker(scheduler, address, {"op": "libra-ahead", "ahead": ahead})
+
+
+def announce_rank(scheduler: Scheduler, address: str, command: facts.SetPriority) -> None:
+    tell_worker(scheduler, address, {"op": "libra-rank", "key": command.key, "rank": command.priority})
+
+
+def announce_revocation(scheduler: Scheduler, state: RunState, address: str, key: str, quantum: int) -> None:
+    message = {"op": "libra-revoke", "run": state.run, "epoch": state.epoch, "key": key, "quantum": quantum}
+    tell_worker(scheduler, address, message)
+
+
+def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> None:
+    """Announce to ``worker`` that the task ``key`` changes its home, if it exchanges KV."""
+    if worker not in state.workers.kv:
+        return
+    present = state.workers.engines.get(move.home) in scheduler.workers
+    home = state.workers.kv.get(move.home) if move.sends and present else None
+    expected = {"prefill_s": round(move.prefill_s, 9), "transfer_s": round(move.transfer_s or 0.0, 9)}
+    tell_worker(scheduler, state.workers.engines.get(worker, ""), {
+        "op": "libra-kv", "run": state.run, "epoch": state.epoch, "key": key, "home": home,
+        "move": {"home": move.home, "worker": worker, "tokens": move.tokens, "sent": move.sends, **expected},
+    })  # fmt: skip
+
+
+def newest_version(state: RunState, worker: str) -> dict[str, Any]:
+    """The newest version and where ``worker`` should fetch it; version -1 if none is published."""
+    version = state.admission.version
+    return {
+        "version": version,
+        "digest": state.workers.holders.digest(version),
+        "holders": state.workers.holders.nearest(version, worker),
+    }
+
+
+def engine_told(state: RunState, liveness: Liveness, fact: facts.Fact, address: str) -> None:
+    """An engine joined, serves a checked version, failed the check, sleeps, or is awake again."""
+    workers = state.workers
+    match fact:
+        case facts.EngineJoined(worker=name, weights=weights, kv=kv):
+            workers.engines[name] = address
+            workers.holders.offers(address, weights)
+            if kv is not None:
+                workers.kv[name] = kv
+        case facts.VersionServed(worker=name, version=version):
+            workers.engines[name] = address
+            liveness.checked(state.run, address, passed=True)
+            workers.served[name] = version
+            workers.holders.has(address, version)
+        case facts.EngineSlept() | facts.EngineWoke():
+            liveness.slept(state.run, address, asleep=isinstance(fact, facts.EngineSlept))
+        case facts.EngineQuarantined(version=version, layer=layer, detail=detail, out=out):
+            why = f"version {version}: {layer}: {detail}" if out else ""
+            liveness.checked(state.run, address, passed=False, out=why)

@@ -3,22 +3,23 @@
 ::
 
     waiting --enough replicas--> forming --all joined--> ready --a member leaves--> waiting
-    forming, ready --a member cannot reach the others--> doubtful --one leaves, or RETRY_S have passed--> waiting
+    forming, ready --a member cannot reach the others--> doubtful --leaves, or RETRY_S--> waiting
 
-A group has a number, its *gang epoch*. To form one, rank 0 opens a rendezvous, then all ranks join it; each reports when
-all have the state of the rank with most steps (`libra.worker.training.gang_member`). Tasks of the group wait for a resource that no
-worker supplies (`libra.keys.GANG`), one per rank.
+A group has a number, its *gang epoch*. To form one, rank 0 opens a rendezvous, then all ranks join
+it and take the state of the rank with most steps (`libra.worker.training.gang_member`). Tasks of the group
+wait for a resource that no worker supplies (`libra.keys.GANG`), one per rank.
 
 Invariants
 ----------
-1. Tasks of one gang (a node of an iteration) are released together, each to the worker of its rank, once the group is ready
-   and the task of every rank is here or done; otherwise none is released. Two gangs never run at once: ranks would meet in
-   different collectives.
-2. A member that leaves ends the group at once, named in the event log and by a warning. Placed tasks return here, and are
-   released to the next group.
-3. However a task of a gang ends, it is parked again, or a result lost with its worker would stay pinned to it.
+1. Tasks of one gang (a node of an iteration) are released together, each to the worker of its rank,
+   once the group is ready and the task of every rank is here or done. Two gangs never run at once:
+   ranks would meet in different collectives.
+2. A member that leaves ends the group at once, with an event and a warning. Placed tasks return
+   here, for the next group.
+3. A task of a gang is parked again on every end, or a result lost with its worker would stay pinned
+   to it.
 4. Facts of another gang epoch are ignored.
-5. A rank stays with its worker's name if that returns; workers beyond the size of the group are spares.
+5. A rank stays with its worker's name if that returns; surplus workers are spares.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from libra import facts, keys
 from libra.facts import Fact
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import Handler, RunState
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.5
-"""Seconds to wait for Dask to report a lost member that another cannot reach; then all form a new group."""
+RETRY_S = 0.5  # seconds to wait for Dask to report a lost member; then all form a new group
 
 
 @dataclass(slots=True)
@@ -49,45 +49,41 @@ class _Gang:
     size: int
     number: int = -1
     status: str = "waiting"
-    replicas: dict[str, str] = field(default_factory=dict)  # address of every worker with a replica, by name
+    replicas: dict[str, str] = field(default_factory=dict)  # address by name
     names: list[str] = field(default_factory=list)  # by rank
     joined: dict[int, int] = field(default_factory=dict)  # steps taken, by rank
-    parked: dict[tuple[str, tuple[int, ...]], set[str]] = field(default_factory=dict)  # keys by node and iteration
+    parked: dict[tuple[str, tuple[int, ...]], set[str]] = field(default_factory=dict)  # by node and iteration
     placed: set[str] = field(default_factory=set)
 
     @property
     def addresses(self) -> list[str]:
-        """Of the members, by rank."""
         return [self.replicas[name] for name in self.names]
 
 
 class Gangs:
-    """One per scheduler, for the run that trains on more than one replica; ``runs`` is the plugin's own."""
+    """One per scheduler, for the run that trains on several replicas."""
 
     def __init__(self, scheduler: Scheduler, runs: Mapping[str, RunState]) -> None:
         self._scheduler, self._runs = scheduler, runs
         self._gangs: dict[str, _Gang] = {}
         self._on_worker: dict[str, _Gang] = {}  # placed tasks that have not returned, by key
-        dask_internals.add_handlers(scheduler, {"libra_register_gang": self.register_gang})
+        scheduler_internals.add_handlers(scheduler, {"libra_register_gang": self.register_gang})
 
     @property
     def present(self) -> bool:
-        """Whether there is a run with such a group."""
         return bool(self._gangs)
 
     def handlers(self) -> dict[type[Fact], Handler]:
-        """What to do with what workers say of their group."""
-        return {
-            facts.TrainerJoined: self._trainer_joined,
-            facts.GangOpen: self._member_told,
-            facts.GangRankJoined: self._member_told,
-            facts.GangRankFailed: self._member_told,
-        }
+        told: dict[type[Fact], Handler] = dict.fromkeys(
+            (facts.GangOpen, facts.GangRankJoined, facts.GangRankFailed), self._member_told
+        )
+        return {facts.TrainerJoined: self._trainer_joined, **told}
 
     def register_gang(self, run: str, epoch: int, size: int) -> dict[str, Any]:
         """Form groups of ``size`` for a run from now on; an older epoch of it is dropped.
 
-        A process can be in one torch.distributed group, so only one run at a time trains on several replicas here.
+        A process can be in one torch.distributed group, so only one run at a time trains on several
+        replicas here.
         """
         others = [other for other in self._gangs if other != run]
         if others:
@@ -96,27 +92,23 @@ class Gangs:
         return {}
 
     def end_gang(self, run: str) -> None:
-        """Remove a run."""
         self._gangs.pop(run, None)
         self._on_worker = {key: gang for key, gang in self._on_worker.items() if gang.run != run}
-
-    # ---------------------------------------------------------------- scheduler hooks
 
     def transition(self, key: Any, start: str, finish: str) -> None:
         """Follow the tasks of gangs; others cost one look-up."""
         if start == "processing" and (gang := self._on_worker.pop(key, None)) is not None:
             if (ts := self._scheduler.tasks.get(key)) is not None:
-                dask_internals.park(ts, keys.GANG)
+                scheduler_internals.park(ts, keys.GANG)
             gang.placed.discard(key)
             self._soon(gang)
         if finish == "no-worker":
-            if dask_internals.waits_for(self._scheduler.tasks[key], keys.GANG):
+            if scheduler_internals.waits_for(self._scheduler.tasks[key], keys.GANG):
                 self._parked(key)
         elif start == "no-worker" and key not in self._on_worker:
             self._gone(key)
 
     def remove_worker(self, worker: str) -> None:
-        """Log a member that leaves, and form the next group if enough replicas remain."""
         for gang in self._gangs.values():
             for name in [name for name, address in gang.replicas.items() if address == worker]:
                 is_member = name in gang.names
@@ -148,16 +140,14 @@ class Gangs:
                     state.log.emit(facts.GangFormed(gang.number, tuple(gang.names), max(gang.joined.values())))
                     self._soon(gang)
             case facts.GangRankFailed() if gang.status != "doubtful":
-                # The reporting worker is not to blame: Dask usually reports the lost one a moment later.
+                # The reporting worker is not to blame: Dask usually reports the lost one later.
                 gang.status = "doubtful"
                 self._scheduler.loop.call_later(RETRY_S, self._unexplained, gang, gang.number, fact.rank, fact.detail)
-
-    # ---------------------------------------------------------------- the group
 
     def _form(self, gang: _Gang) -> None:
         if gang.status != "waiting" or len(gang.replicas) < gang.size or self._gangs.get(gang.run) is not gang:
             return
-        # Those that stay keep their rank: their results and rank 0's unwritten checkpoints stay where they are.
+        # Ranks are kept: results and rank 0's unwritten checkpoints stay where they are.
         free = iter(sorted(name for name in gang.replicas if name not in gang.names))
         names: list[str | None] = [name if name in gang.replicas else None for name in gang.names] or [None] * gang.size
         gang.names = [name or next(free) for name in names]
@@ -183,11 +173,9 @@ class Gangs:
     def _send(self, gang: _Gang, do: str, *, ranks: list[int] | None = None, **fields: Any) -> None:
         for rank in range(gang.size) if ranks is None else ranks:
             message = {"op": "libra-gang", "run": gang.run, "epoch": gang.run_epoch, "do": do, "gang": gang.number}
-            dask_internals.tell_worker(
+            scheduler_internals.tell_worker(
                 self._scheduler, gang.addresses[rank], {**message, "rank": rank, "size": gang.size, **fields}
             )
-
-    # ---------------------------------------------------------------- its tasks
 
     def _parked(self, key: str) -> None:
         parsed = keys.parse(key)
@@ -205,7 +193,6 @@ class Gangs:
                 waiting.discard(key)
 
     def _soon(self, gang: _Gang) -> None:
-        """Place the gangs that are complete, outside of the current transition."""
         self._scheduler.loop.add_callback(self._place, gang)
 
     def _place(self, gang: _Gang) -> None:
@@ -221,7 +208,7 @@ class Gangs:
                 self._on_worker |= {release.key: gang for release in releases}
                 if whole:
                     gang.placed |= {release.key for release in releases}
-                placed = dask_internals.release(self._scheduler, releases, f"libra-gang-{node}-{gang.number}")
+                placed = scheduler_internals.release(self._scheduler, releases, f"libra-gang-{node}-{gang.number}")
                 for release in releases:
                     if release.key not in placed:
                         self._on_worker.pop(release.key, None)
@@ -229,16 +216,16 @@ class Gangs:
 
     def _releases(
         self, gang: _Gang, node: str, indices: tuple[int, ...], waiting: set[str]
-    ) -> list[dask_internals.Release]:
-        """The task of every rank that has to run; empty if one of them is not here yet."""
+    ) -> list[scheduler_internals.Release]:
+        """The task of every rank that has to run; empty if one of them is missing."""
         if node == "checkpoint":
-            return [dask_internals.Release(key, {keys.TRAIN: 0}, gang.addresses[0]) for key in waiting]
+            return [scheduler_internals.Release(key, {keys.TRAIN: 0}, gang.addresses[0]) for key in waiting]
         releases = []
         for rank, address in enumerate(gang.addresses):
             key = keys.make(node, (*indices, rank), epoch=gang.run_epoch, run=gang.run)
             ts = self._scheduler.tasks.get(key)
             if key in waiting:
-                releases.append(dask_internals.Release(key, {keys.TRAIN: 1}, address))
+                releases.append(scheduler_internals.Release(key, {keys.TRAIN: 1}, address))
             elif ts is None or ts.state != "memory":
                 return []
         return releases

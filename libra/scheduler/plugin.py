@@ -1,16 +1,19 @@
 """LibraPlugin: parked trajectories, gates and batches of every run on this scheduler.
 
-A trajectory is one Dask task that runs in quanta. Between quanta it is *parked*; the plugin gives it a slot of the phase it
-needs, in the order of ``ts.priority``, on the worker that holds its KV cache if that has a free slot. At the end of a
-quantum its worker sends facts (`libra.facts`) on its stream and the task raises ``Reschedule``; the facts arrive first.
+A trajectory is one Dask task that runs in quanta. Between quanta it is *parked*; the plugin gives
+it a slot of the phase it needs, in the order of ``ts.priority``, on the worker with its KV cache if
+that has a free slot. At the end of a quantum its worker sends facts (`libra.facts`) on its stream
+and the task raises ``Reschedule``; the facts arrive first.
 
-The plugin has the hooks and RPC handlers, and finds the run and the part that each concerns. `Trajectories` passes events of
-trajectories to the policy objects, `Applier` carries out their commands.
+The plugin has the hooks and RPC handlers, and finds the run and the part that each concerns.
+`Trajectories` passes events of trajectories to the policy objects, `Applier` carries out their
+commands.
 
 Invariants
 ----------
 1. Only the applier writes priorities and releases tasks, each from a logged decision.
-2. A hook never raises for what a worker reports: unknown runs and keys are ignored, and logged at DEBUG.
+2. A hook never raises for a worker's report: unknown runs and keys are ignored, and logged at
+   DEBUG.
 """
 
 from __future__ import annotations
@@ -34,16 +37,16 @@ from libra.errors import ConfigError
 from libra.facts import Command, Fact, Signal, boundaries_of
 from libra.observe.page import attach_page
 from libra.orderings import ordering_of
-from libra.policy import CommittedGroup, Tail, TailSettings
+from libra.policy import Tail, TailSettings
 from libra.policy.liveness import Liveness
 from libra.policy.stall import Limits
-from libra.scheduler import dask_internals
-from libra.scheduler.announcements import announce_ahead, announce_version, engine_told, newest_version
+from libra.scheduler import scheduler_internals
+from libra.scheduler.command_applier import announce_ahead, announce_version, engine_told, newest_version
 from libra.scheduler.gangs import Gangs
 from libra.scheduler.run_log import EndedRuns, RunLog
 from libra.scheduler.run_state import Handler, RunRegistration, RunState, process_name
 from libra.scheduler.stall_watchdog import StallGuard
-from libra.scheduler.trajectories import Trajectories
+from libra.scheduler.trajectory_tasks import Trajectories
 from libra.scheduler.worker_roles import WorkerRoles
 from libra.scheduler.worker_supply import Concurrency
 from libra.scheduler.worker_watch import WorkerWatch
@@ -67,37 +70,30 @@ class LibraPlugin(SchedulerPlugin):
     def __init__(self) -> None:
         self.runs: dict[str, RunState] = {}
         self.guards: dict[str, StallGuard] = {}  # of runs with a watchdog
-        self._signs: dict[Any, float] = {}  # monotonic seconds at which a task was sent to its worker, or last reported
+        self._last_activity: dict[
+            Any, float
+        ] = {}  # monotonic seconds at which a task was sent to its worker, or last reported
 
     async def start(self, scheduler: Scheduler) -> None:
         """Hook into the scheduler: RPC handlers, the page, the task stream and a sampler."""
         self._scheduler = scheduler
-        dask_internals.collect_rarely()
-        dask_internals.add_handlers(
-            scheduler,
-            {
-                "libra_register_run": self._register,
-                "libra_members": lambda run, batch: self.runs[run].members(batch),
-                "libra_waves": lambda run, batch: self.runs[run].waves(batch),
-                "libra_blocks": lambda run, groups: [
-                    self.runs[run].workers.blocks.get(tuple(group)) for group in groups
-                ],
-                "libra_newest": lambda run, worker: newest_version(self.runs[run], worker),
-                "libra_snapshots": self.snapshots,
-                "libra_numbers": self.numbers,
-                "libra_set_slots": self.set_slots,
-                "libra_engines": self.engines,
-                "libra_notices": self.notices,
-                "libra_progress": self.progress,
-                "libra_end_run": self.end_run,
-                "libra_told": self.told,
-            },
-        )
+        scheduler_internals.collect_rarely()
+        called = (
+            self.snapshots, self.numbers, self.set_slots, self.engines, self.notices, self.progress, self.end_run, self.told,
+        )  # fmt: skip
+        scheduler_internals.add_handlers(scheduler, {f"libra_{method.__name__}": method for method in called})
+        scheduler_internals.add_handlers(scheduler, {
+            "libra_register_run": self._register,
+            "libra_members": lambda run, batch: self.runs[run].members(batch),
+            "libra_waves": lambda run, batch: self.runs[run].waves(batch),
+            "libra_blocks": lambda run, groups: [self.runs[run].workers.blocks.get(tuple(at)) for at in groups],
+            "libra_newest": lambda run, worker: newest_version(self.runs[run], worker),
+        })  # fmt: skip
         scheduler.stream_handlers[facts.STREAM_OP] = self.told
         attach_page(scheduler, self.snapshots)
-        check_names(scheduler.http_application, shared=True)  # a cluster of Libra's own did so when it started
+        check_names(scheduler.http_application, shared=True)  # Libra's own clusters did so already
         self.liveness, self.ended = Liveness(), EndedRuns(scheduler)
-        self.trajectories = Trajectories(scheduler, self.runs, self._signs, self.liveness)
+        self.trajectories = Trajectories(scheduler, self.runs, self._last_activity, self.liveness)
         self.watch = WorkerWatch(scheduler, self.liveness, self.trajectories.phase_of)
         self.concurrency = Concurrency(scheduler, self.trajectories.workers_changed)
         self.gangs = Gangs(scheduler, self.runs)
@@ -132,7 +128,7 @@ class LibraPlugin(SchedulerPlugin):
         return {"error": f"run {new.run!r} is already on this scheduler with epoch {old.epoch}"}
 
     def register_run(self, new: RunRegistration, log: EventLog | None = None) -> dict[str, Any]:
-        """Register a run; a run of the same name and a newer epoch replaces the older one. ``log``: opened for it, if it is."""
+        """Register a run; a newer epoch of the same name replaces the older one."""
         if (refusal := self._refusal(new)) is not None:
             return refusal
         config = new.settings
@@ -147,7 +143,7 @@ class LibraPlugin(SchedulerPlugin):
         admission = new.admission()
         if new.learned is not None:
             ordering.restore(json.loads(new.learned))
-        logged = RunLog(new.run, file, dask_internals.trainers(self._scheduler))
+        logged = RunLog(new.run, file, scheduler_internals.trainers(self._scheduler))
         state = self.runs[new.run] = RunState(
             new, admission, ordering, logged, Tail(admission, TailSettings.of(config))
         )
@@ -158,21 +154,17 @@ class LibraPlugin(SchedulerPlugin):
         if (timeout_s := config.watchdog.timeout_s) is not None:
             limits = Limits(new.watchdog_floors_s, fixed_s=None if timeout_s == "auto" else timeout_s)
             guard = self.guards[new.run] = StallGuard(
-                self._scheduler, state, self._signs, self.trajectories.phase_of, limits, config.watchdog.restart
+                self._scheduler, state, self._last_activity, self.trajectories.phase_of, limits, config.watchdog.restart
             )
             guard.start()
         return {"started_s": state.log.started_s, "process": process_name()}
 
     def numbers(self, run: str) -> dict[str, float]:
-        """`RunState.numbers`; empty for an unknown run."""
         state = self.runs.get(run)
         return {} if state is None else state.numbers()
 
     def end_run(self, run: str, epoch: int | None = None) -> None:
-        """Close a run's event log, stop its watchdog, forget the run, with its training group and roles; only this epoch of it.
-
-        All at once: a run that starts next never finds a part of it.
-        """
+        """Close a run's event log, stop its watchdog and forget it; only this epoch."""
         state = self.runs.get(run)
         if state is None or epoch not in (None, state.epoch):
             return
@@ -183,8 +175,7 @@ class LibraPlugin(SchedulerPlugin):
             guard.stop()
         self.gangs.end_gang(run)
         self.roles.end_roles(run)
-        state.log.close()
-        self.ended.compressing(run, state.log)
+        self.ended.compressing(state.log.close())
 
     def notices(self, run: str, epoch: int, first: int) -> list[tuple[int, str]]:
         """The notices of a run from number ``first`` on; see `Notices.since`."""
@@ -192,18 +183,16 @@ class LibraPlugin(SchedulerPlugin):
         return [] if state is None or state.epoch != epoch else state.notices.since(first)
 
     def progress(self, run: str, epoch: int) -> tuple[int, int, str, str]:
-        """Trajectories that have ended and tokens generated since this start of the run, `WorkerWatch.lack`, and
-        `Timeline.training`."""
+        """Ended trajectories, tokens, `WorkerWatch.missing_work` and `Timeline.training`."""
         state = self.runs.get(run)
         if state is None or state.epoch != epoch:
             return 0, 0, "", ""
         seen = state.log.timeline
-        return state.num_ended, seen.tokens, self.watch.lack(run), seen.training(state.log.uptime_s)
+        return state.num_ended, seen.tokens, self.watch.missing_work(run), seen.training(state.log.uptime_s)
 
     def set_slots(
         self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"
     ) -> dict[str, Any]:
-        """Limit how many trajectories engines generate for at once; see `Concurrency.set`."""
         state = self.runs.get(run)
         if state is None or state.epoch != epoch:
             return {"error": f"run {run!r}, epoch {epoch}, is not on this scheduler"}
@@ -220,17 +209,17 @@ class LibraPlugin(SchedulerPlugin):
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Follow parked tasks through Dask's states. This is the plugin's hot path."""
         if start == "processing":
-            since_s = self._signs.pop(key, None)
+            since_s = self._last_activity.pop(key, None)
             tracked = self.trajectories.tracked.get(key)
             if tracked is not None:
                 self.trajectories.left_worker(tracked)
             elif finish == "memory" and self.guards and (parsed := keys.parse(key)) is not None:
                 self._progressed(parsed.run, key, since_s)
         elif finish == "processing":
-            self._signs[key] = time.monotonic()
+            self._last_activity[key] = time.monotonic()
         if finish == "no-worker":
             ts = self._scheduler.tasks[key]
-            if dask_internals.is_parked(ts):
+            if scheduler_internals.is_parked(ts):
                 self._parked(key)
         elif finish == "forgotten":
             self.trajectories.forgotten(key)
@@ -238,7 +227,7 @@ class LibraPlugin(SchedulerPlugin):
             self.gangs.transition(key, start, finish)
 
     def told(self, run: str, epoch: int, packed: bytes, worker: str = "", client: str = "") -> None:
-        """A worker at this address, or the driver, sends facts, in their order. It never raises: that would close the stream."""
+        """Facts of a worker or the driver. It never raises: that would close the stream."""
         state = self.runs.get(run)
         if state is None or epoch != state.epoch:
             logger.debug("ignored: facts of %s, epoch %s, which is not on this scheduler", run, epoch)
@@ -256,16 +245,17 @@ class LibraPlugin(SchedulerPlugin):
 
     def _take(self, state: RunState, fact: Fact, worker: str) -> None:
         key = fact.key if type(fact) is facts.QuantumFinished else None
-        self._progressed(state.run, key, self._signs.get(key))
+        self._progressed(state.run, key, self._last_activity.get(key))
         if (handler := self._handlers.get(type(fact))) is not None:
             handler(state, fact, worker)
         elif not isinstance(fact, Signal):
             state.log.emit(fact)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """A worker joins: new slots may be free."""
-        name = dask_internals.worker_name(scheduler, worker)
-        self.watch.joined(worker, [run for run in self.runs if dask_internals.installs(scheduler, keys.host_name(run))])
+        name = scheduler_internals.worker_name(scheduler, worker)
+        self.watch.joined(
+            worker, [run for run in self.runs if scheduler_internals.installs(scheduler, keys.host_name(run))]
+        )
         for guard in self.guards.values():
             guard.granted()
         for state in self.runs.values():
@@ -274,7 +264,6 @@ class LibraPlugin(SchedulerPlugin):
         self.trajectories.workers_changed()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """A worker leaves: its slots are gone, and its tasks have already left ``processing``."""
         self.watch.left(worker)
         for state in self.runs.values():
             state.workers.holders.lost(worker)
@@ -286,7 +275,7 @@ class LibraPlugin(SchedulerPlugin):
         self.roles.remove_worker(worker)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """A client has left: if it was a driver's that did not end its run, the run is over, and makes room for the next."""
+        """A client has left: if it was a run's driver, the run is over."""
         for state in [state for state in self.runs.values() if state.registration.client == client]:
             logger.warning(
                 "run %s: its driver has left; type libra resume %s to continue the run", state.run, state.directory
@@ -296,16 +285,12 @@ class LibraPlugin(SchedulerPlugin):
                 self.ended.driver_left(state.run)
 
     async def close(self) -> None:
-        """The scheduler stops."""
         for run in list(self.runs):
             self.end_run(run)
         await self.ended.close()
 
     def _progressed(self, run: str, key: str | None = None, since_s: float | None = None) -> None:
-        """A run made progress: its watchdog, if it has one, starts counting again.
-
-        ``key``: the task that ended or reported, and was sent to its worker, or had reported before, at ``since_s``.
-        """
+        """A run made progress; ``key`` ended or reported, ``since_s`` its last activity."""
         if guard := self.guards.get(run):
             if key is not None and since_s is not None:
                 guard.took(key, time.monotonic() - since_s)
@@ -325,13 +310,11 @@ class LibraPlugin(SchedulerPlugin):
             self._gate_parked(state, parsed, key)
         elif parsed.node == "batch":
             state.parked.batches[parsed.indices[0]] = key
-            state.log.emit(facts.BatchParked(parsed.indices[0]))
-            self._apply(state, state.admission.batch_parked(parsed.indices[0]))
+            self._admitted(state, facts.BatchParked(parsed.indices[0]))
         elif parsed.node == "wave":
             batch, wave = parsed.indices
             state.parked.waves[batch, wave] = key
-            state.log.emit(facts.WaveParked(batch, wave))
-            self._apply(state, state.admission.wave_parked(batch, wave))
+            self._admitted(state, facts.WaveParked(batch, wave))
         else:
             self.trajectories.parked(key, state, parsed)
 
@@ -345,8 +328,7 @@ class LibraPlugin(SchedulerPlugin):
                 state.parked.eval_gates.setdefault(index, []).append(key)
             return
         state.parked.gates[index] = key
-        state.log.emit(facts.GateParked(index))
-        self._apply(state, state.admission.gate_parked(index))
+        self._admitted(state, facts.GateParked(index))
 
     def _apply(self, state: RunState, commands: tuple[Command, ...]) -> None:
         self.trajectories.applier.apply(state, commands)
@@ -354,7 +336,6 @@ class LibraPlugin(SchedulerPlugin):
     # ---------------------------------------------------------------- facts from workers and the driver
 
     def _own_handlers(self) -> dict[type[Fact], Handler]:
-        """What to do with facts that are not about trajectories, training groups or roles; the others are only logged."""
         engine: dict[type[Fact], Handler] = dict.fromkeys(
             (facts.EngineJoined, facts.EngineSlept, facts.EngineWoke, facts.VersionServed, facts.EngineQuarantined),
             self._engine_told,
@@ -365,11 +346,11 @@ class LibraPlugin(SchedulerPlugin):
             facts.EngineDeclared: self._engine_declared,
             facts.WorkerReady: self._ready,
             facts.SetupFailed: self._setup_failed,
-            facts.GroupCommitted: self._group_committed,
+            facts.GroupCommitted: self._admitted,
             facts.RowsKept: lambda state, fact, _: state.workers.keeps_rows(fact.iteration, fact.group, fact.block),
             facts.SessionsUsed: lambda state, fact, _: state.sessions.update(facts.fields_of(fact)),
-            facts.StepFinished: self._step_finished,
-            facts.WaveTrained: self._wave_trained,
+            facts.StepFinished: self._admitted,
+            facts.WaveTrained: self._admitted,
             facts.MismatchFound: self._mismatch_found,
             facts.BoundariesSet: self._boundaries_set,
             facts.PromptsNamed: self._prompts_named,
@@ -419,7 +400,7 @@ class LibraPlugin(SchedulerPlugin):
         self.trajectories.workers_changed()
 
     def _ready(self, state: RunState, fact: facts.WorkerReady, address: str) -> None:
-        """A worker's setup for the run has ended. If it failed, the worker still counts as joining."""
+        """A worker's setup has ended; if it failed, the worker still counts as joining."""
         self.watch.ready(state, address)
         self.concurrency.apply(state.run, address)
         self.trajectories.workers_changed()
@@ -428,22 +409,10 @@ class LibraPlugin(SchedulerPlugin):
         self.watch.failed(state, fact, address)
         self.roles.setup_failed(state, fact, address)
 
-    def _group_committed(self, state: RunState, fact: facts.GroupCommitted, _: str) -> None:
-        state.log.emit(fact)
-        if fact.split == "train":
-            state.tail.handle(fact)
-            done = CommittedGroup(fact.iteration, fact.group, fact.oldest_version)
-            self._apply(state, state.admission.group_committed(done))
-
-    def _step_finished(self, state: RunState, fact: facts.StepFinished, _: str) -> None:
-        state.log.emit(fact)
-        if fact.beside:
-            self._apply(state, state.admission.step_ended(fact.step))
-
-    def _wave_trained(self, state: RunState, fact: facts.WaveTrained, _: str) -> None:
+    def _admitted(self, state: RunState, fact: Fact, _: str = "") -> None:
         state.log.emit(fact)
         state.tail.handle(fact)
-        self._apply(state, state.admission.wave_trained(fact.batch, fact.wave))
+        self._apply(state, state.admission.handle(fact) or ())
 
     def _mismatch_found(self, state: RunState, fact: facts.MismatchFound, _: str) -> None:
         state.log.emit(fact)
@@ -455,13 +424,13 @@ class LibraPlugin(SchedulerPlugin):
         if not self.runs:
             return
         bound_key_cache()
-        self.trajectories.workers_changed()  # a worker takes tasks a moment after the hook `add_worker`
+        self.trajectories.workers_changed()  # it takes tasks a moment after `add_worker`
         for state in self.runs.values():
             state.sample()
             self.watch.look(state)
 
     def snapshots(self) -> list[dict[str, Any]]:
-        """State of every run, JSON-able; what the dashboard page and its JSON route show."""
+        """State of every run, JSON-able, for the dashboard page and its JSON route."""
         buckets = self.trajectories.dispatcher.buckets()
         return [
             state.dashboard_row(buckets)

@@ -13,7 +13,7 @@ from libra.errors import StoreError
 from libra.facts import Fact, Line, PolicySnapshot, to_json
 from libra.observe.timeline.timeline import Timeline
 from libra.policy import Admission, OneVersion, Ordering, Tail
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.store.event_log import EventLog
 
 if TYPE_CHECKING:
@@ -21,43 +21,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_EVENTS = 10_000
-"""Events between two snapshots of the policy objects: a replay of the log's tail reads about as many."""
+SNAPSHOT_EVENTS = 10_000  # events between two snapshots of the policy objects
 SNAPSHOT_BYTES_PER_EVENT = 12
-"""A large snapshot is written less often: about this many bytes for each event since the last, whose line has 250."""
+"""A large snapshot is written less often: about this many bytes per event."""
 
-CLEAR_WAIT_S = 120.0
-"""Longest time for which a start waits until the earlier one is cleared; a worker that hangs does not keep it out for ever."""
-KEPT_SEGMENTS = 1024
-"""States of each worker that are kept one by one, for the figures of the last minute; older ones are only counted."""
+CLEAR_WAIT_S = 120.0  # longest time for which a start waits until the earlier one is cleared
+KEPT_SEGMENTS = 1024  # worker states that are kept one by one, for the figures of the last minute
 MOST_PENDING = 2000
-"""Lines that are kept as objects at most, until someone looks or the sampler writes them."""
+"""Most lines that are kept as objects until someone looks or the sampler writes them."""
 
 
 class RunLog:
     """Facts of a run with their times, and snapshots of its policy.
 
-    A fact costs little when it happens: lines are encoded, and counted, in `flush`, or when someone looks at `timeline`.
-
-    Parameters
-    ----------
-    run : str
-    file : EventLog or None
-        None: the run keeps no log, and only the newest fact is known.
-    trainers : sequence of str
-        Names of its training workers, for ``timeline``.
-
-    Attributes
-    ----------
-    started_s : float
-        Unix time of the run's start; lines count from it.
+    Lines are encoded and counted in `flush`, or when someone reads `timeline`. Without ``file`` the
+    run keeps no log. ``trainers`` are names of training workers; lines count from ``started_s``
+    (Unix time).
     """
 
     def __init__(self, run: str, file: EventLog | None, trainers: Sequence[str] = ()) -> None:
         self.started_s = time.time()
         self._timeline = Timeline(trainers, keep=KEPT_SEGMENTS)
         self._run, self._file = run, file
-        self._closed: EventLog | None = None
         self._pending: list[Line] = []
         self._newest: Line | None = None
         self._num_lines = 0
@@ -65,11 +50,9 @@ class RunLog:
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since the run was registered."""
         return time.time() - self.started_s
 
     def emit(self, fact: Fact) -> None:
-        """Append a fact; run and time are added."""
         self._newest = line = Line(self._run, round(time.time() - self.started_s, 6), fact)
         self._pending.append(line)
         if len(self._pending) >= MOST_PENDING:
@@ -77,12 +60,11 @@ class RunLog:
 
     @property
     def timeline(self) -> Timeline:
-        """Counts, curves and worker time since the run's start, as the lines of this log show them."""
+        """Counts, curves and worker time since the run's start."""
         self._take_in()
         return self._timeline
 
     def _take_in(self) -> None:
-        """Count what has happened since the last call, and write its lines."""
         pending, self._pending = self._pending, []
         lines = []
         for line in pending:
@@ -98,15 +80,14 @@ class RunLog:
 
     @property
     def snapshot_is_due(self) -> bool:
-        """Whether enough has happened since the last snapshot."""
         return self._num_lines >= self._next_snapshot
 
     def emit_snapshot(
         self, policy: Ordering, admission: Admission, tail: Tail, family: str, one: OneVersion | None = None
     ) -> None:
-        """Append a snapshot of the policy objects. Call it between facts, never between a fact and its commands.
+        """Append a snapshot of the policy objects, never between a fact and its commands.
 
-        A resumed run and a replay of the newest part begin at a snapshot, so that a segment of the log does too.
+        A resumed run and a replay begin at a snapshot, so a segment of the log does too.
         """
         if self._file is None:
             return
@@ -121,7 +102,6 @@ class RunLog:
         self._next_snapshot = self._num_lines + max(SNAPSHOT_EVENTS, len(line) // SNAPSHOT_BYTES_PER_EVENT)
 
     def newest(self) -> str:
-        """The newest fact and its age, in words."""
         if self._newest is None:
             return "none"
         _, t_s, fact = self._newest
@@ -129,39 +109,25 @@ class RunLog:
         return f"{' '.join([fact.name, *map(str, subjects)])}, {self.uptime_s - t_s:.0f} s ago"
 
     def flush(self) -> None:
-        """Pass everything logged so far to the operating system."""
         self._take_in()
         if self._file is not None:
             self._file.flush()
 
-    def close(self) -> None:
-        """Close the file; later facts are dropped, because they do not belong to this run.
-
-        Its last lines become a segment if they are many; segments may still be compressed when this returns.
-        """
+    def close(self) -> EventLog | None:
+        """Close and return the file, which may still be compressed; later facts are dropped."""
         self._take_in()
         file, self._file = self._file, None
         if file is not None:
             file.rotate()
             file.close(wait=False)
-            self._closed = file
-
-    @property
-    def compresses(self) -> bool:
-        """Whether segments of the closed file are being compressed."""
-        return self._closed is not None and self._closed.compresses
-
-    def wait_compressed(self) -> None:
-        """Return when they are; may take minutes for a log of gigabytes."""
-        if self._closed is not None:
-            self._closed.wait_compressed()
+        return file
 
 
 class EndedRuns:
-    """Ended runs that are being cleared in the background: their parts on workers whose driver left, and segments of their logs.
+    """Ended runs that are being cleared: their parts on workers, and segments of their logs.
 
-    A run's part on a worker is known by the run's name alone. So `cleared` is awaited before the run is registered again: a late
-    removal never hits the next start.
+    A run's part on a worker is known by the run's name alone, so `cleared` is awaited before the
+    run is registered again.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -170,7 +136,7 @@ class EndedRuns:
         self._compressions: set[asyncio.Task[None]] = set()
 
     def driver_left(self, run: str) -> None:
-        """Remove the run's part from every worker, as its driver does where it ends; on workers that join later, too."""
+        """Remove the run's part from every present and later worker."""
         tasks = self._removals.setdefault(run, set())
         task = asyncio.ensure_future(self._remove_hosts(run))
         tasks.add(task)
@@ -182,15 +148,14 @@ class EndedRuns:
 
         task.add_done_callback(ended)
 
-    def compressing(self, run: str, log: RunLog) -> None:
-        """Follow the compression of a closed log."""
-        if log.compresses:
+    def compressing(self, log: EventLog | None) -> None:
+        if log is not None and log.compresses:
             task = asyncio.ensure_future(asyncio.to_thread(log.wait_compressed))
             self._compressions.add(task)
             task.add_done_callback(self._compressions.discard)
 
     async def cleared(self, run: str) -> None:
-        """Return when no part of the run is left on a worker, or after `CLEAR_WAIT_S`."""
+        """Return when no worker has a part of the run, or after `CLEAR_WAIT_S`."""
         pending = set(self._removals.get(run, ()))
         if pending:
             _, pending = await asyncio.wait(pending, timeout=CLEAR_WAIT_S)
@@ -198,11 +163,10 @@ class EndedRuns:
             logger.warning("run %s: an earlier start is not cleared from all workers after %g s", run, CLEAR_WAIT_S)
 
     async def close(self) -> None:
-        """Return when every log is compressed; the scheduler stops."""
         if self._compressions:
             await asyncio.wait(self._compressions)
 
     async def _remove_hosts(self, run: str) -> None:
-        errors = await dask_internals.remove_worker_plugin(self._scheduler, keys.host_name(run))
+        errors = await scheduler_internals.remove_worker_plugin(self._scheduler, keys.host_name(run))
         for worker, what in errors.items():
             logger.warning("run %s: its part on worker %s could not be removed: %s", run, worker, what)

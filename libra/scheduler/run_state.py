@@ -49,43 +49,24 @@ if TYPE_CHECKING:
 
 task_logger = logging.getLogger("libra.scheduler.tasks")
 
-KEPT_NOTICES = 100
-"""Maximum number of notices kept: a driver reads once a second."""
+KEPT_NOTICES = 100  # maximum number of notices kept: a driver reads once a second
 KEPT_BLOCKS = 8192
 """Maximum number of groups for which the worker that keeps their rows is recorded."""
 
 
 class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """A driver's registration of its run.
-
-    Attributes
-    ----------
-    config : dict
-        The run's configuration as plain data; see `settings`.
-    tools : dict of str to ToolNeeds
-        Tools of its environment that declare resources, by name; empty: actions take slots.
-    watchdog_floors_s : dict
-        Least limits of ``watchdog.timeout_s=auto``, by kind of task, for tasks with a time-out.
-    restored : dict or None
-        The `Admission.snapshot` from which a resumed run goes on.
-    learned : str or None
-        Snapshot of the ordering as JSON, from which a resumed run goes on.
-    local : bool
-        Whether the driver started this cluster for the run, and starts lost workers again.
-    client : str
-        Dask's id of the driver's client; empty: not known.
-    """
+    """A driver's registration of its run."""
 
     run: str
     epoch: int
     directory: str
-    config: dict[str, Any] = msgspec.field(default_factory=dict)
-    tools: dict[str, ToolNeeds] = msgspec.field(default_factory=dict)
-    watchdog_floors_s: dict[str, float] = msgspec.field(default_factory=dict)
-    restored: dict[str, Any] | None = None
-    learned: str | None = None
-    local: bool = False
-    client: str = ""
+    config: dict[str, Any] = msgspec.field(default_factory=dict)  # as plain data; see `settings`
+    tools: dict[str, ToolNeeds] = msgspec.field(default_factory=dict)  # with resources
+    watchdog_floors_s: dict[str, float] = msgspec.field(default_factory=dict)  # of time-outs
+    restored: dict[str, Any] | None = None  # `Admission.snapshot` of a resumed run
+    learned: str | None = None  # snapshot of its ordering, as JSON
+    local: bool = False  # the driver started this cluster
+    client: str = ""  # Dask's id of the driver's client
 
     @cached_property
     def settings(self) -> RunConfig:
@@ -99,11 +80,11 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, d
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """The registration of a message; `msgspec.ValidationError` if a field is unknown, missing or of another type."""
+        """The registration of a message; `msgspec.ValidationError` for a wrong field."""
         return msgspec.convert(message, cls)
 
     def admission(self) -> Admission:
-        """What decides about its gates, batches and waves, as earlier starts of the run left it."""
+        """Its staleness bookkeeping, as earlier starts of the run left it."""
         config = self.settings
         first_come = config.trainer.batches == "first_come"
         made = Admission(staleness_of(config), config.trainer.prompts, Waves.of(config), first_come=first_come)
@@ -113,16 +94,15 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, d
 
 
 Handler = Callable[["RunState", Any, str], None]
-"""What to do with a fact of a run that a worker at this address (empty: the driver) sent."""
+"""Takes a run, its fact, and the address of the worker that sent it (empty: the driver)."""
 
 
 def process_name() -> str:
-    """Identity of this process among those of all machines."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 class Notices:
-    """Notices for the terminal of a run's driver, numbered from 0, kept until the driver has read them with `libra_notices`.
+    """Notices for the driver's terminal, numbered from 0, read with `libra_notices`.
 
     A driver in the scheduler's own process has the same terminal, and reads nothing.
     """
@@ -138,18 +118,19 @@ class Notices:
         self._next += 1
 
     def since(self, first: int) -> list[tuple[int, str]]:
-        """Number and text of those from number ``first`` on."""
         return [notice for notice in self._kept if notice[0] >= first]
 
 
 class Holders:
-    """The workers that hold each version of a run's weights, by Dask address, and the order in which to fetch from them.
+    """The workers that hold each version of a run's weights, and the order in which to fetch from
+    them.
 
     Invariants
     ----------
     1. A holder is named only for versions that it reported, and no longer once it has left.
-    2. Nearest first: the worker's own host, then other rollout workers, then the trainer, which many requests would slow down.
-       Among equals the least often named come first, so that a version spreads as a tree.
+    2. Nearest first: the worker's own host, then other rollout workers, then the trainer, which
+       many requests would slow down. Among equals the least often named come first, so that a
+       version spreads as a tree.
     """
 
     def __init__(self) -> None:
@@ -160,24 +141,20 @@ class Holders:
         self._named: Counter[str] = Counter()
 
     def offers(self, worker: str, at: tuple[str, int] | None, *, trains: bool = False) -> None:
-        """``worker`` has a weight server ``at``; None: it has none."""
         if at is not None:
             self._at[worker] = at
             if trains:
                 self._trainers.add(worker)
 
     def has(self, worker: str, version: int, digest: str = "") -> None:
-        """``worker`` has ``version`` now."""
         self._versions.setdefault(version, set()).add(worker)
         if digest:
             self._digests[version] = digest
 
     def digest(self, version: int) -> str | None:
-        """Digest of a version; None if it was not reported."""
         return self._digests.get(version)
 
     def lost(self, worker: str) -> None:
-        """``worker`` has left."""
         self._at.pop(worker, None)
         self._trainers.discard(worker)
         for holders in self._versions.values():
@@ -195,7 +172,7 @@ class Holders:
 
 @dataclass(slots=True)
 class ParkedNodes:
-    """Keys of the gates, batches and waves that wait: by iteration, by version that an evaluation waits for, by batch and wave."""
+    """Keys of waiting gates (by iteration or version), batches and waves."""
 
     gates: dict[int, str] = field(default_factory=dict)
     eval_gates: dict[int, list[str]] = field(default_factory=dict)
@@ -205,8 +182,11 @@ class ParkedNodes:
 
 @dataclass(slots=True)
 class RunWorkers:
-    """The workers of a run: ``served`` versions, addresses of ``engines``, and hosts and ports ``kv`` at which workers give KV
-    objects, by worker name; ``blocks``: the worker that keeps a group's rows in memory, by (iteration, group)."""
+    """The workers of a run, by name: ``served`` versions, addresses of ``engines``, ports of KV
+    objects.
+
+    ``blocks``: where a group's rows are in memory, by (iteration, group).
+    """
 
     served: dict[str, int] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)
@@ -215,7 +195,6 @@ class RunWorkers:
     kv: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def keeps_rows(self, iteration: int, group: int, block: dict[str, Any] | None) -> None:
-        """A worker keeps the rows of a group in memory (None: no worker does); only the newest groups are recorded."""
         if block is not None:
             self.blocks[iteration, group] = block
             while len(self.blocks) > KEPT_BLOCKS:
@@ -224,12 +203,7 @@ class RunWorkers:
 
 @dataclass(slots=True)
 class RunState:
-    """One run in the scheduler, by parts; a new one comes with each registration.
-
-    ``num_ended`` trajectories have ended, ``learned_ended`` of them before the policy's last update. ``sessions``: what the pools
-    of its workers have done, by the names of `libra.envs.sessions.SessionCounts`. ``revoked``: actions that were stopped for
-    others. ``family`` is the name of the environment of all its trajectories, ``first_phase`` what each begins with.
-    """
+    """One run in the scheduler; a new one comes with each registration."""
 
     registration: RunRegistration
     admission: Admission
@@ -240,12 +214,12 @@ class RunState:
     workers: RunWorkers = field(default_factory=RunWorkers)
     notices: Notices = field(default_factory=Notices)
     num_ended: int = 0
-    learned_ended: int = 0
+    learned_ended: int = 0  # as of the policy's last update
     one: OneVersion | None = None
-    family: str = ""
+    family: str = ""  # name of its environment
     first_phase: Phase = Phase.ROLLOUT
-    sessions: Counter[str] = field(default_factory=Counter)
-    revoked: int = 0
+    sessions: Counter[str] = field(default_factory=Counter)  # by name in `SessionCounts`
+    revoked: int = 0  # actions stopped for others
 
     def __post_init__(self) -> None:
         config = self.settings
@@ -254,14 +228,12 @@ class RunState:
         self.one = OneVersion(rounded=config.staleness.engines == "rounded") if keeps_version(config) else None
 
     def handle(self, event: Fact) -> tuple[Command, ...]:
-        """Pass an event to the policy objects; the answers of the ordering, and the engines that take new weights."""
         self.tail.handle(event)
         answers = self.policy.handle(event)
         return answers if self.one is None else (*answers, *self.one.handle(event))
 
     def numbers(self) -> dict[str, float]:
-        """Metrics that only the scheduler knows: the skill of the ordering's forecasts and the weight of each signal, if it scores
-        them, and counts since this start: of sessions, if there were any, and of actions that were stopped, if any may be."""
+        """Metrics that only the scheduler knows: forecast skill, sessions, revoked actions."""
         found: dict[str, float] = {f"sessions_{name}": count for name, count in self.sessions.items()}
         if any(needs.revocable for needs in self.registration.tools.values()):
             found["actions_revoked"] = self.revoked
@@ -273,22 +245,18 @@ class RunState:
 
     @property
     def settings(self) -> RunConfig:
-        """Its configuration."""
         return self.registration.settings
 
     @property
     def run(self) -> str:
-        """Its name."""
         return self.registration.run
 
     @property
     def epoch(self) -> int:
-        """Number of its start."""
         return self.registration.epoch
 
     @property
     def directory(self) -> Path:
-        """Where it keeps its files."""
         return Path(self.registration.directory)
 
     def members(self, batch: int) -> list[list[int]]:
@@ -300,22 +268,14 @@ class RunState:
         return [list(member) for member in members]
 
     def waves(self, batch: int) -> list[list[list[int]]]:
-        """Groups of each wave of a batch that was opened, as [iteration, group]; empty if that was long before."""
+        """Groups of each wave of a batch, as [iteration, group]; empty if that was long before."""
         return [[list(member) for member in wave] for wave in self.admission.waves.opened.get(batch, ())]
 
     def begin(self) -> None:
-        """Log the start of the run, and the state of its policy objects."""
         config, choice = self.settings, WaySettings.of(self.settings)
-        self.log.emit(
-            facts.RunStarted(
-                epoch=self.epoch,
-                eta=config.run.eta,
-                iterations=config.run.iterations,
-                groups_per_batch=config.trainer.prompts,
-                policy=self.policy.name,
-                family=self.family,
-            )
-        )
+        run, groups = config.run, config.trainer.prompts
+        started = facts.RunStarted(self.epoch, run.eta, run.iterations, groups, self.policy.name, self.family)
+        self.log.emit(started)
         if choice is not None:
             self.admission.ways = WayChoice(choice, config.run.eta, most_waves(config))
             self.log.timeline.steps.train_gpus = choice.train_gpus
@@ -324,7 +284,7 @@ class RunState:
             self.log.emit(facts.StepsPlanned(ways=choice.ways, way=choice.way, reason=choice.reason))
 
     def measured(self, version: int) -> tuple[Command, ...] | None:
-        """Log the step whose weights are published now, if it was measured; what it changes. None: it was not."""
+        """Log the step whose weights are published now, if it was measured, and answer it."""
         step = self.log.timeline.measured(version, self.log.uptime_s)
         if step is None:
             return None
@@ -332,18 +292,16 @@ class RunState:
         return self.admission.steps_measured(step)
 
     def sample(self) -> None:
-        """Twice a second: the rows of the dashboard's plots that are due, and everything logged so far to the disk."""
+        """Twice a second: rows of the dashboard's plots, and the log to the disk."""
         self.log.timeline.sample(self.log.uptime_s)
         if self.log.snapshot_is_due:
             self.emit_snapshot()
         self.log.flush()
 
     def emit_snapshot(self) -> None:
-        """Log the state of the policy objects; see `RunLog.emit_snapshot`."""
         self.log.emit_snapshot(self.policy, self.admission, self.tail, self.family, self.one)
 
     def learn(self) -> None:
-        """Run the policy's expensive update if enough trajectories have ended since the last."""
         if self.num_ended >= self.learned_ended + learns_after(self.learned_ended) and isinstance(
             self.policy, OnlineLearner
         ):
@@ -362,70 +320,42 @@ class RunState:
 
 @dataclass(slots=True)
 class Tracked:
-    """A trajectory key the plugin has seen parked.
-
-    Attributes
-    ----------
-    reported, given_back, revoked : bool
-        Whether the quantum now running has reported, or was handed back without a record, as its lease was revoked.
-    lost : int
-        Quanta in a row that ended without a report.
-    at : (Phase, str) or None
-        Phase and address of the slot it has.
-    worker : str
-        Name of the worker where it has, or last had, a slot.
-    context_tokens : int
-        As of its last report; 0 before.
-    end : str
-        Why it ended, as reported.
-    policy_ended, policy_completed : bool
-        Whether the policy was notified that it ended, and that it completed, which happens once.
-    group : str
-        As policies know it: split, iteration, number.
-    calls : tuple of str
-        Tools that its next action calls, if one of them has resources.
-    parked_s : float
-        When it last parked, by the scheduler's clock.
-    leased : (int, float) or None
-        Cores of the action that it runs, and the seconds that it waited for them.
-    """
+    """A trajectory key the plugin has seen parked."""
 
     key: str
     parsed: Key
     run: RunState
     phase: Phase = Phase.ROLLOUT
     quanta: int = 0
-    reported: bool = False
-    given_back: bool = False
-    revoked: bool = False
-    lost: int = 0
+    reported: bool = False  # the running quantum has reported
+    given_back: bool = False  # it was handed back without a record
+    revoked: bool = False  # because its lease was revoked
+    lost: int = 0  # quanta in a row without a report
     ended: bool = False
-    at: tuple[Phase, str] | None = None
-    worker: str = ""
-    context_tokens: int = 0
-    end: str = ""
-    policy_ended: bool = False
-    policy_completed: bool = False
-    group: str = ""
-    calls: tuple[str, ...] = ()
-    parked_s: float = 0.0
-    leased: tuple[int, float] | None = None
+    at: tuple[Phase, str] | None = None  # phase and address of its slot
+    worker: str = ""  # name, of its last slot too
+    context_tokens: int = 0  # as of its last report
+    end: str = ""  # why it ended, as reported
+    policy_ended: bool = False  # the policy knows that it ended
+    policy_completed: bool = False  # and that it completed
+    group: str = ""  # split-iteration-number
+    calls: tuple[str, ...] = ()  # tools of its next action, if one has resources
+    parked_s: float = 0.0  # monotonic
+    leased: tuple[int, float] | None = None  # cores of its action, seconds it waited for them
 
     def __post_init__(self) -> None:
         self.group = "-".join(map(str, (self.parsed.split, *self.parsed.indices[:2])))
         self.begin()
 
     def begin(self) -> None:
-        """It needs what a trajectory begins with."""
         self.phase = self.run.first_phase
 
     @property
     def completed(self) -> bool:
-        """Whether it completed by itself."""
         return self.end not in ("", str(EndReason.FAILURE))
 
     def end_attempt(self, address: str) -> bool:
-        """Write the record that ends an attempt as a ``worker`` failure: its quantum killed its workers, so no worker can write it.
+        """Record the end of an attempt as a ``worker`` failure: its quantum killed its workers.
 
         Returns whether a record exists now, this or an earlier one.
         """
@@ -446,7 +376,7 @@ class Tracked:
         else:
             self.run.log.emit(facts.FailureClassified(self.key, str(FailureClass.WORKER), detail))
         self.quanta += written
-        # Another attempt begins. If the trajectory has advanced or ended, its next report corrects this.
+        # Another attempt begins, unless the next report corrects this.
         self.lost = 0
         self.begin()
         return True

@@ -1,7 +1,7 @@
-"""The watchdog of a run: detects a stall, names the task to blame, writes its worker's stacks, restarts the worker.
+"""The watchdog of a run: detects a stall, writes the stacks of a worker, and may restart it.
 
-`libra.policy.stall` decides; this module provides the time and the tasks, and acts. A restart is safe for quanta: committed
-ones are in the journal, the one in flight is dispatched again, and after three such losses its trajectory ends.
+`libra.policy.stall` decides. A restart is safe for quanta: committed ones are in the journal, the
+one in flight is dispatched again, and after three such losses its trajectory ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from libra import facts, keys
 from libra.cluster.readiness import NEEDED
 from libra.cluster.worker_stacks import stacks_of
 from libra.policy.stall import Limits, Picture, RunningTask, Stall, Waiting, Watchdog
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import RunState
 from libra.types import Phase
 
@@ -32,11 +32,7 @@ MIN_CHECK_S = 1.0
 
 
 class StallGuard:
-    """The watchdog of one run with ``watchdog.timeout_s``.
-
-    ``since``: ``time.monotonic`` of the last activity of each task on a worker, by key, which the plugin updates. ``phase_of``: the
-    phase that a trajectory is in or needs next, by key.
-    """
+    """The watchdog of one run; ``since``: last activity of each task, by key."""
 
     def __init__(
         self,
@@ -55,28 +51,22 @@ class StallGuard:
         self._checks = PeriodicCallback(self._check, every_s * 1000)
 
     def start(self) -> None:
-        """Begin the periodic checks."""
         self._checks.start()
 
     def stop(self) -> None:
-        """End the checks, and cancel the actions against a stall."""
         self._checks.stop()
         for task in self._acting:
             task.cancel()
 
     def progressed(self) -> None:
-        """The run made progress."""
         self.watchdog.progressed(time.monotonic())
 
     def took(self, key: str, seconds: float) -> None:
-        """A task took this long on a worker since its last sign of activity, until the next one or its end."""
         self.watchdog.limits.took(self._stage(key), seconds)
 
     def granted(self) -> None:
-        """Something happened that may end a stall, but is not progress yet: a worker joined."""
+        """An event may end a stall, but is not progress yet: a worker joined."""
         self.watchdog.granted(time.monotonic())
-
-    # ---------------------------------------------------------------- checks
 
     def _check(self) -> None:
         if self._acting:
@@ -109,7 +99,7 @@ class StallGuard:
 
     def _waiting(self, key: str, ts: TaskState) -> Waiting:
         parsed, state = keys.parse(key), self._state
-        if not dask_internals.is_parked(ts) or parsed is None:
+        if not scheduler_internals.is_parked(ts) or parsed is None:
             resource = next(iter(ts.resource_restrictions or ()), "")
             return Waiting(key, f"a unit of {resource}" if resource else "any worker", resource)
         index, published = parsed.indices[0], state.admission.version
@@ -123,8 +113,6 @@ class StallGuard:
         phase = str(self._phase_of(key))
         return Waiting(key, f"a slot of {phase}", phase)
 
-    # ---------------------------------------------------------------- actions
-
     def _report(self, stall: Stall, now_s: float) -> None:
         self._stalls += 1
         state, culprit, last = self._state, stall.culprit, self._state.log.newest()
@@ -137,11 +125,8 @@ class StallGuard:
             self._acting.add(task)
             task.add_done_callback(self._acting.discard)
         idle_s, waiting, detail = stall.idle_s, stall.waiting, stall.detail
-        state.log.emit(
-            facts.StallDetected(
-                key, worker, address, stage, round(idle_s, 3), waiting, detail, last, stacks=file, restarts=restart
-            )
-        )
+        at = (key, worker, address, stage, round(idle_s, 3), waiting)
+        state.log.emit(facts.StallDetected(*at, detail, last, file, restart))
         advice = self._advice(stall, file, restart)
         self._warn(f"no progress for {idle_s:.0f} s: {detail}; last event: {last}; {advice}")
 
@@ -182,7 +167,7 @@ class StallGuard:
         if self.watchdog.moved_since(reported_s):
             self._warn(f"progress resumed, so worker {culprit.worker} is not restarted")
             return
-        answer = await dask_internals.restart_worker(
+        answer = await scheduler_internals.restart_worker(
             self._scheduler, culprit.address, f"libra-watchdog-{self._state.run}"
         )
         self.granted()

@@ -1,17 +1,17 @@
 """Workers that change roles during a run.
 
-`libra.policy.role_changes.Roles` decides. This module carries out: it withdraws and restores what workers supply, sends them
+`libra.policy.role_changes.Roles` decides. This module withdraws and restores slots, sends workers
 their stages (`libra.worker.role_member`), and logs the outcome. Calls for clients::
 
-    libra_set_roles(run, epoch, assignments={"rollout-0": {"role": "train"}})  ->  {"generation": 3} or {"error": "..."}
-    libra_cancel_roles(run, epoch, generation)                                 ->  {"generation": 4} of the change back, or an error
-    libra_roles(run, epoch)                    ->  [{worker, role, tp, stage, generation, for_s, seconds, reason, ...}, ...]
-    libra_wait_roles(run, epoch, generation)                                   ->  {"changed": bool}, once the change has ended
+    libra_set_roles(run, epoch, assignments={"rollout-0": {"role": "train"}})  ->  {"generation": 3}
+    libra_cancel_roles(run, epoch, generation)  ->  {"generation": 4} of the change back
+    libra_roles(run, epoch)  ->  [{worker, role, tp, stage, generation, ...}, ...]
+    libra_wait_roles(run, epoch, generation)  ->  {"changed": bool}, once the change has ended
 
 Invariants
 ----------
 1. A worker's slots are zeroed before it drains, never deleted, and restored in its new role.
-2. A worker that returns supplies nothing before its role is settled, whatever it was started with.
+2. A reconnecting worker supplies nothing until its role is assigned.
 3. At least one worker keeps generating: a request that would leave none is refused.
 4. Reports of another epoch of the run are ignored; `Roles` fences changes by their generation.
 5. When the run ends, every worker supplies what it was started with.
@@ -30,10 +30,10 @@ from urllib.parse import urlsplit
 from libra import facts, keys
 from libra.facts import Fact
 from libra.policy import role_changes as messages
-from libra.policy.role_changes import Assignment, Role, RoleCommand, RoleEvent, Roles, Stage
-from libra.scheduler import dask_internals
+from libra.policy.role_changes import Assignment, Role, RoleCommand, Roles, Stage
+from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import Handler, RunState
-from libra.scheduler.trajectories import Trajectories
+from libra.scheduler.trajectory_tasks import Trajectories
 from libra.scheduler.worker_supply import Concurrency
 
 if TYPE_CHECKING:
@@ -46,30 +46,14 @@ _STAGES = frozenset(str(stage) for stage in Stage)
 
 @dataclass(slots=True)
 class _Member:
-    """A worker that can change roles, with its facts from the cluster; kept while it is disconnected.
+    """A worker that can change roles; kept while it is disconnected."""
 
-    Attributes
-    ----------
-    started_tp : int
-        TP resource that it was started with; 0: none.
-    slots : int
-        ROLLOUT slots that it was started with.
-    share : dict
-        Its share of its machine, as its host reports it.
-    took_s : float or None
-        Seconds of its last change to another assignment.
-    since : (stage, generation, monotonic seconds) or None
-        When it entered its present stage.
-    reason : str
-        Why its last change began, or why it failed permanently.
-    """
-
-    started_tp: int
-    slots: int = 0
-    share: dict[str, str] = field(default_factory=dict)
-    took_s: float | None = None
-    since: tuple[str, int, float] | None = None
-    reason: str = ""
+    started_tp: int  # TP resource at its start; 0: none
+    slots: int = 0  # ROLLOUT slots at its start
+    share: dict[str, str] = field(default_factory=dict)  # of its machine, as its host reports it
+    took_s: float | None = None  # of its last change to another assignment
+    since: tuple[str, int, float] | None = None  # stage, generation, monotonic seconds
+    reason: str = ""  # of its last change, or its final failure
 
 
 @dataclass(slots=True)
@@ -79,17 +63,17 @@ class _Run:
     roles: Roles = field(default_factory=Roles)
     members: dict[str, _Member] = field(default_factory=dict)
     address: dict[str, str] = field(default_factory=dict)  # of present members
-    failed: dict[str, str] = field(default_factory=dict)  # addresses of present workers that get no work
+    failed: dict[str, str] = field(default_factory=dict)  # addresses of workers without work
     pool: tuple[int, str, int] | None = None  # gang, host and port of the core's pool
     pool_of: str = ""  # address of the worker that opened it
-    begun_s: dict[int, float] = field(default_factory=dict)  # monotonic, by generation of a change that has not ended
+    begun_s: dict[int, float] = field(default_factory=dict)  # by generation of a change
     stage_s: dict[tuple[int, str], dict[str, float]] = field(default_factory=dict)
     undone: set[int] = field(default_factory=set)
-    news: asyncio.Event = field(default_factory=asyncio.Event)  # set and replaced when a change ends
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # replaced when a change ends
 
 
 class WorkerRoles:
-    """One per scheduler, for the one run at a time whose workers can change roles; ``registered`` are the plugin's own runs."""
+    """One per scheduler, for the one run at a time whose workers can change roles."""
 
     def __init__(
         self,
@@ -101,19 +85,10 @@ class WorkerRoles:
         self._scheduler, self._registered = scheduler, registered
         self._trajectories, self._concurrency = trajectories, concurrency
         self._runs: dict[str, _Run] = {}
-        dask_internals.add_handlers(
-            scheduler,
-            {
-                "libra_register_roles": self.register_roles,
-                "libra_set_roles": self.set_roles,
-                "libra_cancel_roles": self.cancel_roles,
-                "libra_roles": self.roles,
-                "libra_wait_roles": self.wait_roles,
-                "libra_role_known": self.role_known,
-            },
-        )
-
-    # ---------------------------------------------------------------- calls
+        called = (
+            self.register_roles, self.set_roles, self.cancel_roles, self.roles, self.wait_roles, self.role_known,
+        )  # fmt: skip
+        scheduler_internals.add_handlers(scheduler, {f"libra_{method.__name__}": method for method in called})
 
     def register_roles(self, run: str, epoch: int) -> dict[str, Any]:
         """Let workers of a run change roles from now on; an older epoch is dropped.
@@ -127,7 +102,6 @@ class WorkerRoles:
         return {}
 
     def end_roles(self, run: str) -> None:
-        """Remove a run; its workers supply what they were started with."""
         state = self._runs.pop(run, None)
         if state is not None:
             state.news.set()
@@ -135,8 +109,7 @@ class WorkerRoles:
                 self._supply(state, name, state.members[name].slots, state.members[name].started_tp)
 
     def as_started(self, run: str | None) -> dict[str, dict[str, int]]:
-        """The resources that the workers of a run that changes roles will supply when it ends, by address; empty if it is
-        not registered."""
+        """Resources that the workers of a run will supply when it ends, by address."""
         state = self._runs.get(run or "")
         if state is None:
             return {}
@@ -149,7 +122,7 @@ class WorkerRoles:
     def set_roles(
         self, run: str, epoch: int, assignments: Mapping[str, Mapping[str, Any]], reason: str = "asked for"
     ) -> dict[str, Any]:
-        """Begin a change after which all these workers have the given assignments, or all have their present ones.
+        """Begin a change; all these workers get the given assignments, or keep their present ones.
 
         ``role`` is "rollout", "train" or "lent"; ``tp`` is by default the worker's own.
         """
@@ -162,19 +135,17 @@ class WorkerRoles:
             return {"error": str(error)}
         if refusal := self._none_left(state, targets):
             return {"error": refusal}
-        return self._answer(state, messages.ChangeRequested(targets, reason))
+        return self._answer(state, state.roles.request(targets, reason))
 
     def cancel_roles(self, run: str, epoch: int, generation: int) -> dict[str, Any]:
-        """Undo a change that has not ended."""
         state = self._of(run, epoch)
-        return _unknown(run, epoch) if state is None else self._answer(state, messages.CancelRequested(generation))
+        return _unknown(run, epoch) if state is None else self._answer(state, state.roles.cancel(generation))
 
     def roles(self, run: str, epoch: int) -> list[dict[str, Any]]:
-        """Rows of `libra.policy.role_changes.Roles.rows`, empty if the run is not here; with three more columns.
+        """Rows of `Roles.rows` with three more columns; empty if the run is not here.
 
-        ``for_s``: seconds in the present stage. ``seconds``: of its last change, until the slowest member was in its new role;
-        None before one. ``reason``: of its last change, or of the failure if the stage is ``failed`` (the worker is in the
-        cluster but gets no work).
+        ``for_s`` in the present stage; ``seconds`` of its last change (None before one); ``reason``
+        of that, or of the failure if the stage is ``failed``.
         """
         state = self._of(run, epoch)
         return [] if state is None else [self._row(state, row) for row in state.roles.rows()]
@@ -189,7 +160,7 @@ class WorkerRoles:
         return row | {"for_s": for_s, "seconds": member.took_s, "reason": member.reason}
 
     async def wait_roles(self, run: str, epoch: int, generation: int) -> dict[str, Any]:
-        """Return when a change has ended or is undone; ``changed``: its members have their new assignments."""
+        """Return when a change has ended; ``changed``: it was not undone."""
         while (state := self._of(run, epoch)) is not None and any(
             generation in (change.generation, change.undoes) for change in state.roles.changes.values()
         ):
@@ -199,7 +170,7 @@ class WorkerRoles:
         return {"changed": generation not in state.undone}
 
     def role_known(self, run: str, epoch: int, worker: str) -> bool:
-        """Whether a worker of this name was here before, so that it starts nothing before its role is settled."""
+        """Whether a worker of this name was here before; then it starts nothing by itself."""
         state = self._of(run, epoch)
         return state is not None and worker in state.roles.members
 
@@ -219,39 +190,35 @@ class WorkerRoles:
     def _none_left(self, state: _Run, targets: Mapping[str, Assignment]) -> str:
         wanted = {name: change.moves[name][1] for change in state.roles.changes.values() for name in change.moves}
         wanted = {name: member.settled for name, member in state.roles.members.items()} | wanted | dict(targets)
-        others = dask_internals.supply(self._scheduler, keys.ROLLOUT).keys() - state.address.values()
+        others = scheduler_internals.supply(self._scheduler, keys.ROLLOUT).keys() - state.address.values()
         if others or any(has.role is Role.ROLLOUT for has in wanted.values()):
             return ""
         return "no worker would be left to generate; leave one of them in role rollout"
 
-    def _answer(self, state: _Run, event: RoleEvent) -> dict[str, Any]:
-        commands = self._handle(state, event)
+    def _answer(self, state: _Run, commands: list[RoleCommand]) -> dict[str, Any]:
+        self._carry_out_all(state, commands)
         for command in commands:
             if isinstance(command, messages.Refuse):
                 return {"error": command.reason}
         return {"generation": next(c.generation for c in commands if isinstance(c, facts.RoleChangeStarted))}
 
-    # ---------------------------------------------------------------- scheduler hooks
-
     def add_worker(self, worker: str) -> None:
-        """A worker that returns supplies what its command line says; zero it until its host reports, when its role is known."""
-        name = dask_internals.worker_name(self._scheduler, worker)
+        """A returning worker supplies no slots until its role is known."""
+        name = scheduler_internals.worker_name(self._scheduler, worker)
         for state in self._runs.values():
             if name in state.roles.members:
-                dask_internals.set_supply(self._scheduler, worker, keys.ROLLOUT, 0)
+                scheduler_internals.set_supply(self._scheduler, worker, keys.ROLLOUT, 0)
 
     def remove_worker(self, worker: str) -> None:
-        """A member is lost, or the core's pool."""
         for state in self._runs.values():
             if worker == state.pool_of:
                 state.pool = None
             state.failed = {name: address for name, address in state.failed.items() if address != worker}
             for name in [name for name, address in state.address.items() if address == worker]:
                 del state.address[name]
-                self._handle(state, messages.MemberLost(name))
+                self._carry_out_all(state, state.roles.lose(name))
 
     def handlers(self) -> dict[type[Fact], Handler]:
-        """What to do with what workers say of their role."""
         return {
             facts.RoleMemberJoined: self._announced,
             facts.HybridPoolOpened: self._pool_opened,
@@ -260,7 +227,6 @@ class WorkerRoles:
         }
 
     def setup_failed(self, run: RunState, fact: facts.SetupFailed, address: str) -> None:
-        """The setup of a worker for a run failed."""
         state = self._of(run.run, run.epoch)
         if state is not None and fact.worker in state.roles.members:
             self._mark_failed(state, fact.worker, address, fact.detail)
@@ -273,7 +239,7 @@ class WorkerRoles:
 
     def _stage_failed(self, run: RunState, fact: facts.RoleStageFailed, _: str) -> None:
         if (state := self._of(run.run, run.epoch)) is not None:
-            self._handle(state, fact)
+            self._carry_out_all(state, state.roles.handle(fact))
 
     def _stage_done(self, run: RunState, fact: facts.RoleStage, _: str) -> None:
         state = self._of(run.run, run.epoch)
@@ -282,7 +248,7 @@ class WorkerRoles:
         run.log.emit(fact)
         if fact.stage in _STAGES:
             state.stage_s.setdefault((fact.generation, fact.worker), {})[fact.stage] = fact.seconds
-            self._handle(state, fact)
+            self._carry_out_all(state, state.roles.handle(fact))
 
     def _announced(self, run: RunState, fact: facts.RoleMemberJoined, address: str) -> None:
         name, state = fact.worker, self._of(run.run, run.epoch)
@@ -297,16 +263,13 @@ class WorkerRoles:
         base = Assignment(Role.ROLLOUT, fact.tp)
         if run.tail.settings is not None:
             self._tell(state, facts.RoleMemberKnown(name, fact.tp))
-        self._handle(state, messages.MemberAnnounced(name, base, urlsplit(address).hostname or address))
+        self._carry_out_all(state, state.roles.announce(name, base, urlsplit(address).hostname or address))
 
     @staticmethod
     def _mark_failed(state: _Run, name: str, address: str, detail: str) -> None:
         state.failed[name], state.members[name].reason = address, detail
 
-    # ---------------------------------------------------------------- commands
-
-    def _handle(self, state: _Run, event: RoleEvent) -> tuple[RoleCommand, ...]:
-        commands = state.roles.handle(event)
+    def _carry_out_all(self, state: _Run, commands: list[RoleCommand]) -> None:
         for command in commands:
             self._carry_out(state, command)
         for row in state.roles.rows():
@@ -314,25 +277,19 @@ class WorkerRoles:
             member = state.members[name]
             if member.since is None or member.since[:2] != at:
                 member.since = (*at, time.monotonic())
-        return commands
 
     def _carry_out(self, state: _Run, command: RoleCommand) -> None:
         match command:
             case messages.Withdraw(worker=worker):
                 self._supply(state, worker, 0, None)
             case messages.Perform(worker=worker, assignment=has):
+                leader_first = sorted(command.slots_of, key=lambda name: name != worker)
+                slots = sum(state.members[name].slots for name in command.slots_of)
+                shares = [state.members[name].share for name in leader_first]
+                stage, role, number = str(command.stage), str(has.role), command.generation
                 self._send(
-                    state,
-                    state.address[worker],
-                    generation=command.generation,
-                    stage=str(command.stage),
-                    role=str(has.role),
-                    tp=has.tp,
-                    slots=sum(state.members[name].slots for name in command.slots_of),
-                    shares=[
-                        state.members[name].share for name in sorted(command.slots_of, key=lambda name: name != worker)
-                    ],
-                )
+                    state, state.address[worker], generation=number, stage=stage, role=role, tp=has.tp, slots=slots, shares=shares
+                )  # fmt: skip
             case messages.Supply(worker=worker, assignment=has, slots_of=names) if has.role is Role.ROLLOUT:
                 own = has.tp == state.roles.members[worker].base.tp
                 tp = state.members[worker].started_tp if own else has.tp
@@ -341,7 +298,7 @@ class WorkerRoles:
                 logger.warning("run %s: %s is restarted: %s", state.run, worker, detail)
                 self._tell(state, command)
                 self._scheduler.loop.add_callback(
-                    dask_internals.restart_worker, self._scheduler, state.address[worker], f"libra-roles-{worker}"
+                    scheduler_internals.restart_worker, self._scheduler, state.address[worker], f"libra-roles-{worker}"
                 )
             case facts.RoleMemberFailed(worker=worker, detail=detail):
                 logger.error("run %s: %s gets no work until it is restarted: %s", state.run, worker, detail)
@@ -362,7 +319,6 @@ class WorkerRoles:
                 self._ended(state, command)
 
     def _allowed(self, state: _Run, worker: str, tp: int, names: Sequence[str]) -> int:
-        """Slots that an engine of these workers may use (`libra.scheduler.worker_supply`)."""
         slots = sum(state.members[name].slots for name in names)
         return self._concurrency.supplied(state.run, worker, tp, slots)
 
@@ -372,15 +328,13 @@ class WorkerRoles:
         if address is None or address not in self._scheduler.workers:
             return
         if tp is not None and (tp or keys.TP in self._scheduler.workers[address].resources):
-            dask_internals.set_supply(self._scheduler, address, keys.TP, tp)
-        dask_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
+            scheduler_internals.set_supply(self._scheduler, address, keys.TP, tp)
+        scheduler_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
         self._trajectories.workers_changed()
 
     def _send(self, state: _Run, address: str, *, pool: Any = None, stage: str | None = None, **fields: Any) -> None:
         message = {"op": "libra-role", "run": state.run, "epoch": state.epoch, "pool": pool, "stage": stage, **fields}
-        dask_internals.tell_worker(self._scheduler, address, message)
-
-    # ---------------------------------------------------------------- log
+        scheduler_internals.tell_worker(self._scheduler, address, message)
 
     def _undone(self, state: _Run, generation: int, fact: Fact) -> None:
         state.undone.add(generation)
@@ -401,7 +355,6 @@ class WorkerRoles:
         self._forget(state, generation)
 
     def _tell(self, state: _Run, fact: Fact) -> None:
-        """Log a fact, and tell the run's tail."""
         if (run := self._registered.get(state.run)) is not None:
             run.log.emit(fact)
             run.tail.handle(fact)

@@ -1,20 +1,16 @@
-"""Workers as the policies see them: what each supplies, limits on its slots, and tool workers that
-come and go.
+"""Workers as the policies see them: supply, limits on slots, and tool workers that come and go.
 
 Invariants
 ----------
-1. A worker is reported as joined before anything is placed on it, and as left before it joins
-   again. A worker that joins during runs is reported once its setup for each of them has ended.
-2. The policy has an engine's last declaration, or one that is close enough to it (`UPDATE_FRAC`).
-   Engines of a bucket count as equally fast unless they differ by more than their errors
-   (`libra.policy.declared_capacity.as_its_bucket`).
+1. A worker is reported as joined before anything is placed on it, once its setup for each run has
+   ended, and as left before it joins again.
+2. The policy has an engine's last declaration, or one within `UPDATE_FRAC`. Engines of a bucket
+   count as equally fast unless they differ by more than their errors (`as_its_bucket`).
 3. A worker supplies at most its limit, and at most the slots of its engine. A limit belongs to a
-   worker and a tensor-parallel degree; it holds until it is replaced or the run ends, also for a
-   worker that returns or trains in the meantime.
+   worker and a tensor-parallel degree, until it is replaced or the run ends.
 4. A limit below the slots in use aborts nothing: a slot is released when its turn ends
    (`Dispatcher.overfull`).
-5. A limit that does not fit is refused with all others of its request; the error has the worker,
-   the request and the range.
+5. A limit that does not fit is refused with all others of its request.
 """
 
 from __future__ import annotations
@@ -25,20 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from libra import keys
-from libra.facts import (
-    EngineDeclared,
-    EngineKindFields,
-    SlotsSet,
-    ToolWorkersOrdered,
-    WorkerCapacity,
-    WorkerWithdrawn,
-    fields_of,
-)
-from libra.policy.declared_capacity import as_its_bucket, joined_of, off_by_frac
+from libra import facts, keys
+from libra.policy.engine_table import as_its_bucket, joined_of, off_by_frac
 from libra.policy.liveness import Liveness
 from libra.policy.tool_fleet import ToolFleet, ordered
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import RunState
 from libra.types import EngineCapacity, Phase
 
@@ -49,17 +36,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROLE = "tool-"
-"""How names of tool workers begin."""
-NEWEST = 0.1
-"""Weight of the newest action in their mean seconds."""
-UPDATE_FRAC = 0.25
-"""An engine's seconds are reported again when they differ by this share from the last report."""
+ROLE = "tool-"  # prefix of names of tool workers
+NEWEST = 0.1  # weight of the newest action in their mean seconds
+UPDATE_FRAC = 0.25  # an engine's seconds are reported again when they differ by this share
 
 
 @dataclass(slots=True)
 class _Declared:
-    """What an engine declares; ``reported`` is the declaration that the policy has, None before."""
+    """Declaration of an engine, and the one that the policy has."""
 
     bucket: str
     capacity: EngineCapacity
@@ -71,26 +55,27 @@ class Workers:
 
     def __init__(self, scheduler: Scheduler, liveness: Liveness) -> None:
         self._scheduler, self._liveness = scheduler, liveness
-        self.known: dict[str, WorkerCapacity] = {}
+        self.known: dict[str, facts.WorkerCapacity] = {}
         self.address: dict[str, str] = {}
         self._declared: dict[str, _Declared] = {}
 
-    def declared(self, fact: EngineDeclared) -> None:
-        """An engine has declared its capacity."""
+    def declared(self, fact: facts.EngineDeclared) -> None:
         before = self._declared.get(fact.worker)
         reported = before.reported if before is not None and before.bucket == fact.bucket else None
-        self._declared[fact.worker] = _Declared(fact.bucket, EngineCapacity.from_declaration(fields_of(fact)), reported)
+        self._declared[fact.worker] = _Declared(
+            fact.bucket, EngineCapacity.from_declaration(facts.fields_of(fact)), reported
+        )
 
-    def changes(self) -> Iterator[WorkerCapacity | WorkerWithdrawn]:
+    def changes(self) -> Iterator[facts.WorkerCapacity | facts.WorkerWithdrawn]:
         """Changes since the last call, in the order in which to report them."""
         silent, joining = self._liveness.silent(), self._liveness.joining()
         supply = {
-            phase: {a: n for a, n in dask_internals.supply(self._scheduler, phase).items() if a not in joining}
+            phase: {a: n for a, n in scheduler_internals.supply(self._scheduler, phase).items() if a not in joining}
             for phase in Phase
         }
         supply[Phase.ROLLOUT] = {a: 0 if a in silent else n for a, n in supply[Phase.ROLLOUT].items()}
         present = {
-            dask_internals.worker_name(self._scheduler, address): address
+            scheduler_internals.worker_name(self._scheduler, address): address
             for address in {**supply[Phase.ROLLOUT], **supply[Phase.TOOL]}
         }
         for name in [name for name, address in self.address.items() if present.get(name) != address]:
@@ -102,8 +87,8 @@ class Workers:
             if same_slots and (declared is None or not self._differs(declared)):
                 continue
             if declared is None:
-                bucket = dask_internals.bucket(self._scheduler, address)
-                joined = WorkerCapacity(name, bucket, rollout_slots=slots[0], tool_slots=slots[1])
+                bucket = scheduler_internals.bucket(self._scheduler, address)
+                joined = facts.WorkerCapacity(name, bucket, rollout_slots=slots[0], tool_slots=slots[1])
             else:
                 declared.reported = self._as_its_bucket(declared)
                 joined = joined_of(
@@ -112,29 +97,27 @@ class Workers:
             self.known[name], self.address[name] = joined, address
             yield joined
 
-    def left(self, address: str) -> Iterator[WorkerWithdrawn]:
-        """A worker has died, or was removed."""
+    def left(self, address: str) -> Iterator[facts.WorkerWithdrawn]:
         for name in [name for name, at in self.address.items() if at == address]:
             yield self._gone(name)
 
-    def _gone(self, name: str) -> WorkerWithdrawn:
+    def _gone(self, name: str) -> facts.WorkerWithdrawn:
         del self.known[name], self.address[name]
         self._declared.pop(name, None)
-        return WorkerWithdrawn(name)
+        return facts.WorkerWithdrawn(name)
 
     def _differs(self, declared: _Declared) -> bool:
         return declared.reported is None or off_by_frac(self._as_its_bucket(declared), declared.reported) > UPDATE_FRAC
 
     def _as_its_bucket(self, declared: _Declared) -> EngineCapacity:
-        """Its declaration, beside those of the other engines of its bucket."""
         alike = [other.capacity.steps for other in self._declared.values() if other.bucket == declared.bucket]
         return as_its_bucket(declared.capacity, [steps for steps in alike if steps is not None])
 
 
 @dataclass(slots=True)
 class _Limits:
-    full: dict[str, tuple[int, int]] = field(default_factory=dict)  # degree and slots of each worker's engine
-    started: dict[str, EngineKindFields] = field(default_factory=dict)  # each worker's engine at its start
+    full: dict[str, tuple[int, int]] = field(default_factory=dict)  # degree and slots
+    started: dict[str, facts.EngineKindFields] = field(default_factory=dict)  # at its start
     limits: dict[tuple[str, int], int] = field(default_factory=dict)
     declared: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
 
@@ -154,46 +137,37 @@ class Concurrency:
         for address, ws in list(self._scheduler.workers.items()):
             tp, slots = state.full.get(str(ws.name), (0, 0))
             if (str(ws.name), tp) in state.limits and ws.resources.get(keys.ROLLOUT):
-                dask_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
+                scheduler_internals.set_supply(self._scheduler, address, keys.ROLLOUT, slots)
 
-    def joined(self, run: str, worker: str, kind: EngineKindFields) -> None:
-        """A worker has joined, for the first time or again; ``kind`` has engine, bucket, tp and
-        slots of its engine."""
+    def joined(self, run: str, worker: str, kind: facts.EngineKindFields) -> None:
         known = self._runs.setdefault(run, _Limits())
         known.started[worker] = kind
         known.full[worker] = (kind.tp, kind.slots)
 
     def apply(self, run: str, address: str) -> None:
-        """A worker begins to supply slots: at most its limit, if it has one."""
         state, ws = self._runs.get(run), self._scheduler.workers.get(address)
         if state is None or ws is None:
             return
         tp, slots = state.full.get(str(ws.name), (0, 0))
         limit = state.limits.get((str(ws.name), tp), slots)
         if ws.resources.get(keys.ROLLOUT, 0) > limit > 0:
-            dask_internals.set_supply(self._scheduler, address, keys.ROLLOUT, limit)
+            scheduler_internals.set_supply(self._scheduler, address, keys.ROLLOUT, limit)
 
     def supplied(self, run: str, worker: str, tp: int, slots: int) -> int:
-        """Slots that a worker may supply, whose engine has this degree and number of slots from now
-        on."""
+        """Slots that a worker may supply, whose engine has this degree and slots from now on."""
         known = self._runs.setdefault(run, _Limits())
         known.full[worker] = (tp, slots)
         return min(slots, known.limits.get((worker, tp), slots))
 
-    def declared(self, run: str, fact: EngineDeclared) -> None:
+    def declared(self, run: str, fact: facts.EngineDeclared) -> None:
         """An engine has declared its capacity; kept by degree, also after the engine ended."""
         known = self._runs.setdefault(run, _Limits())
         known.declared[fact.worker, fact.tp] = {
-            name: each for name, each in fields_of(fact).items() if name != "worker"
+            name: each for name, each in facts.fields_of(fact).items() if name != "worker"
         }
 
     def rows(self, state: RunState) -> list[dict[str, Any]]:
-        """A row for each worker that has or had an engine.
-
-        ``worker``, ``address``; ``engine``, ``bucket``, ``base_tp`` and ``base_slots`` at its
-        start; ``tp`` and ``slots`` of its last engine; slots that it ``supplies`` now; its
-        ``limits`` and what it ``declared``, both by degree.
-        """
+        """A row for each worker that has or had an engine; ``limits`` are by degree."""
         known, found = self._runs.get(state.run, _Limits()), []
         for worker, (tp, slots) in sorted(known.full.items()):
             ws = self._scheduler.workers.get(state.workers.engines.get(worker, ""))
@@ -201,21 +175,13 @@ class Concurrency:
             started = known.started.get(worker)
             if started is None:
                 continue
-            base = {"base_tp": started.tp, "base_slots": started.slots}
-            found.append(
-                {
-                    "worker": worker,
-                    "address": state.workers.engines.get(worker, ""),
-                    **base,
-                    "engine": started.engine,
-                    "bucket": started.bucket,
-                    "tp": tp,
-                    "slots": slots,
-                    "supplies": supplies,
-                    "limits": {str(of): most for (name, of), most in known.limits.items() if name == worker},
-                    "declared": {str(of): fields for (name, of), fields in known.declared.items() if name == worker},
-                }
-            )
+            limits = {str(of): most for (name, of), most in known.limits.items() if name == worker}
+            declared = {str(of): fields for (name, of), fields in known.declared.items() if name == worker}
+            found.append({
+                "worker": worker, "address": state.workers.engines.get(worker, ""), "base_tp": started.tp,
+                "base_slots": started.slots, "engine": started.engine, "bucket": started.bucket, "tp": tp, "slots": slots,
+                "supplies": supplies, "limits": limits, "declared": declared,
+            })  # fmt: skip
         return found
 
     def set(self, state: RunState, wanted: Mapping[str, Mapping[str, int]], reason: str) -> dict[str, Any]:
@@ -248,15 +214,15 @@ class Concurrency:
 
     def _carry_out(self, state: RunState, known: _Limits, worker: str, tp: int, slots: int, reason: str) -> None:
         has, full = known.full[worker]
-        state.log.emit(SlotsSet(worker, tp, slots, full if tp == has else None, reason))
+        state.log.emit(facts.SlotsSet(worker, tp, slots, full if tp == has else None, reason))
         address = state.workers.engines.get(worker)
         ws = self._scheduler.workers.get(address) if address is not None else None
-        if tp == has and ws is not None and ws.resources.get(keys.ROLLOUT):  # 0: it has another role, or is changing
-            dask_internals.set_supply(self._scheduler, ws.address, keys.ROLLOUT, slots)
+        if tp == has and ws is not None and ws.resources.get(keys.ROLLOUT):  # else it has another role
+            scheduler_internals.set_supply(self._scheduler, ws.address, keys.ROLLOUT, slots)
 
 
 class ToolWorkers:
-    """One per scheduler; ``runs`` is the plugin's own."""
+    """The tool workers of all runs; one per scheduler."""
 
     def __init__(
         self, scheduler: Scheduler, dispatcher: Dispatcher, workers: Workers, runs: dict[str, RunState]
@@ -266,25 +232,19 @@ class ToolWorkers:
         self._action_s = 1.0
 
     def acted(self, seconds: float) -> None:
-        """An action took so long."""
         self._action_s += NEWEST * (seconds - self._action_s)
 
-    def look(self, least: int, most: int) -> ToolWorkersOrdered | None:
-        """What is to change now, which whoever calls this carries out; None: nothing."""
+    def look(self, least: int, most: int) -> facts.ToolWorkersOrdered | None:
+        """The change that is due now, for the caller to carry out."""
         fleet = self._fleet
         if fleet is None or (fleet.least, fleet.most) != (least, most):
             fleet = self._fleet = ToolFleet(least, most)
         at_s = round(time.monotonic(), 6)
         present = {name: address for name, address in self._workers.address.items() if name.startswith(ROLE)}
         units, waiting, waiting_s = self._load(present)
-        seen = fleet.facts(
-            at_s,
-            present=frozenset(present),
-            idle=frozenset(name for name, address in present.items() if self._may_go(name, address, least)),
-            units=units,
-            waiting=waiting,
-            waiting_s=waiting_s,
-        )
+        idle = frozenset(name for name, address in present.items() if self._may_go(name, address, least))
+        load = {"units": units, "waiting": waiting}
+        seen = fleet.facts(at_s, present=frozenset(present), idle=idle, waiting_s=waiting_s, **load)
         order = ordered(seen)
         if order is None:
             return None
@@ -295,8 +255,6 @@ class ToolWorkers:
         return order
 
     def _load(self, present: Iterable[str]) -> tuple[int, int, float]:
-        """Units of the present workers together, actions that wait for some, and unit-seconds of
-        these."""
         leases = self._dispatcher.leases
         if leases is None:
             slots = sum(self._workers.known[name].tool_slots for name in present)

@@ -1,5 +1,4 @@
-"""Feeds `libra.policy.liveness` with the workers of a scheduler, carries out its commands, and
-words its reports.
+"""Feeds `libra.policy.liveness` with workers, carries out its commands, and words its reports.
 
 Dask reports a worker as running before its plugins are set up, and also if one of them fails, which
 only that worker's log shows. Here that is an event, a line in the driver's terminal, and a row of
@@ -19,7 +18,7 @@ from libra.cluster.readiness import NEEDED
 from libra.errors import EngineError, shell_path
 from libra.facts import SetupFailed, WorkerSetupFailed
 from libra.policy.liveness import Liveness, MissingRoles, RolesBack, RolesMissing, RoleSupply, Stage
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import RunState
 
 if TYPE_CHECKING:
@@ -30,10 +29,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SENT_BY_DASK = (keys.GRADE, keys.TRAIN, keys.COMMIT, keys.TEACHER)
-"""Resources whose tasks Dask itself sends to a worker; quanta of the other two come from the
-dispatcher."""
+"""Resources whose tasks Dask itself sends; the dispatcher sends quanta."""
 STUCK_S = 120.0
-"""A setup that takes longer may hang: only then does a report say how to restart the worker."""
+"""A setup that takes longer may hang: then a report has the command to restart the worker."""
 WORK = {
     keys.ROLLOUT: "generates",
     keys.TOOL: "runs tool calls",
@@ -46,10 +44,10 @@ WORK = {
 
 
 class _Present(NamedTuple):
-    """A present worker, with what it supplies or will supply once it is ready.
+    """A present worker, and its supply once it is ready.
 
     ``status``: "failed", "out", "quarantined", "setting_up", "ready", or Dask's if it takes no
-    tasks. ``again_s``: time until its restart, None if there is none.
+    tasks.
     """
 
     ws: WorkerState
@@ -70,32 +68,25 @@ class WorkerWatch:
         for address, ws in scheduler.workers.items():
             liveness.joined(address, str(ws.name), (), time.monotonic())
 
-    # ---------------------------------------------------------------- events
-
     def joined(self, address: str, runs: list[str]) -> None:
-        """A worker begins its setup for these runs. Call it before Dask sends the worker
-        anything."""
-        name = dask_internals.worker_name(self._scheduler, address)
+        """A worker begins its setup for these runs; call it before Dask sends it a task."""
+        name = scheduler_internals.worker_name(self._scheduler, address)
         if self._liveness.joined(address, name, runs, time.monotonic()):
-            self._held[address] = dask_internals.hold_back(self._scheduler, address, SENT_BY_DASK)
+            self._held[address] = scheduler_internals.hold_back(self._scheduler, address, SENT_BY_DASK)
 
     def left(self, address: str) -> None:
-        """A worker has left the cluster."""
         self._held.pop(address, None)
         self._liveness.left(address, time.monotonic())
 
     def ready(self, state: RunState, address: str) -> None:
-        """A worker's setup for a run has ended."""
         self._supply(self._liveness.ready(state.run, address))
 
     def ended(self, run: str) -> None:
-        """A run has ended."""
         self._roles.pop(run, None)
         self._supply(self._liveness.ended(run))
 
     def failed(self, state: RunState, fact: SetupFailed, address: str) -> None:
-        """A worker's setup for a run failed. While the run starts, that reaches the driver, which
-        ends the run."""
+        """A worker's setup for a run failed; at the run's start that ends the run."""
         name, detail, ws = fact.worker, fact.detail, self._scheduler.workers.get(address)
         after_s = None
         joins = ws is not None and self._liveness.joins(state.run, address)
@@ -107,7 +98,9 @@ class WorkerWatch:
         state.workers.engines.pop(name, None)
         state.workers.served.pop(name, None)
         missed = [*self._held[address], *(each for each in (keys.ROLLOUT, keys.TOOL) if ws.resources.get(each))]
-        alone = [each for each in missed if not dask_internals.supply(self._scheduler, each).keys() - self._held.keys()]
+        alone = [
+            each for each in missed if not scheduler_internals.supply(self._scheduler, each).keys() - self._held.keys()
+        ]
         effect = (
             f"the run waits: no other worker supplies {', '.join(alone)}" if alone else "the run goes on without it"
         )
@@ -119,13 +112,11 @@ class WorkerWatch:
         state.notices.warn(logger, f"{text}; its log has the traceback", logging.ERROR)
 
     def look(self, state: RunState, now_s: float | None = None) -> None:
-        """Restart workers that are due, and report changes of what a run misses; ``now_s``:
-        monotonic seconds."""
         now_s = time.monotonic() if now_s is None else now_s
         for due in self._liveness.due(state.run, now_s):
             logger.warning("run %s: worker %s is restarted: %s", state.run, due.name, due.reason)
             self._scheduler.loop.add_callback(
-                dask_internals.restart_worker, self._scheduler, due.address, f"libra-again-{state.run}"
+                scheduler_internals.restart_worker, self._scheduler, due.address, f"libra-again-{state.run}"
             )
         roles = self._roles.setdefault(state.run, MissingRoles(WORK))
         lost, present = set(self._liveness.lost(now_s)), self._present(state.run, now_s)
@@ -140,15 +131,11 @@ class WorkerWatch:
         if not lost & set(roles.had(keys.ROLLOUT)):
             self._end_unservable(state, {each.ws.address for each in present if keys.ROLLOUT in each.supplies})
 
-    # ---------------------------------------------------------------- queries
-
     def held(self) -> dict[str, dict[str, int]]:
-        """Resources that workers will supply once they are ready, by address."""
         return {address: dict(resources) for address, resources in self._held.items()}
 
-    def lack(self, run: str) -> str:
-        """The first reported work that too few workers of a run do, e.g. "nobody generates"; "" if
-        there is none."""
+    def missing_work(self, run: str) -> str:
+        """The first reported work that too few workers do, e.g. "nobody generates", or ""."""
         told = self._roles[run].told if run in self._roles else []
         return f"nobody {WORK[told[0]]}" if told else ""
 
@@ -176,7 +163,7 @@ class WorkerWatch:
             wanted = int(state.settings.distil.teacher is not None)
         elif resource == keys.TRAIN:
             wanted = state.settings.cluster.train_workers
-        there = dask_internals.supply(self._scheduler, resource)
+        there = scheduler_internals.supply(self._scheduler, resource)
         those = [each for each in present if resource in each.supplies]
         barred = {"quarantined", "out"} if resource == keys.ROLLOUT else set()
         names = (
@@ -190,11 +177,9 @@ class WorkerWatch:
         coming = bool(unready) and not any(each.status in ("failed", "out") for each in those)
         return RoleSupply(wanted, tuple(names), cause, coming)
 
-    # ---------------------------------------------------------------- commands
-
     def _supply(self, addresses: list[str]) -> None:
         for each in addresses:
-            dask_internals.restore_supply(self._scheduler, each, self._held.pop(each, {}), f"libra-ready-{each}")
+            scheduler_internals.restore_supply(self._scheduler, each, self._held.pop(each, {}), f"libra-ready-{each}")
 
     def _end_unservable(self, state: RunState, engines: set[str]) -> None:
         """End a run by an error of one waiting trajectory if all its engines are out of service."""
@@ -202,7 +187,7 @@ class WorkerWatch:
         if not engines or not out.keys() >= engines:
             return
         for key, ts in self._scheduler.tasks.items():
-            if isinstance(key, str) and ts.state == "no-worker" and dask_internals.is_parked(ts):
+            if isinstance(key, str) and ts.state == "no-worker" and scheduler_internals.is_parked(ts):
                 parsed = keys.parse(key)
                 if parsed is not None and (parsed.node, parsed.run) == ("trajectory", state.run):
                     error = EngineError(
@@ -211,10 +196,8 @@ class WorkerWatch:
                         "rollout.engine, or report the model's config.json; then libra resume "
                         f"{shell_path(state.directory)}"
                     )
-                    dask_internals.fail(self._scheduler, key, error, "libra-unservable")
+                    scheduler_internals.fail(self._scheduler, key, error, "libra-unservable")
                     return
-
-    # ---------------------------------------------------------------- words
 
     def _missing(self, state: RunState, report: RolesMissing, gone: list[str], present: list[_Present]) -> str:
         resources, present = set(report.resources), [each for each in present if each.supplies & {*report.resources}]
@@ -240,7 +223,6 @@ class WorkerWatch:
         return f"for {report.for_s:.0f} s {what}: {who}; {self._waiting(state, resources)}\n  {advice}"
 
     def _waiting(self, state: RunState, resources: set[str]) -> str:
-        """The tasks that wait in the scheduler for one of these resources."""
         ending, waiting = f"-e{state.epoch}-{state.run}", Counter[str]()
         for key, ts in self._scheduler.tasks.items():
             if ts.state == "no-worker" and isinstance(key, str) and key.endswith(ending):
@@ -249,7 +231,7 @@ class WorkerWatch:
                     continue
                 if keys.GANG in needs:
                     needs = {keys.TRAIN}
-                elif dask_internals.is_parked(ts):
+                elif scheduler_internals.is_parked(ts):
                     needs = {str(self._phase_of(key))} if parsed.node == "trajectory" else set()
                 if needs & resources:
                     waiting[parsed.node] += 1
@@ -265,7 +247,7 @@ class WorkerWatch:
         if dead := [
             each for each in present if each.status == "out" or (each.status == "failed" and each.again_s is None)
         ]:
-            return f"no automatic restart: fix the cause (its log says more), then type {killed(dead)}"
+            return f"no automatic restart: fix the cause (see its log), then type {killed(dead)}"
         if again_s:
             return f"it is restarted in {min(again_s):.0f} s"
         if "quarantined" in stages:

@@ -40,7 +40,7 @@ from libra.facts import (
 from libra.hardware.engine_tables import Counters, HostKv, Request
 from libra.hardware.virtual_engine import VirtualEngine
 from libra.policy import Admission, CommittedGroup, Dispatcher, OnlineLearner, Ordering, learns_after, leaves_slot
-from libra.policy.move_price import PRIOR_BYTES_PER_S
+from libra.policy.placements import PRIOR_BYTES_PER_S
 from libra.sim.simulated_trajectory import Agenda, SimulatedTrajectory, TeacherQueue, WorkloadGroups
 from libra.sim.simulation_options import (
     Dispatched,

@@ -108,11 +108,11 @@ def test_every_module_follows_the_arrows(modules: dict[str, Path], imports_of: I
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("libra.policy.fifo", "import time"),
-        ("libra.policy.fifo", "def late():\n    from random import Random"),
-        ("libra.policy.fifo", "import dask.config"),
-        ("libra.policy.fifo", "import torch.nn as nn"),
-        ("libra.policy.fifo", "from libra.store import record"),
+        ("libra.policy.ordering", "import time"),
+        ("libra.policy.ordering", "def late():\n    from random import Random"),
+        ("libra.policy.ordering", "import dask.config"),
+        ("libra.policy.ordering", "import torch.nn as nn"),
+        ("libra.policy.ordering", "from libra.store import record"),
         ("libra.planner.split", "from libra.scheduler.plugin import LibraPlugin"),
         ("libra.scheduler.plugin", "import libra.sim.clock"),
         ("libra.sim.clock", "from libra import scheduler"),
@@ -136,10 +136,10 @@ def test_a_violation_is_caught(module: str, source: str, imports_of: Imports) ->
     ("module", "source"),
     [
         (
-            "libra.policy.fifo",
+            "libra.policy.ordering",
             "import numpy as np\nfrom libra.types import Phase\nfrom libra.policy.placements import OpenGate",
         ),
-        ("libra.policy.fifo", "from .messages import OpenGate"),
+        ("libra.policy.ordering", "from .messages import OpenGate"),
         (
             "libra.worker.runtime",
             "from libra.rollout import RolloutEngine\nfrom libra.train import Replica\nimport time",

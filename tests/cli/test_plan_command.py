@@ -220,8 +220,7 @@ def test_what_the_configuration_cannot_take_is_said_and_not_chosen(repository):
     assert wide["obstacles"]["turning"].startswith("an engine of 2 GPUs would train with one of them")
     whole = json.loads(_run(repository, *few, "trainer.epochs=2", "--json"))["regime"]
     assert (whole["choice"], whole["settings"]) == ("split", {}) and "epochs=1" in whole["obstacles"]["streaming"]
-    assert set(whole["step_s"]) <= {"split", "colocated"}
-    assert "no setting makes all GPUs of a run generate" in whole["obstacles"]["colocated"]
+    assert set(whole["step_s"]) == {"split"}
 
 
 def test_a_plan_of_another_model_or_for_other_hardware_is_not_run(repository, tmp_path, capsys):

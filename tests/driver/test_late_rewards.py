@@ -17,7 +17,7 @@ from libra.config import dump_config
 from libra.driver.run_session import Session
 from libra.errors import BatchFailed, LateRefused, RunDirectoryError
 from libra.facts import LateRewardsTaken, from_dict
-from libra.policy.late import age_weight
+from libra.policy.late_rewards import age_weight
 from libra.policy.log_replay import replay
 from libra.store.event_log import read_events
 from libra.store.run_records import read_batch_facts

@@ -19,7 +19,7 @@ from libra.planner.arrangements import (
     limits_for,
     steps_to,
 )
-from libra.policy.role_changes import Assignment, ChangeRequested, MemberAnnounced, Refuse, Role, Roles
+from libra.policy.role_changes import Assignment, Refuse, Role, Roles
 
 
 def seat(name, host="node", **more):
@@ -110,7 +110,7 @@ ROLE = {"rollout": Role.ROLLOUT, "train": Role.TRAIN, "lent": Role.LENT}
 def carry_out(roles, assignments):
     """A change, as the scheduler's state machine sees it; refused: an error."""
     wanted = {name: Assignment(ROLE[str(has["role"])], int(str(has["tp"]))) for name, has in assignments.items()}
-    commands = roles.handle(ChangeRequested(wanted))
+    commands = roles.request(wanted)
     assert not [command for command in commands if isinstance(command, Refuse)], commands
     while roles.changes:
         (generation, change), *_ = roles.changes.items()
@@ -125,7 +125,7 @@ NAMES = ("a", "b", "c", "d")
 def test_the_steps_lead_there_by_changes_that_the_scheduler_takes(choices):
     roles = Roles()
     for name in NAMES:
-        roles.handle(MemberAnnounced(name, Assignment(Role.ROLLOUT, 1), "node"))
+        roles.announce(name, Assignment(Role.ROLLOUT, 1), "node")
     for choice in choices:
         rows = {row["worker"]: row for row in roles.rows()}
         seats = [

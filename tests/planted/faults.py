@@ -91,7 +91,7 @@ FAULTS = (
     Fault(
         "priority_not_rewritten",
         "scheduler/command_applier.py",
-        "                    dask_internals.set_priority(ts, command.priority)\n",
+        "                    scheduler_internals.set_priority(ts, command.priority)\n",
         "",
         ("scheduler/test_plugin.py",),
     ),

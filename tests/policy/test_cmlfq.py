@@ -24,10 +24,9 @@ from libra.facts import (
     WorkerWithdrawn,
 )
 from libra.policy import CMLFQ, ORDERINGS, Mlfq
-from libra.policy.attained_service import PATIENCE as DEFAULT
-from libra.policy.calibration_log import CalibrationLog
-from libra.policy.forecast import Forecast
-from libra.policy.starvation_guard import StarvationGuard
+from libra.policy.forecast import CalibrationLog, Forecast, Forecaster
+from libra.policy.trajectory_table import PATIENCE as DEFAULT
+from libra.policy.trajectory_table import StarvationGuard
 from libra.types import Phase
 
 ROLLOUT = Phase.ROLLOUT
@@ -256,12 +255,10 @@ def test_half_way_is_the_last_belief_before_half_of_the_tokens():
     assert [tuple(row) for row in seen.outcomes] == [(700.0, 600.0, 500)]
 
 
-class Given:
+class Given(Forecaster):
     """A forecaster whose forecasts the test sets."""
 
     tokens = 100.0
-
-    def handle(self, event): ...
 
     def remaining(self, key):
         return Forecast(self.tokens, self.tokens, 1.0)

@@ -6,11 +6,9 @@ from hypothesis import strategies as st
 
 from libra.facts import QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, WorkerCapacity
 from libra.policy import joined_of
-from libra.policy.declared_capacity import as_its_bucket
 from libra.policy.engine_loads import Loads
-from libra.policy.engine_state import SURE, UNSURE
-from libra.policy.engine_table import EngineTable
-from libra.policy.kv_profile import Demand, peak_tokens
+from libra.policy.engine_state import EXACT_NORM, NOISY_NORM, Demand, peak_tokens
+from libra.policy.engine_table import EngineTable, as_its_bucket
 from libra.types import EngineCapacity, Phase, StepSeconds
 
 KEYS = [f"t{k}" for k in range(6)]
@@ -62,7 +60,7 @@ class Watched:
         for key, home in self.homes.items():
             if home == worker:
                 members.append((*self.forecasts.get(key, (0.0, 0.0)), self.fleet.of(key).context_tokens))
-        peak = sum((left / 1000) ** UNSURE for left, _, _ in members) ** (1 / UNSURE) * 1000
+        peak = sum((left / 1000) ** NOISY_NORM for left, _, _ in members) ** (1 / NOISY_NORM) * 1000
         work = sum(left * 0.5 * (context + final) for left, final, context in members)
         return 0.01 * peak + 0.02 / 100_000 * work
 
@@ -80,7 +78,7 @@ def test_sums_are_those_of_all_members_after_any_events(steps):
 
 
 def test_an_end_is_seconds_of_steps_of_those_beside_and_of_contexts_and_slots_that_are_too_few_add_steps():
-    fleet = EngineTable(SURE)
+    fleet = EngineTable(EXACT_NORM)
     steps = StepSeconds(0.01, 0.002, 1e-6, 0.0, 100, 0.0)
     fleet.handle(joined_of("a", "tp1", EngineCapacity(8192, 0, 0, 2, 1, steps)))
     loads = Loads(fleet)
@@ -128,7 +126,7 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
     ],
 )
 def test_a_trajectory_goes_where_it_wins_more_time_than_others_lose(sure, residents, beside_s, goes):
-    fleet = EngineTable(SURE if sure else UNSURE)
+    fleet = EngineTable(EXACT_NORM if sure else NOISY_NORM)
     for name, alone_s in (("slow", 0.03), ("fast", 0.01)):
         steps = StepSeconds(alone_s, beside_s if name == "fast" else 0.0, 0.0, 1e-6, 100, 0.0)
         fleet.handle(joined_of(name, "tp1", EngineCapacity(10**6, 0, 0, 4, 1, steps)))

@@ -11,7 +11,7 @@ from benchmarks.orderings import Paper
 from libra.envs import tool
 from libra.envs.actions import run_action
 from libra.facts import QuantumFinished, TrajectoryParked
-from libra.policy.posterior.features import NO_COUNTS, OUTCOMES, counted
+from libra.policy.posterior.regression import NO_COUNTS, OUTCOMES, counted
 from libra.testing import FixedTurns
 from libra.types import NO_TOOL, Phase, Prompt, ToolCall, ToolReturn, ToolStatus, tool_outcome
 

@@ -28,7 +28,7 @@ from libra.facts import (
 )
 from libra.graph.member_rows import member_rows
 from libra.policy import Admission, CommittedGroup, OneVersion, StalenessPolicy, Verdict, Waves, judge
-from libra.policy.late import WaitingGroup, settle
+from libra.policy.late_rewards import WaitingGroup, settle
 from libra.types import EndReason, Phase, Prompt, Trajectory, TrajectoryId
 from libra.worker.training.batch_rows import without_stale
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import ContextOverflow, EngineError
-from libra.policy.starvation_guard import OVERDUE
+from libra.policy.trajectory_table import OVERDUE
 from libra.rollout.engine import check_request, packed_priority
 from libra.rollout.slot_table import QueuedJob, RequestQueue
 from libra.types import TurnRequest

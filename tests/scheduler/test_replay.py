@@ -17,7 +17,7 @@ from libra.errors import StoreError
 from libra.facts import SCHEMA, GroupCommitted, SetPriority, from_dict, prompts_named
 from libra.policy import CMLFQ, Admission, CommittedGroup
 from libra.policy.log_replay import learned, replay
-from libra.scheduler import dask_internals
+from libra.scheduler import scheduler_internals
 from libra.store.event_log import from_last_snapshot, read_events
 
 GROUPS, ITERATIONS = 2, 4
@@ -117,7 +117,7 @@ def test_what_was_learned_is_replayed_and_restored(emulation, tmp_path):
 def test_what_was_applied_is_what_was_logged(emulation, tmp_path, monkeypatch):
     priorities = []
     opened = []
-    real_set, real_release = dask_internals.set_priority, dask_internals.release
+    real_set, real_release = scheduler_internals.set_priority, scheduler_internals.release
 
     def set_priority(ts, priority):
         priorities.append((ts.key, tuple(priority)))
@@ -127,8 +127,8 @@ def test_what_was_applied_is_what_was_logged(emulation, tmp_path, monkeypatch):
         opened.extend(r.key for r in releases if r.address is None)
         return real_release(scheduler, releases, stimulus_id)
 
-    monkeypatch.setattr(dask_internals, "set_priority", set_priority)
-    monkeypatch.setattr(dask_internals, "release", release)
+    monkeypatch.setattr(scheduler_internals, "set_priority", set_priority)
+    monkeypatch.setattr(scheduler_internals, "release", release)
     asyncio.run(record(emulation, tmp_path))
     logged = commands(told(lines_of(tmp_path / "events.jsonl")))
     assert priorities == [(c.key, tuple(c.priority)) for c in logged if isinstance(c, SetPriority)]

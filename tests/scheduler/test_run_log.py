@@ -103,8 +103,7 @@ def test_the_log_of_an_ended_run_is_compressed_to_its_last_line_and_goes_on_in_a
         log = RunLog("demo", EventLog(path))
         for number in range(first, last):
             log.emit(facts.PolicyLearned(seconds=float(number)))
-        log.close()
-        log.wait_compressed()
+        log.close().wait_compressed()
 
     part(0, 20_000)  # two megabytes
     assert path.read_bytes() == b"" and [segment.last for segment in segments_of(path)] == [20_000]

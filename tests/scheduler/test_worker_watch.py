@@ -115,7 +115,7 @@ async def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_p
         return "OK"
 
     monkeypatch.setattr(liveness, "RESTART_AFTER_S", (0.0, 3600.0))
-    monkeypatch.setattr(worker_watch.dask_internals, "restart_worker", restart)
+    monkeypatch.setattr(worker_watch.scheduler_internals, "restart_worker", restart)
 
     async with emulation.cluster() as live:
         emulation.register(live, tmp_path)

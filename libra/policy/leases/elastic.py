@@ -1,22 +1,19 @@
-"""How much faster an action is with more cores, which of those that begin now get more, and which are stopped for others.
+"""Speed of an action with more cores, which actions get more, and which are stopped.
 
-Curves are declared, or measured from actions that have ended.
-
-Spare cores are given one size at a time, each time to the action that gains most seconds per core. A size must pay off: an action
-on more cores ends sooner by ``T (1/v - 1/v')``, but holds ``T (c'/v' - c/v)`` core-seconds more, because speeds ``v`` rise slower
-than cores ``c``. Each of these core-seconds delays every action that waits by ``1 / C`` seconds, with ``C`` cores in all. So
+Spare cores are given one size at a time, each time to the action that gains most seconds per core.
+A size must pay off: an action on more cores ends sooner by ``T (1/v - 1/v')``, but holds ``T (c'/v'
+- c/v)`` core-seconds more, because speeds ``v`` rise slower than cores ``c``. So
 
     T (1/v - 1/v')  >  p x T (c'/v' - c/v)
 
-where the price ``p`` is the waiting that a core-second more of work causes, in seconds of all others (`Pressure`). With
-enlargement a line grows, cores are busier, and the price rises: where there is no room for it, it is given up. ARL-Tangram (3.2)
-also evicts the last action that was admitted if the others then gain more; here an action that fits is never held back.
+where the price ``p`` is the waiting that a core-second more causes for all others (`Pressure`).
+ARL-Tangram (3.2) also evicts the last admitted action if the others then gain more; here an action
+that fits is never held back.
 
-An action that was declared revocable may be stopped, and begun again later, so that one that waits can begin. That pays where a
-short action waits behind long ones that have only begun. The cost is the seconds by which the stopped ones end later (what they
-have run, what they wait for the short one unless they fit beside it, and what fewer cores take longer), and what everybody who
-waits for cores waits longer. The saving is the seconds that the short one waits. Both are known only for tools whose actions have
-ended; for others nothing is stopped. ARL-Tangram never stops an action; `python -m benchmarks actions` has what it gains.
+A revocable action may be stopped so that a shorter one can begin. The cost is the seconds by which
+the stopped ones end later, and the longer wait of everybody for cores; the saving is the wait of
+the short one. Both are known only for tools whose actions have ended. ARL-Tangram never stops an
+action; `python -m benchmarks actions` measures the gain.
 """
 
 from __future__ import annotations
@@ -29,64 +26,48 @@ from typing import NamedTuple
 from libra.errors import ConfigError
 from libra.policy.leases.resources import KINDS
 
-SAMPLES = 4
-"""Actions of each size that are measured before a measured curve is used."""
-NEWEST = 0.1
-"""Weight of the newest action in a mean, once there are more than its inverse."""
-LEAST_S = 1e-4
-"""Actions are taken to last at least so long: the logarithm of their seconds is averaged."""
+SAMPLES = 4  # actions of each size that are measured before a measured curve is used
+NEWEST = 0.1  # weight of the newest action in a mean, once there are more than its inverse
+LEAST_S = 1e-4  # shortest seconds of an action, whose logarithm is averaged
 
 
 class SpeedUp:
     """A curve: (cores, speed) for every legal number of cores, the least first with speed 1.
 
-    Seconds with ``c`` cores are those with the least, divided by ``speed(c)``.
-
-    Parameters
-    ----------
-    least, most : int
-        Cores.
-    declared : sequence of float, mapping of int to float, or "measure"
-        Speeds of ``least, least + 1, ..., most`` cores; or of the sizes that are legal, by cores; or "measure": sizes are doubled
-        from the least to the most, and their speeds are learned.
-    where : str
-        The tool's name, for errors.
-
-    Raises
-    ------
-    ConfigError
-        A speed is not above 0, or falls as cores are added; sizes are missing, or outside of ``least`` to ``most``.
+    ``declared`` has speeds of ``least`` to ``most`` cores, or of some sizes by cores, or "measure":
+    sizes are doubled and their speeds learned. ConfigError if a speed is not above 0 or falls as
+    cores are added, or a size is missing or out of range.
     """
 
     def __init__(
         self, least: int, most: int, declared: Sequence[float] | Mapping[int, float] | str, where: str = "curve"
     ) -> None:
         self.measured = declared == "measure"
-        if isinstance(declared, str):
-            if not self.measured:
-                raise ConfigError(
-                    f"{where}: elastic is {declared!r}; type the speeds, e.g. {_example(least, most)}, or 'measure'"
-                )
-            self.sizes = _doubled(least, most)
+        self._logs: dict[int, tuple[int, float]] = {}
+        if self.measured:
+            self.sizes = (*(least << k for k in range(most.bit_length()) if least << k < most), most)
             self._speeds = {least: 1.0}
-            self._logs: dict[int, tuple[int, float]] = {}
             return
-        points = dict(declared) if isinstance(declared, Mapping) else _numbered(least, most, declared, where)
-        _check(points, least, most, where)
+        points = _points(least, most, declared)
+        if points is None:
+            raise ConfigError(
+                f"{where}: elastic is {declared!r}; type a speed above 0 for each of {least} to {most} cores, none below the "
+                f"one before, e.g. {[size / least for size in range(least, most + 1)]}, or for some of them, the least among "
+                f"them, e.g. {{{least}: 1.0, {most}: {most / least:g}}}, or 'measure'"
+            )
         self.sizes = tuple(sorted(points))
         self._speeds = {size: points[size] / points[least] for size in self.sizes}
 
     @property
     def known(self) -> tuple[int, ...]:
-        """Sizes whose speed is known, ascending."""
         return tuple(size for size in self.sizes if size in self._speeds)
 
     def speed(self, cores: int) -> float:
-        """Of the largest known size up to ``cores``; at least 1."""
+        """Speed of the largest known size up to ``cores``; at least 1."""
         return max((self._speeds[size] for size in self.known if size <= cores), default=1.0)
 
     def unmeasured(self, free_cores: int) -> int | None:
-        """The size of at most ``free_cores`` that has been measured least often, while one has too few samples; None: none."""
+        """The size of at most ``free_cores`` with the fewest samples, while they are too few."""
         if not self.measured:
             return None
         counts = [(self._logs.get(size, (0, 0.0))[0], size) for size in self.sizes if size <= free_cores]
@@ -112,90 +93,46 @@ class SpeedUp:
                 self._speeds[size] = round(fastest, 9)
 
 
-def _doubled(least: int, most: int) -> tuple[int, ...]:
-    sizes, size = [], least
-    while size < most:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, most)
+def _points(least: int, most: int, declared: Sequence[float] | Mapping[int, float] | str) -> dict[int, float] | None:
+    """Speeds by cores as they are declared, if they make sense."""
+    if isinstance(declared, str) or (not isinstance(declared, Mapping) and len(declared) != most - least + 1):
+        return None
+    points = (
+        dict(declared) if isinstance(declared, Mapping) else dict(zip(range(least, most + 1), declared, strict=True))
+    )
+    if least not in points or not all(isinstance(size, int) and least <= size <= most for size in points):
+        return None
+    speeds = [points[size] for size in sorted(points)]
+    if not all(isinstance(speed, int | float) and isfinite(speed) and speed > 0 for speed in speeds):
+        return None
+    return points if speeds == sorted(speeds) else None
 
 
-def _numbered(least: int, most: int, speeds: Sequence[float], where: str) -> dict[int, float]:
-    if len(speeds) != most - least + 1:
-        raise ConfigError(
-            f"{where}: elastic has {len(speeds)} speeds; cores=({least}, {most}) have {most - least + 1} sizes, type one speed "
-            f"for each, e.g. {_example(least, most)}, or those of some sizes, e.g. {{{least}: 1.0, {most}: {most / least:g}}}"
-        )
-    return dict(zip(range(least, most + 1), speeds, strict=True))
-
-
-def _check(points: Mapping[int, float], least: int, most: int, where: str) -> None:
-    outside = [size for size in points if not isinstance(size, int) or not least <= size <= most]
-    if outside or least not in points:
-        wrong = f"has {outside[0]!r}" if outside else f"lacks {least}"
-        raise ConfigError(
-            f"{where}: elastic {wrong}; its sizes are cores from {least} to {most}, with {least} among them"
-        )
-    before = 0.0
-    for size in sorted(points):
-        speed = points[size]
-        if not (isinstance(speed, int | float) and isfinite(speed) and speed > 0):
-            raise ConfigError(
-                f"{where}: the speed with {size} cores is {speed!r}; type a number above 0, such as {size / least:g}"
-            )
-        if speed < before:
-            raise ConfigError(
-                f"{where}: the speed falls to {speed:g} with {size} cores, from {before:g}; speeds never fall as cores are "
-                f"added: type {before:g} or more, or leave sizes out that do not help"
-            )
-        before = speed
-
-
-def _example(least: int, most: int) -> str:
-    shown = ", ".join(f"{size / least:g}" for size in range(least, min(most, least + 3) + 1))
-    return f"[{shown}, ...]" if most > least + 3 else f"[{shown}]"
-
-
-FORGETTING = 0.02
-"""Weight of the newest action in the mean number of cores."""
-MOST_WEIGHT = 0.05
-"""Most weight of the newest arrival in the mean busy share; a table of many cores sees more arrivals during one action, and weighs
-each less."""
-MOST_WASTE = 2.0
-"""A size takes at most so many times the core-seconds of the least: forecasts of the line may be wrong, and cores are not lent for
-nothing."""
-BUSIEST = 0.99
-"""Cores count as at most so busy, so that the price is finite."""
+FORGETTING = 0.02  # weight of the newest action in the mean number of cores
+MOST_WEIGHT = 0.05  # most weight of the newest arrival in the mean busy share; less with many cores
+MOST_WASTE = 2.0  # most core-seconds of a size, relative to the least: forecasts may be wrong
+BUSIEST = 0.99  # upper bound of the busy share, so that the price is finite
 
 
 class Pressure:
-    """How busy cores are as actions come, and what a core-second more costs.
+    """Load of the cores as actions come, and the price of a core-second.
 
-    With ``m`` servers, each busy for a share ``r`` of the time, a mean of ``L(r) = r^a / (1 - r)`` actions waits, with
-    ``a = sqrt(2 (m + 1))`` (Sakasegawa, 1977: M/M/m). A core-second more in each second raises ``r`` by ``1 / C``, with ``C``
-    cores; so it costs ``L'(r) / C`` seconds of waiting. A server is as many cores as an action holds in the mean. A line that is
-    there now counts as well: each of its actions waits ``1 / C`` seconds longer.
-
-    Attributes
-    ----------
-    busy_frac : float
-        Mean share of cores that were held when an action came; at first 1, until there are arrivals to know better.
-    cores : float
-        Mean cores of an action.
+    With ``m`` servers, each busy for a share ``r`` of the time, a mean of ``L(r) = r^a / (1 - r)``
+    actions waits, with ``a = sqrt(2 (m + 1))`` (Sakasegawa, 1977: M/M/m). A core-second more costs
+    ``L'(r) / C`` seconds of waiting, with ``C`` cores; a server is the mean cores of an action.
+    Each action of a present line waits ``1 / C`` seconds longer.
     """
 
     def __init__(self) -> None:
         self.busy_frac, self.cores, self._arrivals = 1.0, 1.0, 0
 
     def came(self, held_cores: int, total_cores: int) -> None:
-        """An action came while so many cores were held."""
         frac = held_cores / total_cores if total_cores else 0.0
         self._arrivals += 1
         weight = max(min(MOST_WEIGHT, 0.25 / max(1, total_cores)), 1 / (self._arrivals + 1))
         self.busy_frac = round(self.busy_frac + weight * (frac - self.busy_frac), 9)
 
     def began(self, cores: int) -> None:
-        """An action began on so many cores."""
         self.cores = round(self.cores + FORGETTING * (cores - self.cores), 9)
 
     def price(self, waiting: int, held_cores: int, total_cores: int) -> float:
@@ -209,10 +146,7 @@ class Pressure:
 
 
 class Candidate(NamedTuple):
-    """An action that begins now.
-
-    ``seconds``: expected with its least cores.
-    """
+    """An action that begins now; ``seconds``: expected with its least cores."""
 
     holder: str
     worker: str
@@ -225,12 +159,12 @@ class Candidate(NamedTuple):
 def enlarged(
     candidates: list[Candidate], free_cores: dict[str, int], price: float, *, measures: bool
 ) -> list[tuple[str, int, str]]:
-    """(holder, cores, reason) of every candidate that gets more; ``free_cores`` of its worker fall accordingly.
+    """(holder, cores, reason) of candidates that get more; ``free_cores`` fall accordingly.
 
     ``measures``: sizes whose speed is not known yet are given, too.
     """
     given: dict[str, tuple[int, str]] = {}
-    steps: list[tuple[float, int, int, float]] = []  # a heap of (-gain per core, candidate, size, seconds saved)
+    steps: list[tuple[float, int, int, float]] = []  # heap: -gain per core, candidate, size, saved
     for index, each in enumerate(candidates):
         free = free_cores[each.worker]
         size = each.curve.unmeasured(each.cores + free) if measures else None
@@ -270,37 +204,24 @@ def _step(each: Candidate, index: int, cores: int, free: int, price: float) -> t
     return best
 
 
-PAYS_FACTOR = 2.0
-"""What is saved must be more than so many times what it costs, since both are forecast from means of ended actions."""
-OVERHEAD_S = 0.5
-"""Seconds that stopping an action and beginning it again takes besides."""
+PAYS_FACTOR = 2.0  # the saving must exceed the cost by this factor, since both are forecast
+OVERHEAD_S = 0.5  # further seconds to stop an action and begin it again
 CORES = KINDS.index("cores")
 
 
 class Running(NamedTuple):
-    """An action that holds a lease.
-
-    Attributes
-    ----------
-    holder, worker : str
-    has, least : tuple of int
-        Amounts of `KINDS` that it holds, and that it needs.
-    left_s : float
-        Seconds until it is expected to end; 0: not known, or about to end.
-    again_s : callable or None
-        Seconds that it takes from its beginning, by cores; None: it is not to be stopped.
-    """
+    """An action that holds a lease."""
 
     holder: str
     worker: str
-    has: tuple[int, ...]
-    least: tuple[int, ...]
-    left_s: float
-    again_s: Callable[[int], float] | None
+    has: tuple[int, ...]  # amounts of `KINDS` that it holds
+    least: tuple[int, ...]  # that it needs
+    left_s: float  # expected; 0: not known, or about to end
+    again_s: Callable[[int], float] | None  # in all, by cores, if it is revocable
 
 
 class Stopped(NamedTuple):
-    """Who is stopped on ``worker``: the action that waits begins ``saved_s`` seconds sooner, which costs all others ``cost_s``."""
+    """``holders`` stop: one begins ``saved_s`` sooner, which costs others ``cost_s``."""
 
     holders: tuple[str, ...]
     worker: str
@@ -311,11 +232,10 @@ class Stopped(NamedTuple):
 def stopped_for(
     need: tuple[int, ...], seconds: float, free: Mapping[str, Sequence[int]], running: Sequence[Running], price: float
 ) -> Stopped | None:
-    """Who makes room for an action that takes ``need`` for ``seconds``; None: it is better to wait.
+    """Who makes room for an action that takes ``need`` for ``seconds``; None if it should wait.
 
-    ``need`` and ``free`` are amounts of `KINDS`. ``free``: of each worker that is large enough and may have the action, which fits
-    on none of them now. ``price``: seconds that all who wait for cores wait longer, together, for each core-second that is thrown
-    away.
+    ``free``: amounts of `KINDS` of each worker that is large enough; it fits on none now.
+    ``price``: seconds of waiting for each core-second that is thrown away.
     """
     here = {worker: [each for each in running if each.worker == worker] for worker in free}
     waits_s = min((_fits_s(need, free[worker], here[worker]) for worker in free), default=0.0)
@@ -331,7 +251,6 @@ def stopped_for(
 
 
 def _thrown_away(each: Running) -> float:
-    """Core-seconds that it has run."""
     assert each.again_s is not None
     return each.has[CORES] * (each.again_s(each.has[CORES]) - each.left_s)
 
@@ -347,7 +266,7 @@ def _fits_s(need: tuple[int, ...], free: Sequence[int], running: Sequence[Runnin
 
 
 def _fewest(need: tuple[int, ...], free: Sequence[int], running: Sequence[Running]) -> list[Running]:
-    """Those that have run for the shortest time and together make room, without any that is not needed for it."""
+    """Those that ran for the shortest time and together make room, without superfluous ones."""
     missing = [want - has for want, has in zip(need, free, strict=True)]
     taken: list[Running] = []
     able = [(each.again_s(each.has[CORES]) - each.left_s, each) for each in running if each.again_s is not None]
@@ -366,7 +285,6 @@ def _fewest(need: tuple[int, ...], free: Sequence[int], running: Sequence[Runnin
 
 
 def _later_s(need: tuple[int, ...], seconds: float, free: Sequence[int], taken: Sequence[Running]) -> float:
-    """By how much those that are stopped end later, all together."""
     left = [has - want for has, want in zip(free, need, strict=True)]
     for each in taken:
         left = [amount + has for amount, has in zip(left, each.has, strict=True)]

@@ -1,11 +1,11 @@
-"""What a worker supplies, a holder requests and a lease holds; and limits of what belongs to no worker: calls of an API.
+"""Resources that workers supply and leases hold, and quotas, which belong to no worker.
 
 Invariants
 ----------
-1. A rate of ``units`` per ``per_s``: grants in any window [t, t + per_s) hold at most ``units`` units. (A bucket of tokens would
-   let twice as many through in a window that begins when it is full.)
+1. A rate of ``units`` per ``per_s``: grants in any window [t, t + per_s) hold at most ``units``
+   units. (A token bucket would let twice as many through.)
 2. A number at once: leases hold at most so many units.
-3. Asking a quota changes nothing; only a grant, a release and a later time do.
+3. Querying a quota has no side effects; only a grant, a release and a later time have.
 """
 
 from __future__ import annotations
@@ -18,47 +18,32 @@ import msgspec
 from libra.errors import ConfigError
 
 KINDS = ("slots", "cores", "memory", "gpus")
-"""Kinds that belong to a worker, in the order of `Resources.local`; a quota is a kind of its own, ``quota NAME``."""
+"""Kinds that belong to a worker, in the order of `Resources.local`; a quota is ``quota NAME``."""
 
 
 class Resources(msgspec.Struct, frozen=True, gc=False):
-    """Amounts of each kind.
-
-    Attributes
-    ----------
-    slots : int
-        TOOL slots; every action takes one.
-    cores, gpus : int
-        Whole ones, for the holder alone. A holder of 0 cores shares those that no lease has.
-    memory_bytes : int
-    quotas : tuple of (str, int)
-        Units of limits that belong to no worker, by name: rates of external APIs (`Quota`).
-    """
+    """Amounts of each kind; every action takes one TOOL slot."""
 
     slots: int = 0
-    cores: int = 0
+    cores: int = 0  # for the holder alone; one of 0 cores shares those that are not leased
     memory_bytes: int = 0
     gpus: int = 0
-    quotas: tuple[tuple[str, int], ...] = ()
+    quotas: tuple[tuple[str, int], ...] = ()  # units of limits that belong to no worker
 
     @property
     def local(self) -> tuple[int, int, int, int]:
-        """Amounts of `KINDS`."""
         return self.slots, self.cores, self.memory_bytes, self.gpus
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Kinds of which there is more than nothing."""
         own = (kind for kind, amount in zip(KINDS, self.local, strict=True) if amount)
         return frozenset((*own, *(quota_kind(name) for name, _ in self.quotas)))
 
     def with_cores(self, cores: int) -> Resources:
-        """The same, with so many cores."""
         return msgspec.structs.replace(self, cores=cores)
 
 
 def quota_kind(name: str) -> str:
-    """The kind of a quota."""
     return f"quota {name}"
 
 
@@ -78,49 +63,21 @@ def described(resources: Resources) -> str:
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, gc=False):
-    """What a holder asks for.
-
-    Attributes
-    ----------
-    holder : str
-        Who will hold the lease; one lease or request each.
-    least : Resources
-        The minimum, below which it does not run.
-    tool : str
-        Name under which its speed-up curve and its seconds are known (`LeaseTable.declare`); empty: neither.
-    home : str
-        Worker that it takes if it fits there.
-    revocable : bool
-        Whether the table may take it back for a request that does not fit.
-    """
+    """A request; each holder has one lease or request."""
 
     holder: str
-    least: Resources
-    tool: str = ""
-    home: str = ""
-    revocable: bool = False
+    least: Resources  # below which it does not run
+    tool: str = ""  # whose curve and seconds apply
+    home: str = ""  # worker that it takes if it fits there
+    revocable: bool = False  # for a request that does not fit
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):
-    """What a holder has, until it is released or its worker leaves.
-
-    Attributes
-    ----------
-    holder, worker : str
-    resources : Resources
-        What it holds; ``cores`` may be above the request's.
-    least_cores : int
-        Those of the request.
-    tool : str
-    granted_s : float
-    revocable : bool
-    reason : str
-        Why it was granted so.
-    """
+    """Resources of a holder, until it releases them or its worker leaves."""
 
     holder: str
     worker: str
-    resources: Resources
+    resources: Resources  # ``cores`` may be above the request's
     least_cores: int
     tool: str
     granted_s: float
@@ -129,8 +86,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
 
 
 class Revoke(msgspec.Struct, frozen=True, gc=False):
-    """Have ``holder`` stop its action on ``worker``, ``ran_s`` after its lease was granted, and release the lease for whom
-    ``reason`` names. It is held until then; ``holder`` requests another one."""
+    """Have ``holder`` stop its action, ``ran_s`` after its grant; it holds the lease until then."""
 
     holder: str
     worker: str
@@ -143,30 +99,21 @@ _RATE = re.compile(r"\s*(\d+)\s*/\s*(s|min|h)\s*")
 
 
 class Quota:
-    """One limit.
-
-    Parameters
-    ----------
-    units : int
-    per_s : float or None
-        Length of the window, in seconds; None: ``units`` at once.
-    """
+    """A limit: ``units`` per window of ``per_s``, or at once if that is None."""
 
     def __init__(self, units: int, per_s: float | None) -> None:
         self.units, self.per_s = units, per_s
         self.held = 0
-        self._granted: deque[tuple[float, int]] = deque()  # of a rate: (time, units), of the newest window
+        self._granted: deque[tuple[float, int]] = deque()  # (time, units) in the window
         self._in_window = 0
 
     def may(self, at_s: float, units: int = 1) -> bool:
-        """Whether ``units`` may be granted at ``at_s``."""
         if self.per_s is None:
             return self.held + units <= self.units
         return self.next_s(at_s, units) <= at_s
 
     def next_s(self, at_s: float, units: int = 1) -> float:
-        """When ``units`` may be granted, as far as time alone decides: ``at_s`` or later; infinite for a number at once that is
-        held, or for more than there are."""
+        """When time alone lets ``units`` be granted; infinite if it never does."""
         if units > self.units:
             return float("inf")
         if self.per_s is None:
@@ -180,7 +127,6 @@ class Quota:
         return soonest_s
 
     def take(self, at_s: float, units: int = 1) -> None:
-        """``units`` are granted at ``at_s``; times do not go back."""
         assert self.may(at_s, units)
         self.held += units
         if self.per_s is None:
@@ -195,15 +141,11 @@ class Quota:
         self.held -= units
 
     def limits(self, other: Quota) -> bool:
-        """Whether ``other`` is the same limit."""
         return (self.units, self.per_s) == (other.units, other.per_s)
 
 
 def read_quota(name: str, text: str | int) -> Quota:
-    """The quota that a configuration names: ``10/s``, ``300/min``, ``5000/h``, or a number of calls at once, ``4``.
-
-    Raises ConfigError for anything else.
-    """
+    """The quota of ``10/s``, ``300/min``, ``5000/h`` or ``4`` (at once); else ConfigError."""
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return Quota(text, None)
     found = _RATE.fullmatch(text) if isinstance(text, str) else None

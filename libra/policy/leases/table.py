@@ -1,25 +1,22 @@
 """The lease table: who holds which resources of which worker, and who gets some next.
 
-One table for the actions of all trajectories; sessions and services have pools and queues of their own. Live and in virtual time it
-is the same object; time arrives with every call and never goes back.
+One table for the actions of all trajectories. Time arrives with every call and never goes back.
 
 Invariants
 ----------
-1. Leases of a worker never hold more of any kind than it has. (If it declares less than is held, it grants nothing until enough is
-   released.) Of a quota they never hold more than `libra.policy.leases.resources` promises.
-2. A holder has at most one lease or request. A request is granted once; what is granted is its least, or a larger legal number of
-   cores of its curve, and the same amounts of all else.
-3. Arrival order: requests are considered in their order (priority, then arrival). One that does not fit keeps the kinds that it
-   lacks: no later request is granted any of these kinds, nor of those that it lacked before, when a later one was granted
-   something else. Of requests for the same kinds, the longest prefix whose minima fit is granted.
-4. Bounded wait: once a request is the first of its line, each kind that it lacks goes to it next. A request that is larger than
-   every present worker keeps nothing, and waits for a worker (`LeaseTable.stranded`).
-5. Enlargement takes only cores that are free after the prefix, and never holds a request back that fits: without it the same
-   requests are granted at this moment, in the same order.
-6. No lease outlives its worker: `withdraw` ends those of one that is gone.
-7. Only leases that were requested as revocable are revoked, and only for the first request that does not fit. That request then
-   goes before all others: what was given up for it goes to nobody else. A revoked lease is held until it is released.
-8. An `admit` that grants and revokes nothing changes no later answer. A log has grants only, so that a replay asks less often.
+1. Leases of a worker never hold more of any kind than it has, nor more of a quota than
+   `libra.policy.leases.resources` promises. No lease outlives its worker.
+2. A holder has at most one lease or request. A request is granted once: its least, or a larger
+   legal number of cores of its curve.
+3. Requests are considered in order (priority, then arrival). One that does not fit keeps the kinds
+   that it lacks: no later request gets any of them. Of requests for the same kinds, the longest
+   prefix whose minima fit is granted. So each kind goes to the first of its line; a request larger
+   than every worker keeps nothing (`LeaseTable.stranded`).
+4. Enlargement takes only cores that are free after the prefix: without it the same requests are
+   granted.
+5. Only revocable leases are revoked, for the first request that does not fit, which then goes
+   before all others. A revoked lease is held until it is released.
+6. An empty `admit` has no side effects, so that a replay needs grants only.
 """
 
 from __future__ import annotations
@@ -35,23 +32,20 @@ from libra.policy.leases.elastic import CORES, Candidate, Pressure, Running, Spe
 from libra.policy.leases.resources import KINDS, Lease, LeaseRequest, Quota, Resources, Revoke, described, quota_kind
 from libra.types import NO_TOOL, ToolStatus
 
-FORGETTING = 0.1
-"""Weight of the newest action in its tool's mean seconds."""
+FORGETTING = 0.1  # weight of the newest action in its tool's mean seconds
 NOTHING = (0,) * len(KINDS)
 RETURNED = frozenset({ToolStatus.OK, ToolStatus.TRUNCATED})
 CUT_OFF = frozenset({ToolStatus.TIMEOUT, NO_TOOL})
-"""Outcomes of actions that more cores would not have ended sooner: time-outs, and faults that the model reads nothing of."""
-FIRST = Priority(-1, -1, -1)
-"""Of a request for which leases are revoked."""
+"""Outcomes of actions that more cores would not have ended sooner."""
+FIRST = Priority(-1, -1, -1)  # the priority of a request for which leases are revoked
 
 
-Place = tuple[Priority, int]
-"""The order of a request: its priority, then its arrival."""
+Place = tuple[Priority, int]  # the order of a request: its priority, then its arrival
 Kinds = frozenset[str]
 
 
 class WaitingRequests:
-    """Every request with its place; those of the same kinds form a line."""
+    """Every request with its place; requests of the same kinds form a line."""
 
     def __init__(self) -> None:
         self._requests: dict[str, tuple[Place, LeaseRequest]] = {}
@@ -68,11 +62,9 @@ class WaitingRequests:
         return (request for _, request in self._requests.values())
 
     def wanting(self, kind: str) -> int:
-        """How many want some of ``kind``."""
         return self._with.get(kind, 0)
 
     def join(self, place: Place, request: LeaseRequest) -> None:
-        """``request`` waits at ``place``, in place of an earlier one of its holder."""
         self.leave(request.holder)
         kinds = request.least.kinds
         self._requests[request.holder] = (place, request)
@@ -85,7 +77,6 @@ class WaitingRequests:
             self._with[kind] = self._with.get(kind, 0) + 1
 
     def leave(self, holder: str) -> LeaseRequest | None:
-        """``holder`` no longer waits; returns its request."""
         _, request = self._requests.pop(holder, (None, None))
         if request is not None:
             for kind in request.least.kinds:
@@ -98,7 +89,6 @@ class WaitingRequests:
         return [kinds for _, kinds in sorted(heads, key=lambda head: head[0])]
 
     def first(self, kinds: Kinds) -> tuple[Place, LeaseRequest] | None:
-        """The first of a line; None: it is empty."""
         line = self._line(kinds)
         return self._requests[line[0][1]] if line else None
 
@@ -126,10 +116,8 @@ class LeaseTable:
         self._seconds: dict[str, float] = {}  # of a tool's action with its least cores
         self._waiting = WaitingRequests()
         self._leases: dict[str, Lease] = {}
-        self._stranded: dict[str, tuple[Place, LeaseRequest]] = {}  # no present worker is large enough
-        self._kept: dict[
-            str, frozenset[str]
-        ] = {}  # kinds that a waiting holder lacked when a later one was granted something
+        self._stranded: dict[str, tuple[Place, LeaseRequest]] = {}  # larger than every worker
+        self._kept: dict[str, frozenset[str]] = {}  # that it lacked when a later one got some
         self._revoking: set[str] = set()  # holders that are to release their lease
         self._first: set[str] = set()  # who waits, and had leases revoked for it
         self._serial = 0
@@ -138,7 +126,6 @@ class LeaseTable:
     # ---------------------------------------------------------------- what there is
 
     def supply(self, worker: str, capacity: Resources) -> None:
-        """``worker`` has so much from now on; what is held there stays held."""
         before = self._capacity.get(worker, NOTHING)
         free = self._free.setdefault(worker, [0] * len(KINDS))
         for index, (old, new) in enumerate(zip(before, capacity.local, strict=True)):
@@ -158,7 +145,7 @@ class LeaseTable:
         return ended
 
     def limit(self, name: str, quota: Quota) -> None:
-        """Units of ``name`` are limited from now on; the same limit again changes nothing."""
+        """Limit units of ``name``; the same limit again changes nothing."""
         known = self._quotas.get(name)
         if known is None or not known.limits(quota):
             if known is not None:
@@ -166,13 +153,12 @@ class LeaseTable:
             self._quotas[name] = quota
 
     def declare(self, tool: str, curve: SpeedUp) -> None:
-        """Actions of ``tool`` are elastic."""
         self._curves.setdefault(tool, curve)
 
     # ---------------------------------------------------------------- who asks, and who has ended
 
     def request(self, request: LeaseRequest, priority: Priority) -> None:
-        """``request`` waits from now on, in place of an earlier one of its holder, which has no lease; its quotas have limits."""
+        """``request`` waits, instead of an earlier one of its holder, which has no lease."""
         holder = request.holder
         assert holder not in self._leases, f"{holder} requests a lease and holds one"
         assert all(name in self._quotas for name, _ in request.least.quotas), request
@@ -185,7 +171,7 @@ class LeaseTable:
         self._waiting.join((FIRST if first else priority, self._serial), request)
 
     def adopt(self, lease: Lease) -> None:
-        """A lease that was granted elsewhere is held from now on, even if that is more than its worker has."""
+        """A lease granted elsewhere is held, even beyond the capacity of its worker."""
         assert lease.holder not in self._leases, f"{lease.holder} holds a lease"
         self.cancel(lease.holder)
         free = self._free.setdefault(lease.worker, list(NOTHING))
@@ -195,13 +181,11 @@ class LeaseTable:
         self._leases[lease.holder] = lease
 
     def cancel(self, holder: str) -> None:
-        """``holder`` no longer waits."""
         self._leave(holder)
         self._first.discard(holder)
 
     def release(self, holder: str, seconds: float | None = None, status: str = ToolStatus.OK) -> Lease | None:
-        """The lease of ``holder`` has ended, whatever ended it; ``seconds``: how long its action ran until it ended by itself, with
-        ``status``. None: it was stopped, or never ran."""
+        """The lease of ``holder`` has ended; ``seconds`` of its action, if it ended by itself."""
         lease = self._leases.get(holder)
         if lease is None:
             return None
@@ -213,43 +197,41 @@ class LeaseTable:
     # ---------------------------------------------------------------- queries
 
     def lease(self, holder: str) -> Lease | None:
-        """What ``holder`` has."""
         return self._leases.get(holder)
 
     def leases(self) -> tuple[Lease, ...]:
-        """All of them, the oldest first."""
         return tuple(self._leases.values())
 
     def waits(self, holder: str) -> bool:
-        """Whether ``holder`` has a request."""
         return holder in self._waiting or holder in self._stranded
 
     def waiting_work(self) -> tuple[int, float]:
-        """Requests that more workers would help, and their core-seconds (slot-seconds where they want no core), as far as actions
-        of their tool have ended; others count a second. Those that wait for a quota are left out."""
+        """Requests that more workers would help, and their core-seconds (slot-seconds without
+        cores).
+
+        An action counts a second until one of its tool has ended; requests that wait for a quota
+        are left out.
+        """
         helped = [request for request in self._waiting if not request.least.quotas]
         units = (max(1, each.least.cores) * (self.expected_s(each.tool) or 1.0) for each in helped)
         return len(helped), sum(units)
 
     def num_waiting(self) -> int:
-        """Requests that wait."""
         return len(self._waiting) + len(self._stranded)
 
     def held(self, worker: str) -> Resources:
-        """What the leases of ``worker`` hold."""
         pairs = zip(self._capacity.get(worker, NOTHING), self._free.get(worker, NOTHING), strict=True)
         return _vector(tuple(has - free for has, free in pairs))
 
     def capacity(self) -> dict[str, Resources]:
-        """What every worker has."""
         return {worker: _vector(amounts) for worker, amounts in self._capacity.items()}
 
     def stranded(self) -> tuple[LeaseRequest, ...]:
-        """Requests that no present worker could take even if it were free, by holder; as of the last `admit`."""
+        """Requests larger than every present worker, by holder; as of the last `admit`."""
         return tuple(self._stranded[holder][1] for holder in sorted(self._stranded))
 
     def next_s(self, at_s: float) -> float | None:
-        """When time alone may let a request go: after ``at_s``; None: it never does."""
+        """Earliest time at which a quota refill may admit a request; None if no refill can."""
         times: list[float] = []
         for kinds in self._waiting.lines():
             first = self._waiting.first(kinds)
@@ -258,14 +240,13 @@ class LeaseTable:
         return min((each for each in times if at_s < each < float("inf")), default=None)
 
     def expected_s(self, tool: str) -> float | None:
-        """Mean seconds of an action of ``tool`` with its least cores; None: none has ended."""
+        """Mean seconds of an action of ``tool`` with its least cores, once one has ended."""
         return self._seconds.get(tool)
 
     # ---------------------------------------------------------------- admission
 
     def admit(self, at_s: float) -> tuple[Lease | Revoke, ...]:
-        """Grant what fits now, in order, then enlarge; returns the grants in order, then what is to be revoked for the first that
-        does not fit."""
+        """Grant what fits, in order, and enlarge; then revoke for the first that does not fit."""
         granted: list[str] = []
         passed: list[tuple[LeaseRequest, frozenset[str]]] = []
         lines = {kinds: first for kinds in self._waiting.lines() if (first := self._waiting.first(kinds))}
@@ -297,7 +278,7 @@ class LeaseTable:
         return (*grants, *self._revocations(*passed[0], at_s)) if passed else grants
 
     def _find(self, request: LeaseRequest, at_s: float) -> tuple[str | None, frozenset[str]]:
-        """The worker for a request; None with the kinds that it lacks, or with none if no present worker is large enough."""
+        """The worker for a request, or the kinds that it lacks; neither if none is large enough."""
         need = request.least.local
         fits: list[str] = []
         able, lacks = False, set[str]()
@@ -318,9 +299,9 @@ class LeaseTable:
         if request.home in fits:
             return request.home, frozenset()
         free_of = self._free
-        if request.tool in self._curves or not need[CORES]:  # where it can grow, or beside as few others as possible
+        if request.tool in self._curves or not need[CORES]:  # most room
             return max(fits, key=lambda worker: (free_of[worker], worker)), frozenset()
-        return min(fits, key=lambda worker: (free_of[worker][CORES], worker)), frozenset()  # larger holes stay whole
+        return min(fits, key=lambda worker: (free_of[worker][CORES], worker)), frozenset()  # best fit
 
     def _grant(self, request: LeaseRequest, worker: str, at_s: float) -> None:
         least = request.least
@@ -334,18 +315,14 @@ class LeaseTable:
         )  # fmt: skip
 
     def _enlarge(self, granted: list[str]) -> None:
+        leases = [lease for lease in map(self._leases.__getitem__, granted) if lease.tool in self._curves]
         candidates = [
             Candidate(
-                lease.holder,
-                lease.worker,
-                lease.resources.cores,
-                lease.least_cores,
-                self._curves[lease.tool],
-                self.expected_s(lease.tool) or 1.0,
+                each.holder, each.worker, each.resources.cores, each.least_cores, self._curves[each.tool],
+                self.expected_s(each.tool) or 1.0,
             )
-            for lease in map(self._leases.__getitem__, granted)
-            if lease.tool in self._curves
-        ]
+            for each in leases
+        ]  # fmt: skip
         if not candidates:
             return
         free_cores = {worker: max(0, free[CORES]) for worker, free in self._free.items()}
@@ -365,8 +342,7 @@ class LeaseTable:
         return sum(capacity[CORES] for capacity in self._capacity.values())
 
     def _revocations(self, request: LeaseRequest, lacks: frozenset[str], at_s: float) -> tuple[Revoke, ...]:
-        """What is revoked for the first request that does not fit (`libra.policy.leases.elastic`); nothing while it waits for a
-        quota, or once leases were revoked for it."""
+        """Leases to revoke for the first request that does not fit, once, not for a quota."""
         seconds = self.expected_s(request.tool) if request.tool else None
         if seconds is None or not lacks <= set(KINDS) or request.holder in self._first:
             return ()
@@ -379,7 +355,7 @@ class LeaseTable:
             if all(has >= want for has, want in zip(self._capacity[worker], need, strict=True))
         }
         running = [self._running(lease, at_s) for lease in self._leases.values()]
-        price = self._waiting.wanting("cores") / max(1, self._total_cores())  # each of them waits longer
+        price = self._waiting.wanting("cores") / max(1, self._total_cores())  # they wait longer
         found = stopped_for(need, seconds, free, running, price)
         if found is None:
             return ()
@@ -428,8 +404,7 @@ class LeaseTable:
             self._quotas[name].give_back(units)
 
     def _learn(self, lease: Lease, seconds: float, status: str) -> None:
-        """Take what an action took into its tool's mean, however it ended: the next may end so, too. How much faster more cores are
-        is learned from those that returned."""
+        """Learn from an action: its tool's mean however it ended, its curve if it returned."""
         curve = self._curves.get(lease.tool)
         if curve is not None and status in RETURNED:
             curve.ended(lease.resources.cores, seconds)

@@ -1,10 +1,13 @@
-"""Lengths of the trajectories of one group (or family), ended and running ones together.
+"""Lengths of the trajectories of one group (or family), running ones and earlier iterations
+included.
 
-An ended member counts fully. A running one is right-censored: only a lower bound of its length is
-known. It counts with its expected total, with a weight that grows with the share of all
-trajectories that it has outlasted; so a group whose members keep running is predicted to be long,
-while the ended ones alone would make it look short. Knowledge of its prompt from earlier iterations
-(`libra.policy.posterior.prompt_history`) counts as additional members.
+An ended member counts fully. A running one is right-censored: it counts with its expected total,
+with a weight that grows with the share of trajectories that it has outlasted. So a group whose
+members keep running is predicted to be long.
+
+`History` counts as further members: a prompt that was long is long again (RhymeRL,
+arXiv:2508.18588). Lengths drift, so it keeps departures from other prompts of the same version, and
+measures their `persistence` at every return.
 
 Differs from Seer (one member runs ahead, and its length predicts the group's): see `Cohort.probe`;
 every member counts.
@@ -13,51 +16,36 @@ every member counts.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import msgspec
 
-KEPT = 1_024
+KEPT_GROUPS = 1_024
 """Groups kept without a running member; the least recently used are dropped first."""
 
 
 class Cohort(msgspec.Struct, array_like=True, gc=False):
-    """Sums over the members of one group; totals are logarithms of tokens.
+    """Sums over the members of one group; totals are logarithms of tokens."""
 
-    Attributes
-    ----------
-    weight, total : float
-        Of ended members: their number, and the sum of their totals; both decay.
-    running, running_total : float
-        Of running members: sum of their weights, and of weight times expected total.
-    probe : str
-        Key of the member that should run ahead because nothing is known of the group; empty: none.
-    prompt : str
-        Of its members, if its prompt may return.
-    past, past_shift : float
-        Weight, in members, of the prompt's history, and log tokens by which that exceeds other
-        prompts.
-    """
-
-    weight: float = 0.0
-    total: float = 0.0
-    running: float = 0.0
-    running_total: float = 0.0
+    weight: float = 0.0  # decaying number of ended members
+    total: float = 0.0  # their totals
+    running: float = 0.0  # weights of running members
+    running_total: float = 0.0  # weight times expected total
     finished: int = 0
     live: int = 0
-    probe: str = ""
-    prompt: str = ""
-    past: float = 0.0
-    past_shift: float = 0.0
+    probe: str = ""  # member that should run ahead, since the group is unknown
+    prompt: str = ""  # if it may return
+    past: float = 0.0  # weight of its history, in members
+    past_shift: float = 0.0  # log tokens by which that exceeds other prompts
 
     def scale(self, factor: float) -> None:
-        """Multiply the weight of ended members by ``factor``."""
         self.weight *= factor
         self.total *= factor
 
     def leave(self, weight: float, value: float, total: float | None) -> None:
         """A member ends: remove its running weight, and add its true ``total`` if known."""
         self.live -= 1
-        self.running = self.running - weight if self.live else 0.0  # sums drift; an empty one is exact
+        self.running = self.running - weight if self.live else 0.0  # exact if empty
         self.running_total = self.running_total - weight * value if self.live else 0.0
         if total is not None:
             self.weight += 1.0
@@ -66,18 +54,9 @@ class Cohort(msgspec.Struct, array_like=True, gc=False):
 
 
 class Cohorts(msgspec.Struct, array_like=True):
-    """All groups by name.
+    """All groups by name, the ``idle`` ones by last use."""
 
-    Attributes
-    ----------
-    prior : float
-        Weight, in members, of the prior that a group is like all others.
-    by_name : dict
-    idle : dict
-        Names of groups without a running member, the least recently used first.
-    """
-
-    prior: float
+    prior: float  # weight of the prior that a group is like all others, in members
     by_name: dict[str, Cohort] = {}
     idle: dict[str, None] = {}
 
@@ -91,7 +70,6 @@ class Cohorts(msgspec.Struct, array_like=True):
         return cohort
 
     def leave(self, name: str, key: str, weight: float, value: float, total: float | None) -> Cohort:
-        """A member ends; see `Cohort.leave`."""
         cohort = self.by_name[name]
         cohort.leave(weight, value, total)
         if cohort.probe == key or total is not None:
@@ -99,7 +77,7 @@ class Cohorts(msgspec.Struct, array_like=True):
         if not cohort.live:
             if cohort.finished:
                 self.idle[name] = None
-                if len(self.idle) > KEPT:
+                if len(self.idle) > KEPT_GROUPS:
                     oldest = next(iter(self.idle))
                     del self.idle[oldest], self.by_name[oldest]
             else:
@@ -109,7 +87,7 @@ class Cohorts(msgspec.Struct, array_like=True):
     def shift(self, name: str, centre: float, weight: float, value: float) -> tuple[float, float]:
         """Log tokens by which a member should exceed ``centre``, and the certainty of that (0..1).
 
-        ``weight`` and ``value`` are those of the member itself, which is left out.
+        ``weight`` and ``value`` of the member itself are left out.
         """
         cohort = self.by_name[name]
         others = cohort.weight + cohort.running - weight
@@ -121,13 +99,12 @@ class Cohorts(msgspec.Struct, array_like=True):
         return (total - centre * others + cohort.past * cohort.past_shift) / sure, known / sure
 
     def scale(self, factor: float) -> None:
-        """Multiply the weight of all ended members by ``factor``."""
         for cohort in self.by_name.values():
             cohort.scale(factor)
 
 
 def lognormal_remaining(centre: float, spread: float, log_done: float) -> float:
-    """Log of the expected rest of a lognormal total (``centre``, ``spread``) beyond ``log_done``."""
+    """Log of the expected rest of a lognormal total beyond ``log_done``."""
     upper = (log_done - centre) / (spread * 1.4142135623730951)
     survival = math.erfc(upper)
     if survival < 1e-6:  # far in the tail: the inverse of the hazard rate
@@ -136,3 +113,77 @@ def lognormal_remaining(centre: float, spread: float, log_done: float) -> float:
     total = math.exp(centre + half) * math.erfc(upper - spread * 0.7071067811865476) / survival
     rest = total - math.exp(log_done)
     return math.log(rest) if rest > 1.0 else 0.0
+
+
+KEPT_PROMPTS = 16_384  # maximum number of prompts kept; the least recently seen are dropped first
+FIRST_PERSISTENCE = 0.8
+"""Persistence before any prompt has returned, and the weight of that in groups."""
+FIRST_GROUPS = 4.0
+FORGET_RETURNED = 0.998  # weight of a comparison after each later one
+LARGEST_PERSISTENCE = 0.95
+CENTRE_GROUPS = 8.0  # weight, in groups, of the previous version's centre in the next one
+
+
+class Past(NamedTuple):
+    """Log tokens by which a prompt's trajectories departed from others, and their number."""
+
+    departure: float
+    members: float
+
+
+class History(msgspec.Struct):
+    """The history of all prompts; ended groups are compared with others of the same version."""
+
+    past: dict[str, Past] = {}
+    pending: dict[str, tuple[float, float, float]] = {}  # mean log total, members, recalled
+    centre: float | None = None  # log total of an average group
+    squares: float = 0.0  # of recalled departures
+    products: float = 0.0  # with the observed ones
+
+    @property
+    def persistence(self) -> float:
+        """Measured share of a departure that persists until the prompt returns, 0 to 0.95."""
+        first = FIRST_GROUPS * 0.5
+        share = (self.products + first * FIRST_PERSISTENCE) / (self.squares + first)
+        return min(max(share, 0.0), LARGEST_PERSISTENCE)
+
+    @property
+    def measured(self) -> float:
+        return self.persistence if self.squares else 0.0
+
+    def recall(self, prompt: str, prior: float) -> float | None:
+        """Log tokens by which members of ``prompt`` are expected to depart; None for a new one.
+
+        ``prior`` is the weight, in members, of the prior that a prompt is like all others.
+        """
+        past = self.past.get(prompt)
+        return None if past is None else past.departure * past.members / (past.members + prior)
+
+    def ended(self, prompt: str, mean_log: float, members: float, recalled: float | None) -> None:
+        """A group of ``prompt`` has ended; ``recalled`` was its history. The last call counts."""
+        self.pending[prompt] = (mean_log, members, 0.0 if recalled is None else recalled)
+
+    def published(self) -> None:
+        """A new version: compare and keep what has ended since the last one."""
+        ended, self.pending = self.pending, {}
+        if not ended:
+            return
+        mean = sum(mean_log for mean_log, _, _ in ended.values()) / len(ended)
+        before = mean if self.centre is None else self.centre
+        self.centre = centre = (len(ended) * mean + CENTRE_GROUPS * before) / (len(ended) + CENTRE_GROUPS)
+        for prompt, (mean_log, members, recalled) in ended.items():
+            departure = mean_log - centre
+            if recalled:
+                self.squares = FORGET_RETURNED * self.squares + recalled * recalled
+                self.products = FORGET_RETURNED * self.products + recalled * departure
+            self._keep(prompt, departure, members)
+
+    def _keep(self, prompt: str, departure: float, members: float) -> None:
+        before = self.past.pop(prompt, None)
+        if before is not None:
+            worth = self.persistence * min(before.members, members)
+            departure = (departure * members + before.departure * worth) / (members + worth)
+            members += worth
+        self.past[prompt] = Past(departure, members)
+        if len(self.past) > KEPT_PROMPTS:
+            del self.past[next(iter(self.past))]

@@ -1,22 +1,16 @@
 """Forecasts of a trajectory's remaining tokens, learned online from ended and running ones.
 
-One ridge regression on progress and every signal, mixed with the totals of siblings; a guard scales
-its departure from progress alone by the gain that was measured
-(`libra.policy.posterior.regression`).
-
-Trajectories that end early are short (right censoring): with 32 in flight the first to end are far
-below the mean. So the posterior also learns from running ones, with their expected totals (Buckley
-and James 1979), replaced at every `learn`.
+One ridge regression on progress and every signal, mixed with the totals of siblings
+(`libra.policy.posterior.regression`). Trajectories that end early are short (right censoring), so
+running ones count with their expected totals (Buckley and James 1979), replaced at every `learn`.
 
 Promises
 --------
-1. Deterministic in the sequence of events and of calls of `learn`, whatever the hash seed.
+1. Deterministic in the sequence of events and of calls of `learn`, for any hash seed.
 2. ``restore(snapshot())`` changes no later forecast.
 3. Without measured gain over progress (`Forecast.skill` is 0) the forecast is the progress-only
    one.
-4. Memory is bounded by the number of running trajectories, and by constants: rows to learn from are
-   kept of ``FOLLOWED`` running trajectories, and of ``WAITING`` ended ones until `learn`; a group's
-   state goes with its last member (except the last 1,024), the history has at most 16,384 prompts.
+4. Memory is bounded by the number of running trajectories, and by constants.
 """
 
 from __future__ import annotations
@@ -28,70 +22,59 @@ from typing import Any
 import numpy as np
 
 from libra.facts import Fact, PromptsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
-from libra.policy.forecast import Forecast
-from libra.policy.posterior.cohorts import Cohort, Cohorts, lognormal_remaining
-from libra.policy.posterior.features import MAX_BYTES, NUM_FEW, NUM_ROW, TOOL_SLOTS, WIDTH, Live, counted
-from libra.policy.posterior.prompt_history import History
-from libra.policy.posterior.regression import FORGET, Regression
-from libra.policy.snapshots import Saved
+from libra.policy.forecast import Forecast, Forecaster
+from libra.policy.posterior.cohorts import Cohort, Cohorts, History, lognormal_remaining
+from libra.policy.posterior.regression import (
+    FORGET,
+    MAX_BYTES,
+    NUM_FEW,
+    NUM_ROW,
+    TOOL_SLOTS,
+    WIDTH,
+    Live,
+    Regression,
+    counted,
+)
 from libra.types import Phase, ToolStatus
 
-VERSION_FORGET = 0.9
-"""Weight of everything learned after each new version of the weights."""
+VERSION_FORGET = 0.9  # weight of everything learned after each new version of the weights
 SIBLING_PRIOR, FAMILY_PRIOR = 1.0, 5.0
 """Weight, in members, of the prior that a group, a family is like all others."""
-SAMPLE = 64
-"""Running trajectories that a `learn` uses."""
-FOLLOWED = 2_048
-"""Running trajectories to learn from: each new one while there is room. Forgetting makes more of
-them worth nothing."""
-WAITING = 1_024
-"""Ended trajectories that wait for `learn`; beyond, the oldest are dropped."""
-NAMED = 65_536
-"""Groups whose prompts are known before their first trajectory; beyond, the oldest are dropped."""
-UNFINISHED = "(unfinished turn)"
-"""What returns when a turn parks before its end: only that it goes on."""
+SAMPLE = 64  # running trajectories that a `learn` uses
+FOLLOWED = 2_048  # running trajectories to learn from: each new one while there is room
+WAITING = 1_024  # ended trajectories that wait for `learn`; beyond, the oldest are dropped
+NAMED = 65_536  # groups whose prompts are known before their first trajectory
+UNFINISHED = "(unfinished turn)"  # the return of a turn that parks before its end
 _LARGEST_LOG = 16.0
 
 
-class Posterior(Saved):
-    """The forecaster; see the module. One per run."""
+class Posterior(Forecaster):
+    """The forecaster; one per run."""
 
-    SAVED = {
-        "_live": dict[str, Live],
-        "_tools": dict[str, int],
-        "_groups": Cohorts,
-        "_families": Cohorts,
-        "_history": History,
-        "_named": dict[str, str],
-        "_followed": int,
-        "_waiting": list[tuple[bytes, int, str]],
-        "_regression": Regression,
-        "_all": Cohort,
-        "_squares": float,
-        "_spread": tuple[float, float],
-        "_within": list[float],
-    }
+    _live: dict[str, Live]
+    _tools: dict[str, int]
+    _groups: Cohorts
+    _families: Cohorts
+    _history: History
+    _named: dict[str, str]  # prompts of groups that have not started
+    _followed: int  # running trajectories with rows
+    _waiting: list[tuple[bytes, int, str]]  # ended ones: rows, tokens, group
+    _regression: Regression
+    _all: Cohort  # all trajectories
+    _squares: float  # sum of squares of log totals of ended ones
+    _spread: tuple[float, float]  # variance of log totals within and between groups
+    _within: list[float]  # ended ones with ended siblings: number, sum of squares
 
     def __init__(self) -> None:
-        self._live: dict[str, Live] = {}
-        self._tools: dict[str, int] = {}
+        super().__init__()
         self._groups, self._families = Cohorts(SIBLING_PRIOR), Cohorts(FAMILY_PRIOR)
-        self._history = History()
-        self._named: dict[str, str] = {}  # prompts of groups that have not started
-        self._followed = 0  # running trajectories with rows
-        self._waiting: list[tuple[bytes, int, str]] = []  # ended ones: rows, tokens, group
-        self._regression = Regression()
-        self._all = Cohort()  # all trajectories
-        self._squares = 0.0  # sum of squares of log totals of ended ones
-        self._spread = (0.5, 0.5)  # variance of log totals within and between groups
-        self._within = [0.0, 0.0]  # ended ones with ended siblings: number, sum of squares
+        self._history, self._regression, self._all = History(), Regression(), Cohort()
+        self._spread, self._within = (0.5, 0.5), [0.0, 0.0]
         self._x, self._row = np.zeros(WIDTH), np.zeros(NUM_ROW, dtype=np.float32)
         self._moment = 0  # changes whenever a forecast may
-        self._twin: tuple[int, str, str, Live] | None = None  # the last one forecast before its start
+        self._twin: tuple[int, str, str, Live] | None = None  # last forecast before a start
 
     def handle(self, event: Fact) -> None:
-        """Learn from one event; it must be cheap, because the scheduler's loop waits for it."""
         self._moment += 1
         if type(event) is QuantumFinished:
             live = self._live.get(event.key)
@@ -135,7 +118,6 @@ class Posterior(Saved):
         self._forecast(live)
 
     def _recall(self, cohort: Cohort, prompt: str) -> None:
-        """Let the history of a new group's prompt count as members, as far as it persists."""
         cohort.prompt = prompt
         prior, persistence = self._groups.prior, self._history.persistence
         shift = self._history.recall(prompt, prior)
@@ -242,7 +224,7 @@ class Posterior(Saved):
         return Forecast(mean, order, self._regression.order.skill)
 
     def reconsidered(self, key: str) -> Forecast:
-        """`remaining` of an unbegun one, updated by its siblings; KeyError as `remaining`."""
+        """`remaining` of a waiting one, updated by its siblings; KeyError as `remaining`."""
         live = self._live[key]
         if live.tokens or live.returns:
             return self.remaining(key)
@@ -261,7 +243,6 @@ class Posterior(Saved):
         return bool(live.group) and self._groups.by_name[live.group].probe == key
 
     def learn(self) -> None:
-        """Learn from trajectories ended since the last call, and from running ones; takes ms."""
         if not self._waiting:
             return
         self._moment += 1
@@ -286,7 +267,6 @@ class Posterior(Saved):
         return within, max(variance - within, 0.1 * within)
 
     def restore(self, snapshot: Any) -> None:
-        """Take the state of ``snapshot``; errors as `Saved.restore`."""
         super().restore(snapshot)
         self._twin = None
 
@@ -299,9 +279,8 @@ class Posterior(Saved):
     def weights(self) -> dict[str, float]:
         """Weight of each part in the order, 0 to 1, the guard included.
 
-        "regression" uses all signals, "totals" the totals of siblings, where their certainty is 1.
-        "history" is the measured persistence of a prompt's length, which acts through the siblings;
-        0 before any prompt has returned.
+        "regression" uses all signals, "totals" the totals of siblings, "history" is the persistence
+        of a prompt's length.
         """
         order = self._regression.order
         joint, totals = (order.factor * share for share in order.shares)

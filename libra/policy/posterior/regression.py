@@ -1,9 +1,10 @@
-"""Ridge regression of the remaining length on all features, and a guard on what it adds to progress
-alone.
+"""Ridge regression of the remaining length on all features, with a guard on its gain over progress.
 
-Two targets share one Gram matrix: the logarithm of the remaining tokens (for ranking) and the
-tokens themselves (for sums of loads). Progress columns alone give the reference forecast, all
-columns the joint one; `Blend` decides how far to depart from the reference.
+A row of features, kept until its trajectory ends, is ``NUM_ROW`` 32-bit numbers: the columns, the
+tokens generated so far, and the forecasts as made then (progress alone: log order, mean; all
+columns: log order, mean). Two targets share one Gram matrix: the logarithm of the remaining tokens
+(for ranking) and the tokens (for sums of loads). Progress columns alone give the reference; `Blend`
+decides how far to depart from it.
 
 Invariants
 ----------
@@ -21,65 +22,95 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.policy.posterior.features import (
-    NUM_ROW,
-    PROGRESS,
-    SERVED,
-    SURE,
-    SURE_LOG,
-    SURE_TOKENS,
-    TOKENS,
-    WIDTH,
-)
-from libra.policy.snapshots import Saved
+from libra.policy.saved import Saved
+from libra.types import ToolStatus
+
+PROGRESS = 4
+"""Constant, and logarithms of tokens, returns and the last turn's tokens.
+
+Plain numbers would let the few longest trajectories dominate the fit.
+"""
+SURE, SURE_LOG, SURE_TOKENS = PROGRESS + 1, PROGRESS + 2, PROGRESS + 3
+"""Certainty of the siblings' totals, and its products with their log remainder and remainder."""
+NUM_FEW = PROGRESS + 5
+"""Columns before the tools' counts: progress, four of siblings, one of the family."""
+TOOL_SLOTS = 24  # tools counted by name, the last slot for all others
+DECAY = np.float32(0.85)  # A tool's count after each later return; half-life 4 returns
+OUTCOMES = tuple(ToolStatus)
+"""All outcomes; each but the first (the ordinary one) has its own decayed count."""
+_OUTCOME: dict[str, int] = {status: TOOL_SLOTS + number - 1 for number, status in enumerate(OUTCOMES)}
+_PAYLOAD = TOOL_SLOTS + len(OUTCOMES) - 1
+COUNTED = _PAYLOAD + 2  # decayed counts: tools, outcomes but the first, payload classes; then the last payload's tokens
+PAYLOAD_TOKENS = (125, 1250)
+"""Bounds of the payload classes: 500 and 5,000 characters, as in the paper's published code."""
+WIDTH = NUM_FEW + COUNTED
+TOKENS, SERVED = WIDTH, WIDTH + 1
+NUM_ROW = SERVED + 4
+MAX_BYTES = 257 * 4 * NUM_ROW  # rows of one trajectory to learn from; forecasts continue after them
+NO_COUNTS = np.zeros(COUNTED, dtype=np.float32).tobytes()
+
+
+def counted(counts: bytes, slot: int, status: str, payload_tokens: int) -> bytes:
+    """The decayed counts (float32) after one more return of the tool in ``slot``.
+
+    ValueError for a status that is not one of `OUTCOMES`.
+    """
+    try:
+        outcome = _OUTCOME[status]
+    except KeyError:
+        raise ValueError(f"status {status!r} is not a tool outcome; allowed are {', '.join(OUTCOMES)}") from None
+    after = np.frombuffer(counts, dtype=np.float32) * DECAY
+    after[slot] += 1.0
+    if outcome >= TOOL_SLOTS:
+        after[outcome] += 1.0
+    if payload_tokens > PAYLOAD_TOKENS[0]:
+        after[_PAYLOAD] += 1.0 if payload_tokens <= PAYLOAD_TOKENS[1] else 2.0
+    after[_PAYLOAD + 1] = payload_tokens
+    return after.tobytes()
+
+
+class Live(msgspec.Struct, array_like=True, gc=False):
+    """A running trajectory."""
+
+    group: str
+    family: str
+    rows: bytes | None  # to learn from, if it is followed
+    tokens: int = 0  # generated so far
+    pending: int = 0  # since the last return
+    returns: int = 0
+    counts: bytes = NO_COUNTS  # decayed, of its tools' returns
+    imputed: float = 0.0  # logarithm of its expected total
+    information: float = 0.0  # weight (0..1) of that among its siblings
+    mean: float = 0.0  # forecast at its last return
+    order: float = 0.0  # forecast at its last return
+
 
 Floats = NDArray[np.float64]
 
-FORGET = 0.998
-"""Weight of an ended trajectory after each later one."""
+FORGET = 0.998  # weight of an ended trajectory after each later one
 PROGRESS_SHRINK, SIGNAL_SHRINK, STACK_SHRINK = 1.0, 10.0, 3.0
-"""Weight, in trajectories, of the prior that a column of progress, a column of a signal, a share
-have no effect."""
-FIRST_MEAN_TOKENS = 1000.0
-"""Mean forecast before anything has ended."""
-SWEEPS = 60
-"""Of the coordinate descent that fits the shares."""
+"""Prior that a progress column, a signal column, a share has no effect, in trajectories."""
+FIRST_MEAN_TOKENS = 1000.0  # mean forecast before anything has ended
+SWEEPS = 60  # sweeps of the coordinate descent that fits the shares
 GUARD_SIGMAS = (0.5, 1.0)
-"""Standard errors by which a gain must stand out: in the order, and in the mean, whose errors have
-the heavier tail."""
-GROUPS = 1024
-"""Latest groups whose gain is kept, so that siblings count as one observation."""
+"""Standard errors by which a gain must stand out, in the order and in the mean."""
+GROUPS = 1024  # latest groups whose gain is kept, so that siblings count as one observation
 
 
 class Blend(msgspec.Struct, array_like=True):
     """Departure of one target's forecast from progress alone, and a guard on it.
 
-    Attributes
-    ----------
-    sigmas : float
-        Standard errors by which a gain must stand out.
-    shares : (float, float)
-        Weights of the regression, and of the lognormal totals of siblings times their certainty: >=
-        0, of sum <= 1.
-    factor : float
-        Factor on the departure *as served*, 0..1: the lower confidence limit of its best factor, so
-        that a gain that chance explains counts as zero.
-    skill : float
-        Share of the squared error of progress alone that the served forecast saved.
-    sums : tuple of float
-        Normal equations of the shares (five numbers); sums of (error of progress alone) x (served
-        departure), of squared departures, of squared errors of progress alone, and over groups of
-        their gain, squared: siblings gain and lose together.
-    groups : dict
-        Gain of the latest groups.
+    ``sums``: normal equations of the shares (five numbers); sums of (error of progress alone) x
+    (served departure), of squared departures, of squared errors, and over groups of their gain,
+    squared.
     """
 
-    sigmas: float
-    shares: tuple[float, float] = (0.0, 0.0)
-    factor: float = 0.0
-    skill: float = 0.0
+    sigmas: float  # standard errors by which a gain must stand out
+    shares: tuple[float, float] = (0.0, 0.0)  # of regression and siblings' totals; sum <= 1
+    factor: float = 0.0  # on the served departure, 0..1: lower confidence limit of the best
+    skill: float = 0.0  # share of the squared error of progress that was saved
     sums: tuple[float, ...] = (0.0,) * 9
-    groups: dict[str, float] = {}
+    groups: dict[str, float] = {}  # gain of the latest groups
 
     def add(self, joint: Floats, totals: Floats, error: Floats, served: Floats, then: Floats, group: str) -> None:
         """Add a trajectory of a group: differences to progress alone, (N,) each.
@@ -99,11 +130,9 @@ class Blend(msgspec.Struct, array_like=True):
         self.sums = tuple(before + float(value) for before, value in zip(self.sums, more, strict=True))
 
     def scale(self, factor: float) -> None:
-        """Multiply the weight of everything so far by ``factor``."""
         self.sums = tuple(factor * value for value in self.sums)
 
     def solve(self, trajectories: float) -> None:
-        """Set shares, factor and skill."""
         a, b, c, p, q, gain, step, base, noise = self.sums
         shrink = 1.0 + STACK_SHRINK / max(trajectories, 1.0)
         self.shares = _shares(shrink * a, b, shrink * c, p, q)
@@ -115,8 +144,7 @@ class Blend(msgspec.Struct, array_like=True):
 
 
 def _shares(a: float, b: float, c: float, p: float, q: float) -> tuple[float, float]:
-    """Minimiser (v, w) of ``(a v v + 2 b v w + c w w) / 2 - p v - q w`` over weights >= 0 of sum <=
-    1."""
+    """Minimiser (v, w) >= 0, v + w <= 1, of ``(a v v + 2 b v w + c w w) / 2 - p v - q w``."""
     first = second = 0.0
     for _ in range(SWEEPS):
         first = _clipped(p - b * second, a)
@@ -134,40 +162,28 @@ def _clipped(pull: float, step: float) -> float:
 class Regression(Saved):
     """Sums over ended trajectories, and the coefficients fitted to them.
 
-    Attributes
-    ----------
-    weights : float array (WIDTH, 4)
-        Forecast = columns @ weights: log order and mean (tokens) of progress alone, then of all
-        columns.
-    excess : float
-        Logarithm of the siblings' mean totals minus their mean logarithm.
-    order, mean : Blend
+    Forecasts are ``columns @ weights`` (WIDTH, 4): log order and mean (tokens) of progress alone,
+    then of all columns. ``excess``: log of the siblings' mean total minus their mean log.
     """
 
-    SAVED = {
-        "_gram": np.ndarray,
-        "_cross": np.ndarray,
-        "_trajectories": float,
-        "_gaps": list[float],
-        "weights": np.ndarray,
-        "excess": float,
-        "order": Blend,
-        "mean": Blend,
-    }
+    _gram: Floats
+    _cross: Floats
+    _trajectories: float
+    _gaps: list[float]  # returns with known siblings: certainty, and the sum of excesses
+    weights: Floats
+    excess: float
+    order: Blend
+    mean: Blend
 
     def __init__(self) -> None:
-        self._gram = np.zeros((WIDTH, WIDTH))
-        self._cross = np.zeros((WIDTH, 2))
-        self._trajectories = 0.0
-        self._gaps = [0.0, 0.0]  # returns with known siblings: certainty, and the sum of excesses
+        super().__init__()
+        self._gram, self._cross, self._gaps = np.zeros((WIDTH, WIDTH)), np.zeros((WIDTH, 2)), [0.0, 0.0]
         self.weights = np.zeros((WIDTH, 4))
-        self.weights[1, 0::2] = 1.0  # without data: the rest equals what was generated (least attained service first)
+        self.weights[1, 0::2] = 1.0  # without data: least attained service first
         self.weights[0, 1::2] = FIRST_MEAN_TOKENS
-        self.excess = 0.0
         self.order, self.mean = (Blend(sigmas) for sigmas in GUARD_SIGMAS)
 
     def scale(self, factor: float) -> None:
-        """Multiply the weight of everything so far by ``factor``."""
         self._gram *= factor
         self._cross *= factor
         self._trajectories *= factor
@@ -175,10 +191,9 @@ class Regression(Saved):
         self.mean.scale(factor)
 
     def add_ended(self, rows: bytes, total: int, group: str) -> None:
-        """Add an ended trajectory: its rows (`features`), its tokens and its group."""
         table = table_of(rows)
         left = total - table[:, TOKENS]
-        table, left = table[left >= 1.0], left[left >= 1.0]  # after the last return there is nothing to forecast
+        table, left = table[left >= 1.0], left[left >= 1.0]  # no rest to forecast
         if not len(left):
             return
         x, y = table[:, :WIDTH], np.stack([np.log(left), left], axis=1)
@@ -197,8 +212,7 @@ class Regression(Saved):
         self._trajectories += 1.0
 
     def solve(self, running: list[tuple[bytes, int, float, float]], weight: float) -> None:
-        """Fit everything to ended trajectories and to running ones (rows, tokens, order, mean),
-        each with ``weight``."""
+        """Fit to ended trajectories and to running ones, each of these with ``weight``."""
         gram, cross, trajectories = self._gram, self._cross, self._trajectories
         for rows, tokens, order, mean in running:
             table = table_of(rows)
@@ -227,5 +241,4 @@ class Regression(Saved):
 
 
 def table_of(rows: bytes) -> Floats:
-    """Rows of a trajectory as an array (N, NUM_ROW)."""
     return np.frombuffer(rows, dtype=np.float32).reshape(-1, NUM_ROW).astype(np.float64)

@@ -1,5 +1,5 @@
 """The services of a worker (section ``services``): one host for all runs there;
-`libra.policy.services` decides.
+`libra.policy.service_schedule` decides.
 
 Invariants
 ----------
@@ -43,7 +43,7 @@ from libra.envs.retries import refused, with_retries
 from libra.errors import ConfigError, RecordExists, ServiceFault, ServiceTimeout, ToolFault
 from libra.facts import ServiceAnswered
 from libra.named_parts import named_part
-from libra.policy.services import Fire, ServiceFacts, ServiceSchedule
+from libra.policy.service_schedule import Fire, ServiceFacts, ServiceSchedule
 from libra.store.run_records import write_late
 from libra.types import TrajectoryId
 from libra.untrusted import error_text

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from libra.config import RunConfig
-from libra.policy.late import GuessWorth, WaitingGroup
+from libra.policy.late_rewards import GuessWorth, WaitingGroup
 from libra.store.run_records import read_batch_facts
 from libra.types import EndReason, FailureClass, ToolStatus, Trajectory
 from libra.untrusted import shown

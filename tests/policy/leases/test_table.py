@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.facts import Priority
-from libra.policy.leases import Lease, LeaseRequest, LeaseTable, Quota, Resources, Revoke, SpeedUp
+from libra.policy.leases.elastic import SpeedUp
+from libra.policy.leases.resources import Lease, LeaseRequest, Quota, Resources, Revoke
+from libra.policy.leases.table import LeaseTable
 
 GIB = 2**30
 WORKERS = {

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import cast
 
-from libra.policy.late import GuessWorth, WaitingGroup
+from libra.policy.late_rewards import GuessWorth, WaitingGroup
 from libra.store.run_records import commit_batch
 from libra.types import TrajectoryId
 from libra.worker.run_spec import RunFiles

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import ConfigError
-from libra.policy.leases import SpeedUp
+from libra.policy.leases.elastic import SpeedUp
 
 
 def test_speeds_are_relative_to_the_least_and_sizes_between_have_that_of_the_smaller():

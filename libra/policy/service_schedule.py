@@ -1,23 +1,23 @@
-"""Services of one worker: which batch of requests runs next, on which device, and whose weights make room for it. Pure.
+"""Services of one worker: which batch runs next, on which device, and whose weights make room.
 
-A service is a model in host memory, or a plain function. Its weights are restored to a device when a batch of it is to run there,
-and stay until others need the room (ARL-Tangram, 3.3: services are evicted, and restored on execution). Live and in virtual time it
-is the same object; time arrives with every call and never goes back.
+A service is a model in host memory, or a plain function. Its weights are restored to a device when
+a batch is to run there, and stay until others need the room (ARL-Tangram, 3.3). Time arrives with
+every call and never goes back.
 
 Invariants
 ----------
-1. One batch at a time runs on a device. A service without weights has a lane of its own, and one batch at a time there.
-2. A batch has requests of one service, the oldest first, at most ``max_batch``. Each request is in exactly one batch.
-3. A service is ripe as soon as ``max_batch`` requests wait, or the oldest has waited ``max_wait_s``. Of ripe services the one that
-   was ripe first goes first. So a request that finds fewer than ``max_batch`` before it waits at most ``max_wait_s`` and, where its
-   device is its own, one batch; where it shares a device, those batches that were ripe before its own.
-4. Weights never take more of a device than it has. Those used longest ago go first, those of the running batch never.
-5. A service waits for a busy device that has its weights rather than restoring them to another one, if that is sooner by what
-   batches have taken so far.
+1. One batch at a time runs on a device. A service without weights has a lane of its own.
+2. A batch has requests of one service, the oldest first, at most ``max_batch``. Each request is in
+   exactly one batch.
+3. A service is ripe at ``max_batch`` requests or after ``max_wait_s``; the first ripe service goes
+   first.
+4. Weights never take more of a device than it has: the least recently used are evicted, never the
+   running batch's.
+5. A service waits for a busy device that has its weights, if that is expected to be sooner than
+   restoring them.
 6. The same calls give the same decisions.
 
-Differs from the paper: there a service is evicted as soon as its action has ended and another needs the device; here weights of
-several services stay beside each other while they fit.
+Differs from the paper: weights of several services stay beside each other while they fit.
 """
 
 from __future__ import annotations
@@ -29,37 +29,24 @@ import msgspec
 
 from libra.errors import ConfigError, enough_gib
 
-FORGETTING = 0.2
-"""Weight of the newest batch, or restoring, in a service's mean seconds."""
+FORGETTING = 0.2  # weight of the newest batch, or restoring, in a service's mean seconds
 
 
 class ServiceFacts(msgspec.Struct, frozen=True, gc=False):
-    """What is declared of a service.
-
-    Attributes
-    ----------
-    name : str
-    max_batch : int
-        Requests of one batch.
-    max_wait_s : float
-        Seconds that the oldest request waits for others.
-    num_bytes : int
-        Of its weights on a device; 0: it has none, and needs no device.
-    restore_s : float
-        Seconds that restoring them takes, until it was measured.
-    """
+    """Declaration of a service."""
 
     name: str
-    max_batch: int
-    max_wait_s: float
-    num_bytes: int = 0
-    restore_s: float = 0.0
+    max_batch: int  # requests
+    max_wait_s: float  # of the oldest request
+    num_bytes: int = 0  # weights on a device; 0: none
+    restore_s: float = 0.0  # until it was measured
 
 
 class Fire(msgspec.Struct, frozen=True, gc=False):
-    """Run a batch: evict ``evicted`` from ``device``, restore the weights if ``restores``, then call the service.
+    """Run a batch: evict from ``device``, restore the weights if ``restores``, then call the
+    service.
 
-    ``device`` is empty for a service without weights; ``ripe_s`` is when the batch could have begun.
+    ``device`` is empty without weights; ``ripe_s`` is when the batch could have begun.
     """
 
     service: str
@@ -71,13 +58,10 @@ class Fire(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def lane(self) -> str:
-        """What is busy with it."""
         return self.device or f"without device: {self.service}"
 
 
 class _Service:
-    """One service, its requests, and the seconds of its batches so far."""
-
     def __init__(self, facts: ServiceFacts) -> None:
         self.facts = facts
         self.waiting: deque[tuple[float, int]] = deque()
@@ -95,24 +79,16 @@ class _Service:
 
 
 class ServiceSchedule:
-    """The services of one worker.
-
-    Parameters
-    ----------
-    devices : mapping of str to int or None
-        Bytes for weights by device; None: without bound.
-    """
+    """The services of one worker; ``devices``: bytes for weights by device (None without bound)."""
 
     def __init__(self, devices: Mapping[str, int | None]) -> None:
         self._bytes = dict(devices)
         self._services: dict[str, _Service] = {}
-        self._resident: dict[str, dict[str, float]] = {device: {} for device in devices}  # when each was used last
+        self._resident: dict[str, dict[str, float]] = {device: {} for device in devices}  # last use
         self._running: dict[str, tuple[Fire, float, _Service]] = {}
 
-    # ---------------------------------------------------------------- what there is
-
     def declare(self, facts: ServiceFacts) -> None:
-        """A service, from now on; one that is known is as it was. ConfigError if no device has room for its weights."""
+        """Add a service; ConfigError if no device has room for its weights."""
         most = max((float("inf") if size is None else size for size in self._bytes.values()), default=0)
         if facts.num_bytes > most:
             raise ConfigError(
@@ -123,39 +99,32 @@ class ServiceSchedule:
         self._services.setdefault(facts.name, _Service(facts))
 
     def bound(self, device: str, num_bytes: int | None) -> None:
-        """Weights may take so much of ``device`` from now on, and what the largest service that is declared needs; what is too much
-        is evicted before the next is restored."""
+        """Limit weights on ``device``, at least to the largest declared service."""
         largest = max((service.facts.num_bytes for service in self._services.values()), default=0)
         self._bytes[device] = None if num_bytes is None else max(num_bytes, largest)
 
     def withdraw(self, service: str) -> tuple[int, ...]:
-        """A service is no longer wanted; returns its requests that were waiting. A batch of it that runs keeps its lane until it
-        has ended."""
+        """Remove a service; returns its waiting requests. A running batch keeps its lane."""
         for residents in self._resident.values():
             residents.pop(service, None)
         found = self._services.pop(service, None)
         return tuple(request for _, request in found.waiting) if found is not None else ()
 
     def resident(self, device: str) -> tuple[str, ...]:
-        """Services whose weights are on ``device``, those used longest ago first."""
+        """Services whose weights are on ``device``, the least recently used first."""
         return tuple(sorted(self._resident[device], key=lambda name: (self._resident[device][name], name)))
 
-    # ---------------------------------------------------------------- what happens
-
     def asked(self, service: str, request: int, at_s: float) -> None:
-        """``request`` waits for ``service``."""
         self._services[service].waiting.append((at_s, request))
 
     def cancel(self, service: str, request: int) -> None:
-        """``request`` no longer waits; one that is in a batch stays there."""
         waiting = self._services[service].waiting
         self._services[service].waiting = deque(entry for entry in waiting if entry[1] != request)
 
     def ended(
         self, fire: Fire, at_s: float, *, restore_s: float = 0.0, device_s: float = 0.0, failed: bool = False
     ) -> None:
-        """A batch has ended; restoring took ``restore_s`` of it, and other processes had the device for ``device_s``. ``failed``:
-        its weights are not on the device."""
+        """A batch has ended; others had the device for ``device_s``."""
         _, began_s, service = self._running.pop(fire.lane)
         if self._services.get(fire.service) is not service:
             return  # it was withdrawn: nothing of it is here
@@ -168,7 +137,6 @@ class ServiceSchedule:
                 del self._resident[fire.device][fire.service]
 
     def fire(self, at_s: float) -> tuple[Fire, ...]:
-        """The batches that begin now, in order."""
         begun: list[Fire] = []
         passed: set[str] = set()
         while True:
@@ -185,14 +153,12 @@ class ServiceSchedule:
             begun.append(fire)
 
     def next_s(self, at_s: float) -> float | None:
-        """When time alone makes a service ripe, after ``at_s``; None: never. (Ripe ones wait for a batch to end.)"""
+        """Earliest time after ``at_s`` at which time alone makes a service ripe."""
         times = (service.ripe_s for service in self._services.values())
         return min((each for each in times if at_s < each < float("inf")), default=None)
 
-    # ---------------------------------------------------------------- how it is decided
-
     def _device(self, name: str, at_s: float) -> str | None:
-        """Where a ripe service runs now; empty: nowhere in particular; None: it waits."""
+        """Where a ripe service runs now; "" without a device, None if it waits."""
         service = self._services[name]
         need = service.facts.num_bytes
         if not need:
@@ -208,13 +174,12 @@ class ServiceSchedule:
         return min(free, key=lambda device: (self._evicted(device, need)[1], device))
 
     def _left_s(self, device: str, at_s: float) -> float:
-        """Seconds that the batch on ``device`` still takes, as far as one is known."""
         fire, began_s, service = self._running[device]
         whole_s = (service.batch_s or 0.0) + (service.restore_s if fire.restores else 0.0)
         return max(0.0, began_s + whole_s - at_s)
 
     def _evicted(self, device: str, need: int) -> tuple[tuple[str, ...], float]:
-        """Who makes room on a free device, and when the newest of them was used last (less than any time: nobody has to)."""
+        """Who makes room on a free device, and when the newest of them was last used."""
         size = self._bytes[device]
         if size is None:
             return (), float("-inf")

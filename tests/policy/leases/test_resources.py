@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from libra.errors import ConfigError
 from libra.facts import Priority
-from libra.policy.leases import LeaseRequest, LeaseTable, Quota, Resources, read_quota
+from libra.policy.leases.resources import LeaseRequest, Quota, Resources, read_quota
+from libra.policy.leases.table import LeaseTable
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.sampled_from([0.0, 0.05, 0.3, 1.1]), st.integers(1, 3)), max_size=60))

@@ -1,33 +1,43 @@
-"""State of policies as JSON, for the log: what an object names in ``SAVED`` is saved and restored by its type.
+"""State of policies as JSON, for the log: the annotated attributes of a class.
 
 Invariants
+----------
 1. ``restore(json.loads(json.dumps(snapshot())))`` changes no later answer; dicts keep their order.
-2. What is no snapshot of the object is refused with KeyError, TypeError or ValueError.
+2. A value that is not a snapshot of the object is refused with KeyError, TypeError or ValueError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
 
 
 class Saved:
-    """An object whose state is in the attributes that ``SAVED`` names, with their types; a part may have a snapshot of its own."""
+    """An object with its state in the annotated attributes of its class, at first empty or 0.
 
-    __slots__ = ()
+    A part may have its own snapshot; attributes of other types are set by the class.
+    """
 
-    SAVED: ClassVar[Mapping[str, Any]] = {}
+    _kinds: ClassVar[Mapping[str, Any]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls._kinds = {name: kind for name, kind in get_type_hints(cls).items() if get_origin(kind) is not ClassVar}
+
+    def __init__(self) -> None:
+        for name, kind in self._kinds.items():
+            plain = get_origin(kind) or kind
+            if plain in (bool, int, float, str, tuple, list, set, dict):
+                setattr(self, name, plain())
 
     def snapshot(self) -> dict[str, Any]:
-        """Its state, as JSON-able values."""
-        return {name.lstrip("_"): _plain(getattr(self, name)) for name in self.SAVED}
+        return {name.lstrip("_"): _plain(getattr(self, name)) for name in self._kinds}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
-        for name, kind in self.SAVED.items():
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not one."""
+        for name, kind in self._kinds.items():
             value, part = snapshot[name.lstrip("_")], getattr(self, name)
             if hasattr(part, "restore"):
                 part.restore(value)
@@ -42,7 +52,7 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "snapshot"):
         return value.snapshot()
     if isinstance(value, dict):
-        if any(type(key) is tuple for key in value):  # which is no name of a JSON object
+        if any(type(key) is tuple for key in value):  # a tuple cannot be a name in JSON
             return [[*_plain(key), _plain(each)] for key, each in value.items()]
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, set):
@@ -55,7 +65,7 @@ def _plain(value: Any) -> Any:
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    if kind is np.ndarray:
+    if np.ndarray in (kind, get_origin(kind)):
         return np.array(value, dtype=np.float64)
     arguments = get_args(kind)
     if get_origin(kind) is dict and get_origin(arguments[0]) is tuple:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import ConfigError
-from libra.policy.services import Fire, ServiceFacts, ServiceSchedule
+from libra.policy.service_schedule import Fire, ServiceFacts, ServiceSchedule
 
 GIB = 2**30
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.policy.late import GuessWorth, WaitingGroup, age_weight, correction, guessed_share, settle
+from libra.policy.late_rewards import GuessWorth, WaitingGroup, age_weight, correction, guessed_share, settle
 
 
 def test_the_weight_of_age_is_that_of_the_paper():

@@ -1,8 +1,9 @@
-"""Leases of the actions of trajectories: what their calls take, in the order that the runs' orderings give.
+"""Leases of the actions of trajectories, in the order that the runs' orderings give.
 
-The calls of one turn are one action: it holds what all of them take together. It is elastic if it is a single call of an elastic
-tool. An action of tools that declare nothing takes a slot, as without leases, and shares the cores that no lease has. A single call
-of a revocable tool may be stopped for another action, once: then it runs to its end, so that none waits for ever.
+The calls of one turn are one action: it holds what all of them need together. It is elastic if it
+is a single call of an elastic tool. An action of tools that declare nothing takes a slot, and
+shares the cores that no lease has. A single call of a revocable tool may be stopped once for
+another action; then it runs to its end, so that none starves.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ class ActionLeases:
     def __init__(self) -> None:
         self.table = LeaseTable()
         self._needs: dict[str, ToolNeeds] = {}
-        self._asked: dict[str, tuple[str, ...]] = {}  # tools of the action that a trajectory parks for
+        self._asked: dict[str, tuple[str, ...]] = {}  # tools of a trajectory's next action
         self._slots: dict[str, int] = {}
         self._more: dict[str, ToolCapacity] = {}
-        self._stopped: set[str] = set()  # whose action was stopped for another, and has not ended since
+        self._stopped: set[str] = set()  # whose action was stopped, and has not ended since
         self._revokes: list[Revoke] = []
 
     def declare(self, event: ToolsDeclared) -> None:
-        """Tools and quotas of a run."""
         for name, quota in event.quotas.items():
             self.table.limit(name, read_quota(name, quota))
         for name, needs in event.tools.items():
@@ -40,49 +40,41 @@ class ActionLeases:
                 self.table.declare(name, curve)
 
     def slots(self, worker: str, slots: int) -> None:
-        """``worker`` has so many slots from now on."""
         self._slots[worker] = slots
         self._supply(worker)
 
     def capacity(self, event: ToolCapacity) -> None:
-        """A worker has more than slots."""
         self._more[event.worker] = event
         self._supply(event.worker)
 
     def left(self, worker: str) -> None:
-        """A worker is gone, with its leases."""
         self._slots.pop(worker, None)
         self._more.pop(worker, None)
         self.table.withdraw(worker)
 
     def asked(self, event: ActionRequested) -> None:
-        """A trajectory parks for these tools next; without it, for a slot."""
         self._asked[event.key] = event.tools
 
     def wait(self, key: str, priority: Priority, home: str) -> None:
-        """``key`` waits with this priority."""
         tools = self._asked.get(key, ())
         single = tools[0] if len(tools) == 1 else ""
         revocable = single in self._needs and self._needs[single].revocable and key not in self._stopped
         self.table.request(LeaseRequest(key, self._least(tools), single, home, revocable=revocable), priority)
 
     def ended(self, key: str) -> None:
-        """The action of ``key`` has ended by itself."""
         self._stopped.discard(key)
 
     def forget(self, key: str) -> None:
-        """A trajectory has ended."""
         self._asked.pop(key, None)
         self._stopped.discard(key)
         self.table.cancel(key)
         self.table.release(key)
 
     def adopt(self, key: str, worker: str) -> None:
-        """An action that began before leases: it holds its slot."""
+        """An action that began before leases holds its slot."""
         self.table.adopt(Lease(key, worker, SLOT, 0, "", 0.0, reason="began before"))
 
     def admit(self, at_s: float) -> tuple[Lease, ...]:
-        """The actions that begin now, in order; those that are to be stopped are in `revocations`."""
         granted: list[Lease] = []
         for each in self.table.admit(at_s):
             if isinstance(each, Revoke):
@@ -94,18 +86,14 @@ class ActionLeases:
         return tuple(granted)
 
     def revocations(self) -> tuple[Revoke, ...]:
-        """What was revoked since the last call, in order."""
         found = tuple(self._revokes)
         self._revokes.clear()
         return found
 
     def _supply(self, worker: str) -> None:
-        more = self._more.get(worker)
+        more = self._more.get(worker) or ToolCapacity(worker, 0, 0, 0)
         slots = self._slots.get(worker, 0)
-        if more is None:
-            self.table.supply(worker, Resources(slots=slots))
-        else:
-            self.table.supply(worker, Resources(slots, more.cores, more.memory_bytes, more.gpus))
+        self.table.supply(worker, Resources(slots, more.cores, more.memory_bytes, more.gpus))
 
     def _least(self, tools: tuple[str, ...]) -> Resources:
         needs = [self._needs[name] for name in tools if name in self._needs]
@@ -115,17 +103,12 @@ class ActionLeases:
         for each in needs:
             if each.quota:
                 units[each.quota] = units.get(each.quota, 0) + 1
-        return Resources(
-            1,
-            sum(each.least_cores for each in needs),
-            sum(each.memory_bytes for each in needs),
-            sum(each.gpus for each in needs),
-            tuple(sorted(units.items())),
-        )
+        cores, gpus = sum(each.least_cores for each in needs), sum(each.gpus for each in needs)
+        return Resources(1, cores, sum(each.memory_bytes for each in needs), gpus, tuple(sorted(units.items())))
 
 
 def curve_of(name: str, needs: ToolNeeds) -> SpeedUp | None:
-    """The curve of an elastic tool; None: it is not elastic. ConfigError for a curve that makes no sense."""
+    """The curve of an elastic tool, if it is one; ConfigError for a curve that makes no sense."""
     if needs.elastic is None:
         return None
     return SpeedUp(needs.least_cores, needs.most_cores, needs.elastic, f"tool {name!r}")
@@ -134,9 +117,9 @@ def curve_of(name: str, needs: ToolNeeds) -> SpeedUp | None:
 def check_declared(
     tools: Mapping[str, ToolNeeds], quotas: Mapping[str, str], largest: tuple[str, Resources] | None
 ) -> None:
-    """ConfigError for a curve that makes no sense, a quota that is not one or is not configured, and a call that can never run.
+    """ConfigError for a senseless curve or quota, and a call that can never run.
 
-    ``largest``: the largest tool worker, by name; None: not known before the workers join.
+    ``largest``: the largest tool worker, by name, once it is known.
     """
     for name, text in quotas.items():
         read_quota(name, text)

@@ -1,15 +1,13 @@
 """Trajectories of all runs on a scheduler: parked, placed, reported, lost, ended.
 
-The dispatcher chooses workers, the orderings of the runs choose the order. This module passes them the events in order, and
-their commands to the applier.
-
 Invariants
 ----------
-1. ``ts.priority`` is the order: a free slot goes to the first trajectory that may have it (`libra.policy.dispatcher`).
-2. A worker never holds more quanta of a phase than it declares slots for. A trajectory may run its next generation in its
-   slot without parking unless one of an earlier iteration or a better level waits: rollout workers know the best rank that
-   waits, and the newest rank of what they run.
-3. However a quantum ends (report, worker loss, cancel), its slot is free again and its task has the parked restrictions.
+1. ``ts.priority`` is the order: a free slot goes to the first trajectory that may have it
+   (`libra.policy.dispatcher`).
+2. A worker never holds more quanta of a phase than it declares slots for. A trajectory keeps its
+   slot for its next generation unless one of an earlier iteration or a better level waits.
+3. On every end of a quantum (report, worker loss, cancel) its slot is free again and its task has
+   the parked restrictions.
 4. Every event that policy objects receive is in the event log of the run first, in the same order.
 """
 
@@ -21,40 +19,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from libra import keys
-from libra.facts import (
-    ActionFinished,
-    ActionRequested,
-    Fact,
-    FailureClassified,
-    GivenBack,
-    HomeChanged,
-    HomeForgotten,
-    LeaseGranted,
-    LeaseRevoked,
-    PlacementVoid,
-    Priority,
-    QuantumContinued,
-    QuantumDispatched,
-    QuantumFinished,
-    QuantumGivenBack,
-    QuantumLost,
-    ToolCapacity,
-    ToolsDeclared,
-    TrajectoryEnded,
-    TrajectoryFoundEnded,
-    TrajectoryParked,
-    WorkerCapacity,
-    WorkerWithdrawn,
-)
+from libra import facts, keys
 from libra.keys import TOOL_CORES, TOOL_GPUS, TOOL_MIB
 from libra.observe.task_stream import QuantumStream
 from libra.policy import EVERYONE, Dispatcher, Place
 from libra.policy.liveness import Liveness
 from libra.policy.placements import LeaseTaken
-from libra.scheduler import dask_internals
-from libra.scheduler.announcements import announce_ahead, announce_move, announce_revocation
-from libra.scheduler.command_applier import Applier
+from libra.scheduler import scheduler_internals
+from libra.scheduler.command_applier import Applier, announce_ahead, announce_move, announce_revocation
 from libra.scheduler.run_state import Handler, RunState, Tracked
 from libra.scheduler.worker_supply import ToolWorkers, Workers
 from libra.types import Phase
@@ -65,22 +37,21 @@ if TYPE_CHECKING:
 task_logger = logging.getLogger("libra.scheduler.tasks")
 
 MAX_LOST_QUANTA = 3
-"""Consecutive times that a quantum's worker may die before the trajectory ends as a ``worker`` failure."""
+"""Worker deaths in a row under a quantum that end its trajectory as a ``worker`` failure."""
 
 
 AHEAD_EVERY_S = 0.02
-"""Rollout workers hear of a new best waiting generation after this time: one that parks and is dispatched at once is none."""
+"""Delay before a new best rank is announced: most trajectories that park are dispatched at once."""
 
 _SEVERAL = object()
 
 
-def _differ(ahead: Priority | None, known: Priority | None) -> bool:
+def _differ(ahead: facts.Priority | None, known: facts.Priority | None) -> bool:
     """Whether other trajectories than before release their slots (`libra.policy.leaves_slot`)."""
     return (ahead and ahead[:2]) != (known and known[:2])
 
 
 def _resources(place: Place) -> dict[str, float]:
-    """What the task of a placed quantum takes of its worker, in Dask's terms."""
     taken: dict[str, float] = {str(place.phase): 1}
     if (lease := place.lease) is not None:
         amounts = {TOOL_CORES: lease.cores, TOOL_MIB: lease.memory_bytes >> 20, TOOL_GPUS: lease.gpus}
@@ -89,38 +60,34 @@ def _resources(place: Place) -> dict[str, float]:
 
 
 class Trajectories:
-    """One per scheduler. ``runs`` is the plugin's own; ``signs`` has the time of each task's last sign of activity, by
-    key."""
+    """One per scheduler; ``last_activity``: time of each task's last activity, by key."""
 
     def __init__(
-        self, scheduler: Scheduler, runs: dict[str, RunState], signs: dict[Any, float], liveness: Liveness
+        self, scheduler: Scheduler, runs: dict[str, RunState], last_activity: dict[Any, float], liveness: Liveness
     ) -> None:
-        self._scheduler, self._runs, self._signs = scheduler, runs, signs
+        self._scheduler, self._runs, self._last_activity = scheduler, runs, last_activity
         self.dispatcher = Dispatcher()
         self.applier = Applier(scheduler, self.dispatcher, self.kick)
         self.workers = Workers(scheduler, liveness)
         self.stream = QuantumStream(scheduler)
         self.tracked: dict[str, Tracked] = {}
-        self.ahead: Priority | None = None  # as the rollout workers know it
+        self.ahead: facts.Priority | None = None  # as the rollout workers know it
         self._announces_ahead = False
-        self._only: RunState | object | None = None  # the only run that this dispatcher has ever had
+        self._only: RunState | object | None = None  # the only run so far
         self.kicked = False
         self._dispatches = 0
         self._stale, self._num_running = True, 0
-        self._tool_capacity: dict[str, tuple[str, ToolCapacity]] = {}
+        self._tool_capacity: dict[str, tuple[str, facts.ToolCapacity]] = {}
         self.tool_workers = ToolWorkers(scheduler, self.dispatcher, self.workers, runs)
         self._due: Any = None  # the timer of the next moment at which a quota may let an action go
 
-    # ---------------------------------------------------------------- events for policy objects
-
-    def _tell(self, state: RunState, fact: Fact) -> None:
-        """Log a fact, pass it to the dispatcher and the run's policies, and carry out their commands."""
+    def _tell(self, state: RunState, fact: facts.Fact) -> None:
+        """Log a fact, pass it to dispatcher and policies, and carry out their commands."""
         state.log.emit(fact)
         self.dispatcher.handle(fact)
         self.applier.apply(state, state.handle(fact))
 
     def register_run(self, state: RunState) -> None:
-        """Notify a new run of the present workers."""
         if state.one is not None:
             self.dispatcher.allowed = self._allowed
         self._only = state if self._only is None and not self.tracked else _SEVERAL
@@ -131,20 +98,19 @@ class Trajectories:
             self._notify_run(state, joined)
 
     def _declare_tools(self, state: RunState) -> None:
-        """From now on actions hold leases; the tools of a run have its name before theirs."""
+        """From now on actions hold leases; a run's name precedes the names of its tools."""
         tools = {f"{state.run}/{name}": needs for name, needs in state.registration.tools.items()}
         quotas = {name: str(quota) for name, quota in state.settings.environment.quotas.items()}
-        declared = ToolsDeclared(tools, quotas)
+        declared = facts.ToolsDeclared(tools, quotas)
         state.log.emit(declared)
         self.dispatcher.handle(declared)
         self._tool_capacity.clear()  # the log of this run has them, too
 
     def _update_tool_capacity(self) -> None:
-        """Notify the leases of what workers have for actions besides slots."""
-        supplies = [dask_internals.supply(self._scheduler, kind) for kind in (TOOL_CORES, TOOL_MIB, TOOL_GPUS)]
+        supplies = [scheduler_internals.supply(self._scheduler, kind) for kind in (TOOL_CORES, TOOL_MIB, TOOL_GPUS)]
         for name, address in self.workers.address.items():
             cores, mib, gpus = (supply.get(address, 0) for supply in supplies)
-            has = ToolCapacity(name, cores, mib << 20, gpus)
+            has = facts.ToolCapacity(name, cores, mib << 20, gpus)
             if self._tool_capacity.get(name) != (address, has):
                 self._tool_capacity[name] = address, has
                 for state in self._runs.values():
@@ -152,34 +118,28 @@ class Trajectories:
                 self.dispatcher.handle(has)
 
     def _allowed(self, key: str, worker: str) -> bool:
-        """Whether the version of a worker's engine is one that a trajectory may go on, or begin, with."""
         one = self.tracked[key].run.one
         return one is None or one.may(key, worker)
 
     def _update_workers(self, new: RunState | None = None) -> None:
-        """Notify all runs but ``new`` of workers that joined, left or changed since the last call."""
+        """Notify all runs but ``new`` of workers that joined, left or changed."""
         for event in self.workers.changes():
             self._notify_all(event, new)
 
-    def _notify_all(self, event: WorkerCapacity | WorkerWithdrawn, but: RunState | None = None) -> None:
+    def _notify_all(self, event: facts.WorkerCapacity | facts.WorkerWithdrawn, but: RunState | None = None) -> None:
         self.dispatcher.handle(event)
         for state in self._runs.values():
             if state is not but:
                 self._notify_run(state, event)
 
-    def _notify_run(self, state: RunState, event: WorkerCapacity | WorkerWithdrawn) -> None:
+    def _notify_run(self, state: RunState, event: facts.WorkerCapacity | facts.WorkerWithdrawn) -> None:
         state.log.emit(event)
         self.applier.apply(state, state.handle(event))
 
-    # ---------------------------------------------------------------- workers
-
     def worker_gone(self, address: str) -> None:
-        """Its slots are gone; its tasks have already left ``processing``."""
         for event in self.workers.left(address):
             self._notify_all(event)
         self.workers_changed()
-
-    # ---------------------------------------------------------------- parked
 
     def parked(self, key: str, state: RunState | None, parsed: keys.Key | None) -> None:
         """A trajectory's task is parked; ``state`` and ``parsed`` are given for a new one."""
@@ -193,54 +153,48 @@ class Trajectories:
         tracked.parked_s = time.monotonic()
         if tracked.calls and tracked.phase is Phase.TOOL and self.dispatcher.leases is not None:
             tools = tuple(f"{state.run}/{name}" for name in tracked.calls)
-            requested = ActionRequested(key, tools)
+            requested = facts.ActionRequested(key, tools)
             state.log.emit(requested)
             self.dispatcher.handle(requested)
         at, context = tracked.quanta, tracked.context_tokens
-        fact = TrajectoryParked(key, indices[0], tracked.phase, at, tracked.group, state.family, context)
+        fact = facts.TrajectoryParked(key, indices[0], tracked.phase, at, tracked.group, state.family, context)
         self._tell(state, fact)
 
     def forgotten(self, key: str) -> None:
-        """The scheduler has forgotten the task."""
         tracked = self.tracked.pop(key, None)
         if tracked is not None:
             self._ended(tracked, completed=False)
 
     def _ended(self, tracked: Tracked, *, completed: bool) -> None:
-        """The trajectory has ended; its run is notified once for each first parking."""
         if not tracked.policy_ended:
             tracked.policy_ended = True
             # A lost result is computed again, and gives the policy no new information.
             completed = completed and not tracked.policy_completed
             tracked.policy_completed |= completed
             tracked.run.num_ended += 1
-            self._tell(tracked.run, TrajectoryEnded(tracked.key, completed))
+            self._tell(tracked.run, facts.TrajectoryEnded(tracked.key, completed))
             self._scheduler.loop.add_callback(tracked.run.learn)  # after the current callback
 
-    # ---------------------------------------------------------------- dispatch
-
     def workers_changed(self) -> None:
-        """A worker joined, declared itself, sleeps, or supplies another number of slots: look at all of them, and dispatch."""
+        """Look at all workers, and dispatch."""
         self._stale = True
         self.kick()
 
     def kick(self) -> None:
-        """Dispatch once, after the current callback."""
         if not self.kicked:
             self.kicked = True
             self._scheduler.loop.add_callback(self._dispatch)
 
     def _dispatch(self) -> None:
-        """Give free slots to parked trajectories, phase by phase."""
         self.kicked = False
         scheduler, dispatcher = self._scheduler, self.dispatcher
-        if self._stale or len(scheduler.running) != self._num_running:  # Dask has no hook for a worker that is paused
+        if self._stale or len(scheduler.running) != self._num_running:  # a worker was paused
             self._stale, self._num_running = False, len(scheduler.running)
             self._update_workers()
         at_s = round(time.monotonic(), 6)
         if dispatcher.leases is not None:
             self._update_tool_capacity()
-        releases: list[dask_internals.Release] = []
+        releases: list[scheduler_internals.Release] = []
         alone = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))
         for phase in Phase:
             for place in dispatcher.dispatch(phase, at_s):
@@ -249,13 +203,13 @@ class Trajectories:
                     self._leased(tracked, place, place.lease)
                 if ts is None or tracked is None or ts.state != "no-worker":
                     if tracked is not None:
-                        tracked.run.log.emit(PlacementVoid(place.key, phase))
+                        tracked.run.log.emit(facts.PlacementVoid(place.key, phase))
                     dispatcher.stopped(place.key)  # cancelled; it parks again if it is still needed
                     continue
                 address = self.workers.address[place.worker]
                 self._dispatched(tracked, phase, address, place, alone)
-                known = 0 if tracked.lost or tracked.ended else tracked.quanta  # another worker may have written more
-                releases.append(dask_internals.Release(place.key, _resources(place), address, known))
+                known = 0 if tracked.lost or tracked.ended else tracked.quanta  # maybe more
+                releases.append(scheduler_internals.Release(place.key, _resources(place), address, known))
         if releases:
             self._dispatches += 1
             self.applier.release(releases, f"libra-dispatch-{self._dispatches}")
@@ -266,12 +220,11 @@ class Trajectories:
             self._announces_ahead = True
             scheduler.loop.call_later(AHEAD_EVERY_S, self._announce_ahead)
 
-    def _best_waiting(self) -> Priority | None:
+    def _best_waiting(self) -> facts.Priority | None:
         emptying = any(state.one is not None and state.one.emptying for state in self._runs.values())
         return EVERYONE if emptying else self.dispatcher.ahead()
 
     def _announce_ahead(self) -> None:
-        """Announce the rank of the best waiting generation to all rollout workers, if it has changed."""
         self._announces_ahead = False
         if _differ(ahead := self._best_waiting(), self.ahead):
             self.ahead = ahead
@@ -282,10 +235,10 @@ class Trajectories:
         queued_s = round(max(0.0, lease.at_s - tracked.parked_s), 6)
         tracked.leased = lease.cores, queued_s
         fields = msgspec.structs.asdict(lease)
-        tracked.run.log.emit(LeaseGranted(key=place.key, worker=place.worker, queued_s=queued_s, **fields))
+        tracked.run.log.emit(facts.LeaseGranted(key=place.key, worker=place.worker, queued_s=queued_s, **fields))
 
     def _revoke(self, at_s: float, alone: bool) -> None:
-        """Have actions stopped whose lease was revoked; those that have left their worker have released it."""
+        """Stop actions whose lease was revoked, if they are still on their worker."""
         for revoke in self.dispatcher.revocations():
             tracked = self.tracked.get(revoke.holder)
             if tracked is None or tracked.at is None:
@@ -293,11 +246,10 @@ class Trajectories:
             state, (_, address) = tracked.run, tracked.at
             state.revoked += 1
             task_logger.info("%s: %s stops on %s", revoke.reason, revoke.holder, revoke.worker)
-            state.log.emit(LeaseRevoked(revoke.holder, revoke.worker, at_s, revoke.ran_s, revoke.reason, alone))
+            state.log.emit(facts.LeaseRevoked(revoke.holder, revoke.worker, at_s, revoke.ran_s, revoke.reason, alone))
             announce_revocation(self._scheduler, state, address, revoke.holder, tracked.quanta)
 
     def _look_again(self, next_s: float | None, at_s: float) -> None:
-        """Dispatch when a quota may let an action go, if nothing else comes before."""
         loop = self._scheduler.loop
         if self._due is not None:
             loop.remove_timeout(self._due)
@@ -312,92 +264,80 @@ class Trajectories:
         if phase is Phase.ROLLOUT and tracked.parsed.split == "train":
             iteration, group, _ = tracked.parsed.indices
             state.admission.generation_started(iteration, group, state.admission.version)
-        priority = cast("tuple[int, ...]", self._scheduler.tasks[tracked.key].priority or ())  # as the applier set it
+        priority = cast("tuple[int, ...]", self._scheduler.tasks[tracked.key].priority or ())
         task_logger.debug("%s: %s gets a %s slot of %s", reason, tracked.key, phase, worker)
-        sent = QuantumDispatched(tracked.key, phase, worker, tracked.quanta, priority, reason, alone)
+        sent = facts.QuantumDispatched(tracked.key, phase, worker, tracked.quanta, priority, reason, alone)
         state.log.emit(sent)
         self.applier.apply(state, state.handle(sent))
 
     def left_worker(self, tracked: Tracked) -> None:
-        """The quantum has ended, with or without a report."""
         if tracked.at is not None:
             phase, address = tracked.at
             tracked.at = None
             self.dispatcher.stopped(tracked.key)
             self.kick()
             if tracked.given_back:
-                tracked.run.log.emit(QuantumGivenBack(tracked.key, phase, tracked.quanta, address))
+                tracked.run.log.emit(facts.QuantumGivenBack(tracked.key, phase, tracked.quanta, address))
                 if not tracked.revoked:
                     self._forget_home(tracked)
             elif not tracked.reported and not tracked.ended:
                 self._lost(tracked, phase, address)
         ts = self._scheduler.tasks.get(tracked.key)
         if ts is not None:
-            # Also when it finished: a result lost with its worker is computed again, and must park first.
-            dask_internals.park(ts)
+            # Also when it finished: a lost result is computed again, and must park first.
+            scheduler_internals.park(ts)
 
     def _lost(self, tracked: Tracked, phase: Phase, address: str) -> None:
-        """A quantum ended without a report: its worker died, or it was cancelled. The third time ends the attempt."""
+        """A quantum ended without a report; the third time in a row ends the attempt."""
         tracked.lost += 1
         state = tracked.run
-        state.log.emit(QuantumLost(tracked.key, phase, tracked.quanta, address, tracked.lost))
+        state.log.emit(facts.QuantumLost(tracked.key, phase, tracked.quanta, address, tracked.lost))
         if tracked.lost >= MAX_LOST_QUANTA and tracked.end_attempt(address):
-            dask_internals.forgive(self._scheduler.tasks.get(tracked.key))
+            scheduler_internals.forgive(self._scheduler.tasks.get(tracked.key))
             self._forget_home(tracked)
 
     def _forget_home(self, tracked: Tracked) -> None:
-        """Clear the home, so that the next attempt goes to any worker with a free slot, not to the one where this attempt
-        failed."""
-        self._tell(tracked.run, HomeForgotten(tracked.key))
+        self._tell(tracked.run, facts.HomeForgotten(tracked.key))
 
-    # ---------------------------------------------------------------- reports
-
-    def handlers(self) -> dict[type[Fact], Handler]:
-        """What to do with each kind of fact that workers send about trajectories, before their task leaves them."""
+    def handlers(self) -> dict[type[facts.Fact], Handler]:
         return {
-            QuantumFinished: self._quantum_finished,
-            GivenBack: self._given_back,
-            TrajectoryFoundEnded: self._found_ended,
-            HomeChanged: self._home_changed,
-            FailureClassified: self._failed,
+            facts.QuantumFinished: self._quantum_finished,
+            facts.GivenBack: self._given_back,
+            facts.TrajectoryFoundEnded: self._found_ended,
+            facts.HomeChanged: self._home_changed,
+            facts.FailureClassified: self._failed,
         }
 
-    def _running(self, fact: Fact) -> Tracked | None:
-        """The trajectory of a fact, if it has a slot."""
-        tracked = self.tracked.get(fact.key)  # type: ignore[attr-defined]  # those of `handlers` have one
+    def _running(self, fact: facts.Fact) -> Tracked | None:
+        tracked = self.tracked.get(fact.key)  # type: ignore[attr-defined]  # handled facts have one
         if tracked is not None and tracked.at is not None:
             return tracked
         task_logger.debug("a late fact is ignored: %s", fact)
         return None
 
-    def _given_back(self, state: RunState, fact: GivenBack, _: str) -> None:
+    def _given_back(self, state: RunState, fact: facts.GivenBack, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
             tracked.given_back, tracked.revoked = True, fact.revoked
-            dask_internals.forgive(self._scheduler.tasks.get(fact.key))
+            scheduler_internals.forgive(self._scheduler.tasks.get(fact.key))
 
-    def _found_ended(self, state: RunState, fact: TrajectoryFoundEnded, _: str) -> None:
+    def _found_ended(self, state: RunState, fact: facts.TrajectoryFoundEnded, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
-            tracked.reported, tracked.lost, tracked.ended, tracked.quanta, tracked.end = (
-                True,
-                0,
-                True,
-                fact.quanta,
-                fact.end,
-            )
+            tracked.reported = tracked.ended = True
+            tracked.lost, tracked.quanta, tracked.end = 0, fact.quanta, fact.end
             state.log.emit(fact)
             self._ended(tracked, completed=False)  # it was counted when it ended
 
-    def _home_changed(self, state: RunState, fact: HomeChanged, _: str) -> None:
+    def _home_changed(self, state: RunState, fact: facts.HomeChanged, _: str) -> None:
         if self._running(fact) is not None:
             self._tell(state, fact)
 
-    def _failed(self, state: RunState, fact: FailureClassified, _: str) -> None:
+    def _failed(self, state: RunState, fact: facts.FailureClassified, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
             state.log.emit(fact)
             if not tracked.ended:
                 self._forget_home(tracked)
 
-    def _quantum_finished(self, state: RunState, fact: QuantumFinished, address: str) -> None:
+    def _quantum_finished(self, state: RunState, fact: facts.QuantumFinished, address: str) -> None:
         if (tracked := self._running(fact)) is None:
             return
         key, phase = fact.key, fact.phase
@@ -413,29 +353,25 @@ class Trajectories:
         else:
             tracked.ended = True
             tracked.begin()
-        dask_internals.forgive(self._scheduler.tasks.get(key))
+        scheduler_internals.forgive(self._scheduler.tasks.get(key))
         name = fact.tool if phase is Phase.TOOL else "generate"
         self.stream.add(key, address, phase, fact.stop_s - fact.latency_s, fact.stop_s, name)
         self._tell(state, fact)
         if fact.goes_on:
-            self._signs[key] = time.monotonic()
-            self._tell(state, QuantumContinued(key, phase, tracked.worker, tracked.quanta))
+            self._last_activity[key] = time.monotonic()
+            self._tell(state, facts.QuantumContinued(key, phase, tracked.worker, tracked.quanta))
         if tracked.ended:
             self._ended(tracked, completed=tracked.completed)
 
-    def _action_finished(self, state: RunState, tracked: Tracked, fact: QuantumFinished) -> None:
+    def _action_finished(self, state: RunState, tracked: Tracked, fact: facts.QuantumFinished) -> None:
         assert tracked.leased is not None
         (cores, queued_s), tracked.leased = tracked.leased, None
         whole_s = max(0.0, time.monotonic() - tracked.parked_s - queued_s)
         around_s = round(max(0.0, whole_s - fact.ran_s), 6)
-        state.log.emit(
-            ActionFinished(tracked.key, tracked.worker, cores, queued_s, round(fact.ran_s, 6), around_s, fact.killed)
-        )
-
-    # ---------------------------------------------------------------- for the dashboard
+        ran_s, worker = round(fact.ran_s, 6), tracked.worker
+        state.log.emit(facts.ActionFinished(tracked.key, worker, cores, queued_s, ran_s, around_s, fact.killed))
 
     def phase_of(self, key: str) -> Phase:
-        """The phase that a task runs, or waits for."""
         tracked = self.tracked.get(key)
         if tracked is None:
             return Phase.ROLLOUT

@@ -1,11 +1,13 @@
 """Everything Libra uses of the Dask scheduler that is not public API (distributed 2026.8).
 
-When Dask changes one of these, ``tests/scheduler/test_dask_internals.py`` fails, and only this module has to change.
+When Dask changes one of these, ``tests/scheduler/test_scheduler_internals.py`` fails, and only this
+module has to change.
 
-* A task whose ``resource_restrictions`` name a resource that no worker supplies waits in state ``no-worker``: it is *parked*.
-* Setting restrictions and ``priority`` and recommending ``processing`` through ``Scheduler.transitions`` releases it.
-* Restrictions must be restored on **every** exit from ``processing``, or a result lost with its worker stays pinned to a
-  dead address.
+* A task whose ``resource_restrictions`` name a resource that no worker supplies waits in state
+  ``no-worker``: it is *parked*.
+* Setting restrictions and ``priority`` and recommending ``processing`` releases it.
+* Restrictions must be restored on **every** exit from ``processing``, or a result lost with its
+  worker stays pinned to a dead address.
 * ``suspicious`` counts worker deaths over a task's whole life and is never reset by Dask.
 """
 
@@ -26,8 +28,7 @@ _GC_DEFAULT = (700, 10, 10)
 
 
 class Release(NamedTuple):
-    """A parked task to be released: the resources it takes, the only worker it may run on (None: any that fits), and the number of
-    a trajectory's quantum as of `libra.keys.QUANTUM`."""
+    """A parked task to release: its resources, its worker (or any) and a quantum's number."""
 
     key: str
     resources: Mapping[str, float]
@@ -36,39 +37,37 @@ class Release(NamedTuple):
 
 
 def collect_rarely() -> None:
-    """Set the thresholds of Python's cyclic garbage collector as ``dask scheduler`` and ``dask worker`` do, in any process.
+    """Set the garbage collector's thresholds as ``dask scheduler`` does, in any process.
 
-    A pass over a scheduler with 10,000 tasks takes a tenth of a second and frees almost nothing. Thresholds that are not the
-    defaults are kept.
+    A pass over 10,000 tasks takes a tenth of a second and frees almost nothing. Other thresholds
+    than the defaults are kept.
     """
     if gc.get_threshold() == _GC_DEFAULT:
         gc.set_threshold(*(3 * count for count in _GC_DEFAULT))
 
 
 def is_parked(ts: TaskState) -> bool:
-    """Whether the task requests the resource that no worker supplies."""
     return bool(ts.resource_restrictions == _PARKED)
 
 
 def park(ts: TaskState, resource: str = PARK) -> None:
-    """Make the task wait for a resource that no worker supplies, from the next time it is scheduled."""
+    """Make the task wait for a resource that no worker supplies, when it is next scheduled."""
     ts.resource_restrictions = {resource: 1}
     ts.worker_restrictions = None
 
 
 def waits_for(ts: TaskState, resource: str) -> bool:
-    """Whether the task requests this resource and nothing else."""
     return bool(ts.resource_restrictions == {resource: 1})
 
 
 def tell_worker(scheduler: Scheduler, address: str, message: dict[str, Any]) -> None:
-    """Send a message on a worker's stream, where a plugin has a handler for its ``op``; no effect if the worker is gone."""
+    """Send a message on a worker's stream, where a plugin handles its ``op``."""
     if address in scheduler.workers:
         scheduler.worker_send(address, message)
 
 
 def release(scheduler: Scheduler, releases: Iterable[Release], stimulus_id: str) -> list[str]:
-    """Send parked tasks to their workers in the given order; returns the keys that were still waiting."""
+    """Send parked tasks to their workers in order; returns the keys that were still waiting."""
     recommendations: dict[Any, Any] = {}
     for key, resources, address, quantum in releases:
         ts = scheduler.tasks.get(key)
@@ -85,7 +84,6 @@ def release(scheduler: Scheduler, releases: Iterable[Release], stimulus_id: str)
 
 
 def fail(scheduler: Scheduler, key: str, error: Exception, stimulus_id: str) -> None:
-    """End a parked task, and all that depend on it, with an error."""
     pickled: Any = pickle.dumps(error)
     scheduler.transitions(
         scheduler.transition(key, "erred", exception=pickled, cause=key, stimulus_id=stimulus_id), stimulus_id
@@ -103,22 +101,20 @@ def supply(scheduler: Scheduler, resource: str) -> dict[str, int]:
 
 
 def trainers(scheduler: Scheduler) -> list[str]:
-    """Names of the workers that train and do not generate."""
     engines = supply(scheduler, ROLLOUT)
     return sorted(worker_name(scheduler, address) for address in supply(scheduler, TRAIN) if address not in engines)
 
 
 def installs(scheduler: Scheduler, plugin: str) -> bool:
-    """Whether a worker that joins now sets up a WorkerPlugin of this name; Dask reports it as running before the setup has
-    ended."""
+    """Whether a worker that joins now sets up a WorkerPlugin of this name.
+
+    Dask reports it as running before the setup has ended.
+    """
     return plugin in scheduler.worker_plugins
 
 
 async def remove_worker_plugin(scheduler: Scheduler, name: str) -> dict[str, str]:
-    """Remove a WorkerPlugin from all workers, and from those that join later; returns what went wrong, by worker.
-
-    No effect where it is not registered.
-    """
+    """Remove a WorkerPlugin from present and later workers; returns errors by worker."""
     if scheduler.worker_plugins.pop(name, None) is None:
         return {}
     answers = await scheduler.broadcast(msg={"op": "plugin-remove", "name": name}, on_error="return")
@@ -131,8 +127,7 @@ async def remove_worker_plugin(scheduler: Scheduler, name: str) -> dict[str, str
 
 
 def set_supply(scheduler: Scheduler, address: str, resource: str, count: int) -> None:
-    """Set how many slots a worker supplies. 0 withdraws the resource; deleting the key instead would break the tasks that
-    still run there."""
+    """Set how many slots a worker supplies; deleting the key would break its running tasks."""
     ws = scheduler.workers[address]
     ws.resources[resource] = count
     ws.used_resources.setdefault(resource, 0)
@@ -140,7 +135,7 @@ def set_supply(scheduler: Scheduler, address: str, resource: str, count: int) ->
 
 
 def hold_back(scheduler: Scheduler, address: str, resources: Iterable[str]) -> dict[str, int]:
-    """Remove these resources from a worker, also for tasks that request 0 of one; returns what it supplied of each.
+    """Remove resources from a worker, also for tasks that request 0 of one; returns its supply.
 
     Only in a plugin's ``add_worker``, when no task can be running there and miss the key.
     """
@@ -154,7 +149,7 @@ def hold_back(scheduler: Scheduler, address: str, resources: Iterable[str]) -> d
 
 
 def restore_supply(scheduler: Scheduler, address: str, held: Mapping[str, int], stimulus_id: str) -> None:
-    """Undo `hold_back` and send the tasks that waited for one of these; no effect if the worker is gone."""
+    """Undo `hold_back` and send the tasks that waited for one of these."""
     ws = scheduler.workers.get(address)
     if ws is None or not held:
         return
@@ -171,26 +166,25 @@ def worker_name(scheduler: Scheduler, address: str) -> str:
 
 
 def bucket(scheduler: Scheduler, address: str) -> str:
-    """Rollout capacity class of a worker by the resources TP, THREADS and PASS_US; empty if it has none of them."""
+    """Rollout capacity class of a worker by its resources TP, THREADS and PASS_US, or ""."""
     ws = scheduler.workers.get(address)
     given = {name: int(ws.resources.get(name, 0)) for name in (TP, THREADS, PASS_US)} if ws is not None else {}
     return "-".join(f"{name.lower()}{count}" for name, count in given.items() if count)
 
 
 def forgive(ts: TaskState | None) -> None:
-    """Reset the count of workers that died under this task, because it has committed a quantum since. None: the task was
-    forgotten."""
+    """Reset a task's count of dead workers: it has committed a quantum since."""
     if ts is not None:
         ts.suspicious = 0
 
 
 def set_priority(ts: TaskState, priority: tuple[int, ...]) -> None:
-    """Set the priority of a task that is in no heap of the scheduler or a worker (parked, waiting, released)."""
+    """Set the priority of a task that is in no heap (parked, waiting, released)."""
     ts.priority = tuple(priority)
 
 
 async def restart_worker(scheduler: Scheduler, address: str, stimulus_id: str) -> str:
-    """Restart a worker through its nanny; one without a nanny is only removed. Returns the outcome that Dask reports."""
+    """Restart a worker through its nanny, or remove it; returns the outcome that Dask reports."""
     answers: Mapping[str, str] = await scheduler.restart_workers(
         [address], timeout=30, wait_for_workers=False, on_error="return", stimulus_id=stimulus_id
     )
@@ -198,5 +192,4 @@ async def restart_worker(scheduler: Scheduler, address: str, stimulus_id: str) -
 
 
 def add_handlers(scheduler: Scheduler, handlers: Mapping[str, Any]) -> None:
-    """Make functions callable as ``client.scheduler.<name>(**kwargs)``."""
     scheduler.handlers.update(handlers)

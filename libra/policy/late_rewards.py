@@ -1,0 +1,134 @@
+"""Rewards that arrive after their trajectory was trained: which batch takes them, with which
+weight.
+
+Source: Retroactive Advantage Correction (RAC), arXiv:2606.27580. A trajectory trains on a
+provisional reward at once. When the true one arrives ``delay`` steps later, its gradient is added
+with the advantage ``w(delay) x clipped ratio x (true - provisional)``, ``w(delay) = exp(-delay /
+tau)``. The expected gradient lacks ``1 - w(delay)`` of the late rewards' part.
+
+Differs from the paper: the difference is between two *advantages* of the group, because its
+baseline changes too. The ratio is the ratio of the run's loss, per token and clipped there, and
+counts once. A correction is a row of its own. A guess counts for what guesses were worth in this
+run (`GuessWorth`), the slope of final on provisional advantages, which makes the two parts
+uncorrelated.
+
+Invariants
+----------
+1. A delivered reward counts once: in the batch of its trajectory if it is there by then, else in
+   the next batch after it arrived.
+2. No group waits for more than ``versions`` batches; what has not come by then is dropped, and
+   named.
+3. For weight 1 the corrections of a group add up to the advantages of its final rewards minus those
+   it was trained on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Place = tuple[int, int, int]
+
+
+def age_weight(delay: int, tau: float) -> float:
+    return math.exp(-delay / tau)
+
+
+def correction(
+    before: NDArray[np.float64], after: NDArray[np.float64], *, delay: int, tau: float
+) -> NDArray[np.float64]:
+    """Advantages still to train on: ``after`` less ``before``, weighted by age."""
+    corrected: NDArray[np.float64] = age_weight(delay, tau) * (after - before)
+    return corrected
+
+
+KEPT = 0.8  # evidence on guesses that a batch with more of it keeps of earlier batches
+
+
+@dataclass(frozen=True, slots=True)
+class GuessWorth:
+    """Worth of provisional rewards, from groups all of whose rewards came.
+
+    Sums over trajectories of (guessed x final advantage) and of (guessed advantage)^2, decaying by
+    `KEPT`, with one more trajectory of mean size that was guessed right. Without evidence both are
+    0, and a guess counts in full.
+    """
+
+    product: float = 0.0
+    square: float = 0.0
+
+    @property
+    def slope(self) -> float:
+        return min(1.0, max(0.0, self.product / self.square)) if self.square > 0 else 1.0
+
+    def after(self, pairs: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> GuessWorth:
+        """With a batch's evidence: of each group the guessed advantages, and the final ones."""
+        if not any(guessed_G.any() for guessed_G, _ in pairs):
+            return self
+        product = sum(float(guessed_G @ final_G) for guessed_G, final_G in pairs)
+        square = sum(float(guessed_G @ guessed_G) for guessed_G, _ in pairs)
+        right = 0.0 if self.square else square / sum(np.count_nonzero(guessed_G) for guessed_G, _ in pairs)
+        return GuessWorth(KEPT * self.product + product + right, KEPT * self.square + square + right)
+
+
+def guessed_share(trains: NDArray[np.bool_], missing: Iterable[int]) -> float:
+    """Share of a group's training trajectories whose reward is a guess."""
+    return float(trains[list(missing)].sum() / max(1, trains.sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingGroup:
+    """A trained group with rewards to come."""
+
+    iteration: int
+    group: int
+    batch: int  # that trained it first
+    missing: tuple[int, ...]  # samples whose reward has not come
+    given: Mapping[int, float] = field(default_factory=dict)  # late rewards that count already
+    guess_weight: float = 1.0  # `GuessWorth.slope` in its batch
+
+    def places(self) -> list[Place]:
+        return [(self.iteration, self.group, sample) for sample in self.missing]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Rewards of a trained group that count now, with their age in versions."""
+
+    group: WaitingGroup
+    rewards: Mapping[int, float]
+    delay: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Late rewards of a batch: the groups it leaves waiting, and the trajectories it drops."""
+
+    arrivals: tuple[Arrival, ...]
+    waiting: tuple[WaitingGroup, ...]
+    dropped: tuple[Place, ...]
+
+
+def settle(waiting: Iterable[WaitingGroup], batch: int, came: Mapping[Place, float], *, versions: int) -> Settled:
+    """Take the rewards that ``came`` for the groups that wait, for the step of ``batch``.
+
+    A group waits for ``versions`` batches after its own; rewards of samples that are not missing
+    are ignored.
+    """
+    arrivals, left, dropped = [], [], []
+    for group in waiting:
+        delay = batch - group.batch
+        rewards = {place[2]: came[place] for place in group.places() if place in came}
+        if rewards and delay <= versions:
+            arrivals.append(Arrival(group, rewards, delay))
+        missing = tuple(s for s in group.missing if s not in rewards or delay > versions)
+        if missing and delay < versions:
+            given = {**group.given, **rewards}
+            left.append(replace(group, missing=missing, given=given))
+        elif missing:
+            dropped += [(group.iteration, group.group, sample) for sample in missing]
+    return Settled(tuple(arrivals), tuple(left), tuple(dropped))
