@@ -3,7 +3,7 @@
 ::
 
     python -m examples.repair.build --sdist inflection-0.5.1.tar.gz --out repair.jsonl
-    libra run configs/repair.yaml environment.args.tasks=repair.jsonl
+    libra run examples/repair.yaml environment.args.tasks=repair.jsonl
 
 A source package comes from ``pip download --no-binary :all: --no-deps NAME``. A library that is no package is a
 ``--folder`` with its modules and tests; the tasks that ship come from those of ``workflows/repair_libraries``.
