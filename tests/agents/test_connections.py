@@ -40,7 +40,7 @@ def test_an_idle_connection_gives_way_and_busy_ones_do_not():
         assert b" 503 " in await end_of(await connected(here))
         for line in busy:
             line[1].transport.abort()
-        while here.gateway.connections:
+        while here.gateway.connections:  # noqa: ASYNC110  a connection announces its end to nobody
             await asyncio.sleep(0)
         assert (await here.post("/v1/chat/completions", CHAT)).status_code == 200
 
