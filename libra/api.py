@@ -15,7 +15,7 @@ from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings, warning_lines
 from libra.driver.early_checks import check_early, check_main, first_line, named, run_directory
 from libra.driver.run_console import Interruption, resume_words
-from libra.envs.grading import plain_number
+from libra.envs.grader import plain_number
 from libra.errors import CallbackError, ConfigError, LibraError
 from libra.named_parts import name_of
 from libra.observe.start_stages import StartStages
@@ -153,7 +153,7 @@ def train(
         for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
             logger.warning("%s", line)
         if given and environment is None:
-            from libra.envs.grading import own_reward
+            from libra.envs.grader import own_reward
 
             reward = own_reward if reward is None and checked.agent.given else reward
             environment = _own_environment(prompts, reward, tools=tools, session=session, seed=checked.run.seed)

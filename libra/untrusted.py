@@ -5,8 +5,8 @@ such text enters a run, and nowhere else.
 
 ====================================  ===============================================================
 a generated turn, and its calls       `libra.worker.quanta`, before text and calls go into a record
-what a tool returns or raises         `libra.envs.actions`
-what a reward or a parser raises      `libra.envs.grading`, `libra.worker.quanta`
+what a tool returns or raises         `libra.envs.tool_calls`
+what a reward or a parser raises      `libra.envs.grader`, `libra.worker.quanta`
 requests of agents                    `libra.agents.gateway`
 ====================================  ===============================================================
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from libra.agents.messages import ROLES, Call, Message, canonical_arguments
+from libra.agents.messages import ROLES, Call, Message, ModelRequest, Reply, canonical_arguments
 from libra.agents.request_bodies import (
     RUNS_OWN,
     Content,
@@ -26,7 +26,6 @@ from libra.agents.request_bodies import (
     text_of,
     whole,
 )
-from libra.agents.requests import ModelRequest, Reply
 from libra.errors import RequestRefused
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

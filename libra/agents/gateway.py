@@ -28,12 +28,12 @@ from urllib.parse import unquote
 
 import msgspec
 
+from libra.agents.agent_session import LONG, Ended, Pending, Session, as_float, by_size
 from libra.agents.chat_dialect import read_chat, read_generate, sse, stream_chat, write_chat, write_generate
+from libra.agents.messages import ModelRequest, Reply
 from libra.agents.messages_dialect import read_messages, stream_messages, write_messages
 from libra.agents.request_bodies import Known, decoded, storable_json
-from libra.agents.requests import ModelRequest, Reply
 from libra.agents.responses_dialect import read_responses, stream_responses, write_responses
-from libra.agents.session import LONG, Ended, Pending, Session, as_float, by_size
 from libra.errors import ConfigError, RequestRefused
 from libra.untrusted import repr_text
 

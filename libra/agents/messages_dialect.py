@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from libra.agents.chat_dialect import request_of, sse
-from libra.agents.messages import Call, Message, canonical_arguments
+from libra.agents.messages import Call, Message, ModelRequest, Reply, canonical_arguments
 from libra.agents.request_bodies import Content, Known, Sampling, decoded, stops, text_of, whole
-from libra.agents.requests import ModelRequest, Reply
 from libra.errors import RequestRefused
 
 _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

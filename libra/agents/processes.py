@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.agents import runner
-from libra.agents.session import Ended
+from libra.agents.agent_session import Ended
 from libra.errors import EnvironmentFault
 from libra.processes.child_environment import child_environment
 

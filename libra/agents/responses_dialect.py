@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 
 from libra.agents.chat_dialect import ChatMessage, StrictFormat, request_of, sse
-from libra.agents.messages import Call, Message, canonical_arguments
+from libra.agents.messages import Call, Message, ModelRequest, Reply, canonical_arguments
 from libra.agents.request_bodies import Content, Known, Part, Sampling, decoded, text_of, whole
-from libra.agents.requests import ModelRequest, Reply
 from libra.errors import RequestRefused
 
 

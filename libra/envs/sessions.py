@@ -23,8 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra.envs.actions import run_bounded
 from libra.envs.tool import SessionKind
+from libra.envs.tool_calls import run_bounded
 from libra.errors import EnvironmentFault, SessionLost, ToolTimeout
 from libra.named_parts import raised_at
 from libra.untrusted import error_text

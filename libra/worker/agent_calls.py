@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from libra.agents.requests import split_reasoning
+from libra.agents.messages import split_reasoning
 from libra.envs.tool_call_formats import TOOL_FORMATS
 from libra.types import StopReason, ToolCall, TurnOutput
 from libra.untrusted import storable_calls

@@ -1,7 +1,7 @@
 """The tokens and turns of an agent's trajectory, from its records: its conversations may have branches.
 
 A request is a record of kind "action" with a ``parent``, the turn that it continues (-1: none), and the generation after it is its
-answer. Sequences follow each other in the token arrays (`libra.agents.history`).
+answer. Sequences follow each other in the token arrays (`libra.agents.conversation`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.agents.history import paths
+from libra.agents.conversation import paths
 from libra.config import RunConfig
 from libra.types import Trajectory
 

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from libra.envs.actions import NoThread, run_bounded
+from libra.envs.tool_calls import NoThread, run_bounded
 
 
 class BatchThreads:
@@ -21,7 +21,7 @@ class BatchThreads:
     async def run(
         self, function: Callable[..., Any], timeout_s: float, name: str, **arguments: Any
     ) -> tuple[Any, BaseException | None] | None:
-        """What `libra.envs.actions.run_bounded` gives of ``function(**arguments)`` in a thread."""
+        """What `libra.envs.tool_calls.run_bounded` gives of ``function(**arguments)`` in a thread."""
         self._running += 1
 
         def call(**more: Any) -> Any:

@@ -34,8 +34,8 @@ from libra.cluster.hardware_inventory import gpus_here
 from libra.config import resolve_model
 from libra.config.service_devices import GPU_FRAC, service_workers
 from libra.config.services import MODEL_FUNCTIONS, ServiceEntry
-from libra.envs.actions import run_bounded
-from libra.envs.grading import bounded_reward
+from libra.envs.tool_calls import run_bounded
+from libra.envs.grader import bounded_reward
 from libra.envs.retries import refused, with_retries
 from libra.errors import ConfigError, RecordExists, ServiceFault, ServiceTimeout, ToolFault
 from libra.facts import ServiceAnswered
@@ -308,7 +308,7 @@ class ServiceHost:
 
 
 class RunServices:
-    """The services of one run on this worker: a `libra.envs.services.Asker`."""
+    """The services of one run on this worker: a `libra.envs.asked_services.Asker`."""
 
     def __init__(self, context: WorkerContext, host: ServiceHost) -> None:
         self._context, self._host = context, host

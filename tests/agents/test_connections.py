@@ -12,9 +12,8 @@ pytest.importorskip("httpx2", reason="httpx2 is not installed")
 
 from gateway_place import CHAT, made, run, taken
 
-from libra.agents import session
+from libra.agents.agent_session import LONG, by_size
 from libra.agents.messages import Message
-from libra.agents.session import by_size
 
 
 async def connected(here, said=b""):
@@ -109,9 +108,9 @@ def test_old_clients_and_ones_that_ask_before_they_send_are_answered():
 
 
 async def test_short_work_takes_no_thread_and_long_work_one_of_two():
-    assert await by_size(session.LONG - 1, threading.get_ident) == threading.get_ident()
+    assert await by_size(LONG - 1, threading.get_ident) == threading.get_ident()
     meeting = threading.Barrier(2)  # both threads
-    found = await asyncio.gather(*(by_size(session.LONG, partial(_met, meeting)) for _ in range(8)))
+    found = await asyncio.gather(*(by_size(LONG, partial(_met, meeting)) for _ in range(8)))
     assert len(set(found)) == 2 and threading.get_ident() not in found
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.envs import FunctionEnvironment, run_action, run_grader, tool
-from libra.envs.actions import processes_for
 from libra.envs.retries import TOTAL_S, BackOff, Refused, refused, with_retries
+from libra.envs.tool_calls import processes_for
 from libra.errors import RateLimited, RewardFault, ToolFault
 from libra.types import EndReason, Episode, Prompt, ToolCall, ToolStatus
 

@@ -31,9 +31,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra.envs.grading import plain_number
+from libra.envs.asked_services import ServiceReward, ServiceUse, service_reward
+from libra.envs.grader import plain_number
 from libra.envs.rewards import REWARDS, NamedReward, make_reward
-from libra.envs.services import ServiceReward, ServiceUse, service_reward
 from libra.errors import ConfigError
 from libra.types import EndReason, Episode
 from libra.untrusted import repr_text, shown_line
@@ -140,10 +140,10 @@ def read_rewards(given: Given, columns: Collection[str], *, plain: bool) -> Rewa
 
     Parameters
     ----------
-    given : callable, str, mapping, rubric, or a list of those
-        A function of any form; a name of `REWARDS` or "module:function"; ``{"name": ...}`` with options, ``{"function": f,
-        "weight": 0.5, "form": "trl"}``, or ``{"service": "judge"}`` with ``weight``, ``late`` and ``fast`` (`libra.envs.services`);
-        an object with ``funcs`` and ``weights``, such as verifiers' Rubric.
+    given : callable, str, mapping, rubric, or a list of them
+        A function of any form; a name of `REWARDS` or "module:function"; ``{"name": ...}`` with options;
+        ``{"function": f, "weight": 0.5, "form": "trl"}``; ``{"service": "judge"}`` with ``weight``, ``late`` and ``fast``
+        (`libra.envs.asked_services`); an object with ``funcs`` and ``weights``, such as verifiers' Rubric.
     columns : collection of str
         Columns that every prompt has.
 

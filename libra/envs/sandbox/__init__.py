@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from libra.envs.sandbox.confined import BUBBLEWRAP, MEGABYTE, NONE, Limits
-from libra.envs.sandbox.session import Finished, SandboxFailed, Session
+from libra.envs.sandbox.sandbox_session import Finished, SandboxFailed, Session
 from libra.errors import ConfigError
 from libra.named_parts import is_named, named_function
 

@@ -11,9 +11,9 @@ import numbers
 import time
 from typing import Any
 
-from libra.envs.actions import run_bounded
 from libra.envs.environment import Environment
 from libra.envs.retries import BackOff, refused, with_retries
+from libra.envs.tool_calls import run_bounded
 from libra.errors import RewardFault, RewardTimeout
 from libra.named_parts import defined_at, users_place
 from libra.types import EndReason, Episode, Late

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from libra.agents.messages import ModelRequest, Reply
 from libra.agents.request_bodies import Known
-from libra.agents.requests import ModelRequest, Reply
 from libra.errors import RequestRefused
 
 KEPT_REPLIES = 64
