@@ -40,9 +40,6 @@ class BackOff:
     seed: int = 0
 
 
-NEVER = BackOff(retries=0)
-
-
 @dataclass(frozen=True, slots=True)
 class Refused:
     """A refusal for now, with the API's ``Retry-After`` in seconds."""

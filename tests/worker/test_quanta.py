@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from libra.config import config_from_dict
 from libra.config.effects import ignored_settings
-from libra.envs.retries import NEVER
+from libra.envs.retries import BackOff
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import ConfigError, EngineError, FencedOff, StoreError, ToolFault, Unstorable
 from libra.facts import QuantumFinished, TrajectoryFoundEnded
@@ -93,7 +93,7 @@ def scripted(chat, *texts, **more):
 def runner_of(directory, chat, serving, environment, *, config, contended=True):
     """A runner without a cluster; those of one directory share a journal. ``context.report`` appends to ``context.reports``."""
     spec = SimpleNamespace(
-        back_off=NEVER, config=config, epoch=0, directory=directory, groups_dir=directory,
+        back_off=BackOff(retries=0), config=config, epoch=0, directory=directory, groups_dir=directory,
         turn_seed=lambda tid, turn, draw: 100 * draw + turn,
     )  # fmt: skip
     reports = []
