@@ -17,15 +17,18 @@ _random = threading.Lock()
 
 
 class TextArenaGame(ReplayedGame):
-    """Needs the package textarena. In a configuration: ``examples.games.textarena_game:TextArenaGame``.
+    """Needs the package textarena. In a configuration:
+    ``examples.games.textarena_game:TextArenaGame``.
 
-    The model reads the game's messages and replies as the game says, mostly with an action in brackets: ``[5]``. Reward is the
-    game's at its end: 1 for a win, often with parts for progress. A game that is not over when the trajectory ends has 0.
+    The model reads the game's messages and replies as the game says, mostly with an action in
+    brackets: ``[5]``. Reward is the game's at its end: 1 for a win, often with parts for progress.
+    A game that is not over when the trajectory ends has 0.
 
     Parameters
     ----------
     id : str
-        A game for one player, e.g. "GuessTheNumber-v0", "TowerOfHanoi-v0", "Minesweeper-v0", "Sudoku-v0", "FrozenLake-v0".
+        A game for one player, e.g. "GuessTheNumber-v0", "TowerOfHanoi-v0", "Minesweeper-v0",
+        "Sudoku-v0", "FrozenLake-v0".
     args : mapping
         Keyword arguments of `textarena.make`.
     size : int, optional

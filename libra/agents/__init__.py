@@ -1,1 +1,2 @@
-"""Agents of users, which speak to the model over HTTP, and the exact tokens behind their conversations."""
+"""Agents of users, which speak to the model over HTTP, and the exact tokens behind their
+conversations."""

@@ -2,8 +2,8 @@
 
 Invariants
 ----------
-1. A request has one answer, however many connections wait for it: a retry joins the request under way, or gets the
-   answer that was given before.
+1. A request has one answer, however many connections wait for it: a retry joins the request under
+   way, or gets the answer that was given before.
 2. A request for which nobody waits is dropped, unless the model already writes its answer.
 3. A session takes no request after its end.
 """
@@ -36,7 +36,8 @@ def as_float(value: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A request, the number of connections that wait for its answer, and whether the model writes it."""
+    """A request, the number of connections that wait for its answer, and whether the model writes
+    it."""
 
     request: ModelRequest
     answer: asyncio.Future[Reply]
@@ -57,7 +58,8 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of an agent: its result or its error; ``lost`` if the program that runs agents failed."""
+    """The end of an agent: its result or its error; ``lost`` if the program that runs agents
+    failed."""
 
     result: Any = None
     error: str | None = None
@@ -157,7 +159,8 @@ _THREADS = ThreadPoolExecutor(2, thread_name_prefix="libra-agents")
 
 
 async def by_size(size: int, work: Callable[[], Any]) -> Any:
-    """Call ``work`` here if ``size`` is below `LONG`, else in one of two threads, in order; returns its value."""
+    """Call ``work`` here if ``size`` is below `LONG`, else in one of two threads, in order; returns
+    its value."""
     if size < LONG:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work)

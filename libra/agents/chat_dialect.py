@@ -1,7 +1,8 @@
 """OpenAI's chat completions, requests with token ids, and the parts that all dialects share.
 
-A request that a training run cannot answer is refused with the field's name: several choices, strict output formats,
-tools that must be called. The run's sampling parameters replace a client's, which is logged once.
+A request that a training run cannot answer is refused with the field's name: several choices,
+strict output formats, tools that must be called. The run's sampling parameters replace a client's,
+which is logged once.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def _chat_message(data: bytes, where: str) -> Message:
 
 
 def read_generate(data: bytes, known: Known) -> ModelRequest:
-    """A request of ``/inference/v1/generate`` with token ids; RequestRefused if a run cannot answer it."""
+    """A request of ``/inference/v1/generate`` with token ids; RequestRefused if a run cannot answer
+    it."""
     body = decoded(_GenerateBody, data)
     if not body.token_ids:
         raise RequestRefused("token_ids: a list of at least one token id is needed", "token_ids")

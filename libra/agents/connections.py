@@ -3,10 +3,10 @@
 Invariants
 ----------
 1. A server has a bounded number of connections: a further one ends an idle one, or gets status 503.
-2. A request's head, the gap between two parts of its body, and what follows it have at most `HEAD_BYTES`;
-   a body has at most `MAX_BODY_BYTES`.
-3. A connection has one request at a time. What a client sends before the answer to its last request is dropped,
-   and the connection ends after that answer.
+2. A request's head, the gap between two parts of its body, and what follows it have at most
+   `HEAD_BYTES`; a body has at most `MAX_BODY_BYTES`.
+3. A connection has one request at a time. What a client sends before the answer to its last request
+   is dropped, and the connection ends after that answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
 class Exchange:
-    """One request and its answer. ``headers`` has those of `Handler.read_headers`; ``mine`` belongs to the handler."""
+    """One request and its answer. ``headers`` has those of `Handler.read_headers`; ``mine`` belongs
+    to the handler."""
 
     __slots__ = ("begun", "chunked", "connection", "done", "headers", "keep", "method", "mine", "parts", "size", "url")
 

@@ -1,10 +1,11 @@
-"""The conversations of one trajectory: which generated turn each request continues, and its token ids after that turn.
+"""The conversations of one trajectory: which generated turn each request continues, and its token
+ids after that turn.
 
 Invariants
 ----------
-1. A request continues the last turn in it that the model generated in this trajectory, after the same messages, tools and
-   template arguments. Its tail, the messages after that turn, has no assistant's message: nothing generated is rendered
-   again.
+1. A request continues the last turn in it that the model generated in this trajectory, after the
+   same messages, tools and template arguments. Its tail, the messages after that turn, has no
+   assistant's message: nothing generated is rendered again.
 2. Every other request starts a sequence of its own, with the reason.
 3. The history after the same requests and answers is the same on every worker.
 """
@@ -39,11 +40,13 @@ class Found:
     tail : tuple of Message
         The messages after that turn; all of them without one.
     reason : str
-        ``first``: the first request. ``continued``: the next turn of a conversation. ``branched``: another continuation
-        of a turn that has one. ``regenerated``: a request that was answered before. ``new``: another conversation, such
-        as a sub-agent's. ``edited``: an assistant's message that was not generated like this. ``compacted``: the start
-        of an earlier conversation without its turns. ``tools_changed``: the same messages with other tools or template
-        arguments. ``template``: the model's template cannot show the messages after the turn.
+        ``first``: the first request. ``continued``: the next turn of a conversation. ``branched``:
+        another continuation of a turn that has one. ``regenerated``: a request that was answered
+        before. ``new``: another conversation, such as a sub-agent's. ``edited``: an assistant's
+        message that was not generated like this. ``compacted``: the start of an earlier
+        conversation without its turns. ``tools_changed``: the same messages with other tools or
+        template arguments. ``template``: the model's template cannot show the messages after the
+        turn.
     """
 
     parent: int
@@ -60,8 +63,9 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Walk:
-    """Texts that lead through a request's messages, each with the last generated turn on its way and the messages up to
-    that turn's end. An answer after one of the ``inner`` texts, those before the last message, may change the walk."""
+    """Texts that lead through a request's messages, each with the last generated turn on its way
+    and the messages up to that turn's end. An answer after one of the ``inner`` texts, those before
+    the last message, may change the walk."""
 
     messages: tuple[Message, ...]
     states: dict[bytes, tuple[int, int]]
@@ -122,7 +126,8 @@ class History:
         self._ids[turn] = frozenset(call.id for answer in answers for call in answer.calls)
 
     def _deepest(self, messages: tuple[Message, ...], tools: str) -> tuple[int, int, bytes]:
-        """The last generated turn in the messages or -1, the number of messages up to its end, and the digest of all."""
+        """The last generated turn in the messages or -1, the number of messages up to its end, and
+        the digest of all."""
         name = tools, messages[0].key if messages else b""
         walk = self._walks.get(name)
         begun = len(walk.messages) if walk is not None else 0
@@ -146,7 +151,8 @@ class History:
         return turn, at, end
 
     def _candidates(self, text: bytes, message: Message) -> list[int]:
-        """The turns with this answer; of several with the same text, one whose calls have the same ids."""
+        """The turns with this answer; of several with the same text, one whose calls have the same
+        ids."""
         turns, ids = self._answers.get(text, []), {call.id for call in message.calls}
         return [turn for turn in turns if ids and self._ids[turn] == ids] or turns
 
@@ -165,7 +171,8 @@ class History:
         return COMPACTED if len(messages) < self._longest[first] else NEW
 
     def _reaches(self, messages: Sequence[Message], root: bytes) -> bool:
-        """Whether the messages, under another root, lead through a generated turn or are a known request."""
+        """Whether the messages, under another root, lead through a generated turn or are a known
+        request."""
         texts = {root}
         for message in messages:
             texts = {digest(text, message.key) for text in texts}
@@ -191,7 +198,8 @@ class Step:
 
 
 def paths(parents: Sequence[int]) -> list[list[Step]]:
-    """The sequences of turns with these parents (-1 starts a conversation), in the order of their last turns.
+    """The sequences of turns with these parents (-1 starts a conversation), in the order of their
+    last turns.
 
     ``parents[turn]`` is below ``turn``. All steps with ``trained`` together have every turn once.
     """
@@ -236,7 +244,8 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A `Found` request with ``ids`` (T,), int32: the tokens of its tail after the parent's, or the whole prompt.
+    """A `Found` request with ``ids`` (T,), int32: the tokens of its tail after the parent's, or the
+    whole prompt.
 
     ``tools`` is a text of `tools_text`.
     """
@@ -263,7 +272,8 @@ class Conversation:
         args: Mapping[str, Any] | None = None,
         text: str = "",
     ) -> Asked:
-        """A request as token ids, to be recorded by `ask`; RequestRefused if the model's template cannot show it.
+        """A request as token ids, to be recorded by `ask`; RequestRefused if the model's template
+        cannot show it.
 
         ``text`` is the `tools_text` of the tools and arguments, if known.
         """
@@ -293,6 +303,7 @@ class Conversation:
         return self._history.ask(parent, tail, tools)
 
     def answer(self, turn: int, *answers: Message, last: int) -> None:
-        """Record the answer to a request in the forms that clients may send back; ``last`` is its last token, or -1."""
+        """Record the answer to a request in the forms that clients may send back; ``last`` is its
+        last token, or -1."""
         self._last[turn] = last
         self._history.answer(turn, *answers)

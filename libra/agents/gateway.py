@@ -1,8 +1,9 @@
 """The HTTP server at which agents ask the model, one per worker that runs agents.
 
-A request waits in its trajectory's `Session` until a quantum has answered it. What comes in is hostile until checked:
-bodies have a bounded size and depth, connections a bounded number, and tokens have 128 bits. The gateway looks tokens up
-by their digest, so the time of a look-up gives nothing away. Paths::
+A request waits in its trajectory's `Session` until a quantum has answered it. What comes in is
+hostile until checked: bodies have a bounded size and depth, connections a bounded number, and
+tokens have 128 bits. The gateway looks tokens up by their digest, so the time of a look-up gives
+nothing away. Paths::
 
     /t/<token>/v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /inference/v1/generate, /reward, /end
 
@@ -164,7 +165,8 @@ class Gateway:
         return token, session
 
     def drop(self, token: str, why: str) -> None:
-        """End a session: refuse its open requests, and answer its token with status 409 from now on."""
+        """End a session: refuse its open requests, and answer its token with status 409 from now
+        on."""
         self._drop(_digest(token), why)
 
     def environ(self, token: str) -> dict[str, str]:
@@ -257,7 +259,8 @@ class Gateway:
     # ---------------------------------------------------------------- inside
 
     def _target(self, exchange: Exchange) -> tuple[str, bytes]:
-        """The path of a request without its token, and the digest of the token, which the path or a header has."""
+        """The path of a request without its token, and the digest of the token, which the path or a
+        header has."""
         found = self._paths.get(exchange.url)
         if found is None:
             path = unquote(exchange.url.partition(b"?")[0].decode("latin-1"))
@@ -295,8 +298,8 @@ class Gateway:
         pending.answer.add_done_callback(partial(self._answered, exchange, asked))
 
     def _alive(self, exchange: Exchange, asked: _Asked) -> None:
-        """Write a sign of life. This sends the status: a later error becomes an event of a stream, and breaks any other
-        connection, so that the client tries again and reads the error."""
+        """Write a sign of life. This sends the status: a later error becomes an event of a stream,
+        and breaks any other connection, so that the client tries again and reads the error."""
         assert asked.request is not None and asked.dialect is not None
         streams = asked.request.stream and asked.dialect.stream is not None
         if not exchange.begun:

@@ -1,8 +1,9 @@
 """Messages, requests and replies of agents in one form for all dialects.
 
-Two messages are equal if the model would read the same text. Null, "" and an absent content are equal, as are text and
-a list of text parts, ``developer`` and ``system``, and arguments with the same JSON value. Unknown fields, ids of calls,
-and white space around an assistant's text (clients strip it) do not count.
+Two messages are equal if the model would read the same text. Null, "" and an absent content are
+equal, as are text and a list of text parts, ``developer`` and ``system``, and arguments with the
+same JSON value. Unknown fields, ids of calls, and white space around an assistant's text (clients
+strip it) do not count.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call of an assistant's message; ``arguments`` is JSON, or the client's text where that is not JSON."""
+    """A tool call of an assistant's message; ``arguments`` is JSON, or the client's text where that
+    is not JSON."""
 
     id: str
     name: str
@@ -36,8 +38,8 @@ class Call:
 class Message:
     """One message of a conversation; ``role`` is one of `ROLES`.
 
-    ``call_id`` of a tool's message names the call that it answers. ``reasoning`` counts in a comparison where the client
-    sent it.
+    ``call_id`` of a tool's message names the call that it answers. ``reasoning`` counts in a
+    comparison where the client sent it.
     """
 
     role: str
@@ -193,7 +195,8 @@ def offers_tools(text: str) -> bool:
 
 
 def canonical_arguments(arguments: Any) -> str:
-    """A call's arguments, given as JSON text or as a value, in one storable form; other text stays unchanged.
+    """A call's arguments, given as JSON text or as a value, in one storable form; other text stays
+    unchanged.
 
     RequestRefused where they have too many levels.
     """
@@ -216,7 +219,8 @@ def levels(value: Any, most: int) -> int:
 
 
 def tool_schema(given: Any, where: str) -> dict[str, Any]:
-    """A tool of a request as chat templates take it. ``parameters`` may be a list of them (qwen-agent)."""
+    """A tool of a request as chat templates take it. ``parameters`` may be a list of them
+    (qwen-agent)."""
     function = given.get("function", given) if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestRefused(

@@ -68,7 +68,8 @@ class AgentProcesses:
                 await self._start_program()
 
     async def start(self, env: Mapping[str, str], task: Mapping[str, Any], ended: Callable[[Ended], None]) -> int:
-        """Start an agent and call ``ended`` at its end; returns its number. EnvironmentFault if it cannot start."""
+        """Start an agent and call ``ended`` at its end; returns its number. EnvironmentFault if it
+        cannot start."""
         await self.prepare()
         number = next(self._numbers)
         self._running[number] = ended
@@ -169,7 +170,8 @@ def _innermost(stacks: bytes) -> str:
 
 
 def _import_path(venv: Path | None) -> list[str]:
-    """Directories of the user's own modules, without packages that belong to this environment alone."""
+    """Directories of the user's own modules, without packages that belong to this environment
+    alone."""
     own = [entry for entry in sys.path if entry and "site-packages" not in entry]
     if venv is None:
         return [*own, *(entry for entry in sys.path if "site-packages" in entry)]

@@ -1,8 +1,10 @@
-"""Bodies of agents' requests as checked values, with a cache for messages and tools that a client repeats.
+"""Bodies of agents' requests as checked values, with a cache for messages and tools that a client
+repeats.
 
 Invariants
 ----------
-1. Every value can be stored (`libra.untrusted.storable`), and has at most `MAX_DEPTH` levels of lists and objects.
+1. Every value can be stored (`libra.untrusted.storable`), and has at most `MAX_DEPTH` levels of
+   lists and objects.
 2. A body of another form is refused with its field's name; unknown fields are ignored.
 """
 
@@ -32,7 +34,8 @@ _NO_VARIABLES = frozenset({
     "chat_template", "conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "padding",
     "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 })  # fmt: skip
-"""Arguments of the rendering that a client may not set: its own template could speak in the model's name, or never end."""
+"""Arguments of the rendering that a client may not set: its own template could speak in the model's
+name, or never end."""
 
 T = TypeVar("T")
 NOTHING = msgspec.Raw(b"")
@@ -125,7 +128,8 @@ def storable_json(data: bytes) -> bytes:
 
 
 def decoded(kind: type[T], data: bytes | msgspec.Raw, where: str = "") -> T:
-    """JSON as a value of type ``kind``; RequestRefused for another form. ``where`` is its place in the request."""
+    """JSON as a value of type ``kind``; RequestRefused for another form. ``where`` is its place in
+    the request."""
     try:
         return _decoder(kind).decode(data)  # type: ignore[no-any-return, arg-type]
     except msgspec.ValidationError as error:

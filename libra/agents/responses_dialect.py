@@ -1,4 +1,5 @@
-"""OpenAI's responses: text, function calls, and their outputs. No answer is kept between requests."""
+"""OpenAI's responses: text, function calls, and their outputs. No answer is kept between
+requests."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def read_responses(data: bytes, known: Known) -> ModelRequest:
 
 
 def _add(messages: list[Message], item: _Item, where: str) -> None:
-    """Add one item; the items of an assistant's turn (reasoning, text, calls) become one message."""
+    """Add one item; the items of an assistant's turn (reasoning, text, calls) become one
+    message."""
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     match item.type or "message":
         case "message":

@@ -6,16 +6,17 @@ It reads lines of JSON from its standard input and writes lines of JSON to its s
     {"stop": 7}                                  end that agent and all that it started
     {"ended": 7, "result": ..., "error": null}   the agent has ended with a result or an error
 
-An ``async`` function runs as a task of this process. Any other function runs in a fork of this process, and a command in
-a process of its own. The end of the input or of this program ends every agent.
+An ``async`` function runs as a task of this process. Any other function runs in a fork of this
+process, and a command in a process of its own. The end of the input or of this program ends every
+agent.
 
-On Linux, processes that an agent leaves behind become children of the agent's process, and at its end of this program,
-which kills them. So nothing outlives its agent, and no agent loses another one's processes. Processes that tasks start
-end with this program.
+On Linux, processes that an agent leaves behind become children of the agent's process, and at its
+end of this program, which kills them. So nothing outlives its agent, and no agent loses another
+one's processes. Processes that tasks start end with this program.
 
-A function takes by name any of ``prompt`` (text of the last user message), ``messages``, ``facts``, ``base_url``,
-``api_key`` and the facts' own names. A command reads the task from its standard input; its result is the last line of its
-output, as JSON if possible.
+A function takes by name any of ``prompt`` (text of the last user message), ``messages``, ``facts``,
+``base_url``, ``api_key`` and the facts' own names. A command reads the task from its standard
+input; its result is the last line of its output, as JSON if possible.
 """
 
 import asyncio
@@ -215,7 +216,8 @@ class Child:
 
 
 class Processes:
-    """Agents with processes of their own; ``own`` has the children that the function's module has started."""
+    """Agents with processes of their own; ``own`` has the children that the function's module has
+    started."""
 
     def __init__(self, function, command, answers):
         self.function, self.command, self.answers = function, command, answers

@@ -1,4 +1,5 @@
-"""Tasks: prompts, tools and rewards. `Environment` is the interface; `FunctionEnvironment` makes one from plain functions."""
+"""Tasks: prompts, tools and rewards. `Environment` is the interface; `FunctionEnvironment` makes
+one from plain functions."""
 
 from __future__ import annotations
 

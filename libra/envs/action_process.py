@@ -1,19 +1,23 @@
 """Calls in processes of their own, with cores that no other call has, and a bound on memory.
 
-A worker forks one *starter* from itself for the first such call. The starter holds the tools, has one thread, and forks a
-process for each call. So tools need not be importable, and no fork copies a thread of the worker that holds a lock.
+A worker forks one *starter* from itself for the first such call. The starter holds the tools, has
+one thread, and forks a process for each call. So tools need not be importable, and no fork copies a
+thread of the worker that holds a lock.
 
 Invariants
 ----------
 1. No core belongs to two calls of one worker at once, unless calls ask for more cores than it has.
-2. A call that ends, is cut off at its time-out, or exceeds its memory leaves no process of its group behind, and other
-   calls go on.
-3. A call gives text, never an object, read as JSON. Malformed text, and a process that the machine refuses, are faults of
-   that call alone.
-4. The calls of a worker end with it: its starter ends with its socket, and kills their groups first.
-5. A group is killed by the pid of its leader only while that pid is the call's: the starter reaps a call no sooner than it
-   forks the next, and a task of its own reads the message with the pid, which a cancelled call does not interrupt.
-6. Only the call holds the other end of its socket: its end means that the call has ended, or never started.
+2. A call that ends, is cut off at its time-out, or exceeds its memory leaves no process of its
+   group behind, and other calls go on.
+3. A call gives text, never an object, read as JSON. Malformed text, and a process that the machine
+   refuses, are faults of that call alone.
+4. The calls of a worker end with it: its starter ends with its socket, and kills their groups
+   first.
+5. A group is killed by the pid of its leader only while that pid is the call's: the starter reaps a
+   call no sooner than it forks the next, and a task of its own reads the message with the pid,
+   which a cancelled call does not interrupt.
+6. Only the call holds the other end of its socket: its end means that the call has ended, or never
+   started.
 """
 
 from __future__ import annotations
@@ -56,11 +60,13 @@ KILLED_S = 5.0
 MOST_BYTES = 64 << 20
 PROCESSES = 512
 BEGIN_S, SEND_S, END_S = 120.0, 10.0, 5.0
-"""Longest seconds for the start of a call, for handing its socket to the starter, and for the starter's end."""
+"""Longest seconds for the start of a call, for handing its socket to the starter, and for the
+starter's end."""
 
 
 class Bounds(NamedTuple):
-    """Bounds of a call: ``cores`` of its own (0 shares those that are not leased), memory (0 is unbounded), and GPUs."""
+    """Bounds of a call: ``cores`` of its own (0 shares those that are not leased), memory (0 is
+    unbounded), and GPUs."""
 
     cores: int = 0
     memory_bytes: int = 0
@@ -83,7 +89,8 @@ class GpusOfCalls(Protocol):
 
 
 class Ran(NamedTuple):
-    """The end of a call: its value as text, or name and text of its error; its seconds; and an API's refusal."""
+    """The end of a call: its value as text, or name and text of its error; its seconds; and an
+    API's refusal."""
 
     text: str
     error: str
@@ -123,7 +130,8 @@ def memory_enforcement() -> str:
 
 
 class ActionProcesses:
-    """Calls of one worker with processes of their own; ``to_text`` makes a returned value readable for a model."""
+    """Calls of one worker with processes of their own; ``to_text`` makes a returned value readable
+    for a model."""
 
     def __init__(
         self,
@@ -158,8 +166,8 @@ class ActionProcesses:
     async def run(self, tool: str, arguments: Mapping[str, Any], timeout_s: float, bounds: Bounds) -> Ran | None:
         """Run one call; None after its time-out.
 
-        `ToolFault` if no process could start, or if it died, exceeded its memory, or wrote something unreadable, or if the
-        call got no GPUs for `GPU_WAIT_S`.
+        `ToolFault` if no process could start, or if it died, exceeded its memory, or wrote
+        something unreadable, or if the call got no GPUs for `GPU_WAIT_S`.
         """
         if not bounds.gpus or self._gpus is None:
             return await self._run(tool, arguments, timeout_s, bounds, ())
@@ -222,7 +230,8 @@ class ActionProcesses:
                 begun.add_done_callback(lambda task: _kill(task, conn))
 
     def _handed_over(self, tool: str) -> socket.socket:
-        """This end of a new call's socket; `ToolFault` if the machine has no process or descriptor left."""
+        """This end of a new call's socket; `ToolFault` if the machine has no process or descriptor
+        left."""
         try:
             mine, theirs = socket.socketpair()
             with theirs:
@@ -306,7 +315,8 @@ def _kill(begun: asyncio.Task[int], conn: socket.socket) -> None:
 
 
 async def _gone(begun: asyncio.Task[int], conn: socket.socket) -> None:
-    """Kill the group of a call, and wait until its process has freed its GPUs, even if this call is cancelled."""
+    """Kill the group of a call, and wait until its process has freed its GPUs, even if this call is
+    cancelled."""
     ended = asyncio.ensure_future(_killed(begun, conn))
     try:
         await asyncio.shield(ended)
@@ -405,7 +415,8 @@ def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_t
 
 
 def _end_with(conn: socket.socket) -> None:
-    """End the call and its processes once the worker has closed its end: after a time-out, or with the worker."""
+    """End the call and its processes once the worker has closed its end: after a time-out, or with
+    the worker."""
     with contextlib.suppress(OSError):
         conn.recv(1)
     os.killpg(os.getpid(), signal.SIGKILL)

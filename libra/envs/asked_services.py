@@ -1,7 +1,8 @@
-"""`libra.ask`: requests of rewards and tools to the services of their run (section ``services``), on their worker.
+"""`libra.ask`: requests of rewards and tools to the services of their run (section ``services``),
+on their worker.
 
-A call finds its run by the context in which it started (`asking`). Without one, as in a thread of the user's, it is the
-only run of this process.
+A call finds its run by the context in which it started (`asking`). Without one, as in a thread of
+the user's, it is the only run of this process.
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ def ask(service: str, given: Any) -> Any:
     service : str
         A name of ``services.named``.
     given : Any
-        One input of its function. The functions for models take a text, or a mapping with "prompt" or "messages", and
-        "completion".
+        One input of its function. The functions for models take a text, or a mapping with "prompt"
+        or "messages", and "completion".
 
     Raises
     ------
     ServiceFault
-        The service failed, its API refused it until retries were used up, the run does not have it, or this call runs
-        where no service can be asked.
+        The service failed, its API refused it until retries were used up, the run does not have it,
+        or this call runs where no service can be asked.
     """
     asker = _asker(service)
     try:
@@ -131,8 +132,9 @@ def service(
     Parameters
     ----------
     function : str or callable
-        "judge", "logprob", "score" or "embed", which ask ``model``; "teach" for ``distil.teacher``; or a function at the
-        top of a module, ``f(inputs)`` or with a model ``f(model, tokenizer, inputs)``, with one value for each input.
+        "judge", "logprob", "score" or "embed", which ask ``model``; "teach" for ``distil.teacher``;
+        or a function at the top of a module, ``f(inputs)`` or with a model ``f(model, tokenizer,
+        inputs)``, with one value for each input.
     model : str, optional
         A name as in ``model.path``.
     max_batch, max_wait_s : int, float
@@ -158,7 +160,8 @@ def service(
 
 @dataclass(frozen=True, slots=True)
 class ServiceUse:
-    """A service that an environment asks, and the asking part; ``late`` does not wait for the answer."""
+    """A service that an environment asks, and the asking part; ``late`` does not wait for the
+    answer."""
 
     service: str
     where: str
@@ -169,8 +172,8 @@ class ServiceUse:
 class ServiceReward:
     """The number from a service as the reward: ``{service: judge}``.
 
-    With ``late`` the reward is `libra.Late`, and its value comes with the answer (``trainer.late``); held-out questions
-    wait. ``fast`` is the provisional reward of a late one.
+    With ``late`` the reward is `libra.Late`, and its value comes with the answer
+    (``trainer.late``); held-out questions wait. ``fast`` is the provisional reward of a late one.
     """
 
     service: str
@@ -186,7 +189,8 @@ class ServiceReward:
 
 
 def question(prompt: Prompt, completion: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The input of a service for a reward: the prompt's last message and all messages, the model's last turn, and columns."""
+    """The input of a service for a reward: the prompt's last message and all messages, the model's
+    last turn, and columns."""
     messages = [dict(message) for message in prompt.messages]
     last = messages[-1]["content"] if messages else ""
     return {**columns, "prompt": last, "messages": messages, "completion": completion}

@@ -29,80 +29,93 @@ HELD_OUT_SHARE = 8
 
 
 def question_class(text: str) -> int:
-    """Class of a question by a hash of its text, 0 to `HELD_OUT_SHARE` - 1; class 0 is evaluation in every run."""
+    """Class of a question by a hash of its text, 0 to `HELD_OUT_SHARE` - 1; class 0 is evaluation
+    in every run."""
     return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_SHARE
 
 
 class Environment(ABC):
-    """A task family. Every worker makes its own instance from (name, args, seed), which has no state between calls.
+    """A task family. Every worker makes its own instance from (name, args, seed), which has no
+    state between calls.
 
     Subclasses define `prompt` and `grade`, and ``tools`` if there are any.
     """
 
     tools: tuple[Tool, ...] = ()
     tool_format: str = "hermes"
-    """Format of the model's calls, a name of `TOOL_FORMATS`. ``rollout.tool_format`` overrides it."""
+    """Format of the model's calls, a name of `TOOL_FORMATS`. ``rollout.tool_format`` overrides
+    it."""
     isolation: str = ""
-    """The confinement of programs that the model writes (`libra.envs.sandbox`); empty if it runs none."""
+    """The confinement of programs that the model writes (`libra.envs.sandbox`); empty if it runs
+    none."""
     max_state_bytes: int = 65_536
     """Largest encoded state of a trajectory; see `reset`."""
     step_timeout_s: float = 10.0
     """Wall seconds of a `reset` or a `step`."""
     inline_steps: bool = False
-    """Whether a cheap `step` runs inside the generation quantum; otherwise it takes a TOOL slot on any worker."""
+    """Whether a cheap `step` runs inside the generation quantum; otherwise it takes a TOOL slot on
+    any worker."""
     services: tuple[ServiceUse | str, ...] = ()
-    """Services of section ``services`` that the grader asks (`libra.ask`), checked before a run starts. Tools declare
-    their own."""
+    """Services of section ``services`` that the grader asks (`libra.ask`), checked before a run
+    starts. Tools declare their own."""
     session: SessionKind | None = None
-    """Live object of a trajectory from its first action to its end, such as a browser or a shell (`libra.session`). Tools
-    with a keyword ``session`` get it."""
+    """Live object of a trajectory from its first action to its end, such as a browser or a shell
+    (`libra.session`). Tools with a keyword ``session`` get it."""
 
     @abstractmethod
     def prompt(self, split: str, index: int) -> Prompt:
         """Question ``index`` (>= 0, without limit) of ``split``, "train" or "eval".
 
-        Deterministic in (seed, split, index); no question is in both splits. A fact "bin" (text or a number) names its
-        bin in an evaluation.
+        Deterministic in (seed, split, index); no question is in both splits. A fact "bin" (text or
+        a number) names its bin in an evaluation.
         """
 
     @abstractmethod
     def grade(self, episode: Episode) -> float:
-        """Reward of a finished trajectory: one finite number. It may be ``async def``; otherwise it may block a thread."""
+        """Reward of a finished trajectory: one finite number. It may be ``async def``; otherwise it
+        may block a thread."""
 
     def reset(self, prompt: Prompt) -> Any:
-        """First state of a trajectory, for environments whose trajectories have one. It may be ``async def``.
+        """First state of a trajectory, for environments whose trajectories have one. It may be
+        ``async def``.
 
-        The state is a value, never a live object: each turn's record has it, because calls of one trajectory may run on
-        several workers, and a lost call runs again from the last record. It is None, bool, int, float, str, bytes, list
-        and dict, or the annotated type of the return: a dataclass, a msgspec.Struct, tuples, sets. Equal prompts give
-        equal states, so that the samples of a group start alike.
+        The state is a value, never a live object: each turn's record has it, because calls of one
+        trajectory may run on several workers, and a lost call runs again from the last record. It
+        is None, bool, int, float, str, bytes, list and dict, or the annotated type of the return: a
+        dataclass, a msgspec.Struct, tuples, sets. Equal prompts give equal states, so that the
+        samples of a group start alike.
 
-        Tools with a keyword ``trajectory_state`` and `step` get a copy. Their changes stay if they return, and are
-        dropped if they raise. The grader reads the last state as ``episode.state``.
+        Tools with a keyword ``trajectory_state`` and `step` get a copy. Their changes stay if they
+        return, and are dropped if they raise. The grader reads the last state as ``episode.state``.
         """
         return None
 
     def step(self, text: str, state: Any) -> str | None:
-        """The user's next turn after a ``text`` without calls, or None to end the trajectory. It may be ``async def``.
+        """The user's next turn after a ``text`` without calls, or None to end the trajectory. It
+        may be ``async def``.
 
-        Define it for environments that talk back, such as text games. ``state`` is a copy to change in place, None
-        without a `reset`. An error is a failure of the environment, after which a fresh draw starts.
+        Define it for environments that talk back, such as text games. ``state`` is a copy to change
+        in place, None without a `reset`. An error is a failure of the environment, after which a
+        fresh draw starts.
         """
         return None
 
     def prompt_id(self, split: str, index: int) -> str:
-        """``prompt_id`` of question ``index`` without making the prompt; empty (the default) if no question repeats.
+        """``prompt_id`` of question ``index`` without making the prompt; empty (the default) if no
+        question repeats.
 
         Lengths seen in one pass over the questions improve the forecasts of the next.
         """
         return ""
 
     def num_prompts(self, split: str) -> int | None:
-        """Number of questions of ``split``, which repeat after the last one; None (the default) without a limit."""
+        """Number of questions of ``split``, which repeat after the last one; None (the default)
+        without a limit."""
         return None
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
-        """The calls in a generated turn, in order, by the parser of ``tool_format``. A turn without calls is the answer."""
+        """The calls in a generated turn, in order, by the parser of ``tool_format``. A turn without
+        calls is the answer."""
         return TOOL_FORMATS[self.tool_format].parse(text, self.tools)
 
     def check_split(self, split: str) -> None:
@@ -140,7 +153,8 @@ class Environment(ABC):
 
 
 class ScriptedTurn(NamedTuple):
-    """One turn: tokens to generate, at least 1, and the calls after them; without calls the trajectory ends."""
+    """One turn: tokens to generate, at least 1, and the calls after them; without calls the
+    trajectory ends."""
 
     new_tokens: int
     calls: tuple[ToolCall, ...]
@@ -151,7 +165,8 @@ class Scripted(Protocol):
     """An `Environment` whose turns are scripted. It needs ``rollout.ignore_eos``."""
 
     def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
-        """Turn ``turn``, from 0, of a trajectory; called for each in order, until one has no calls."""
+        """Turn ``turn``, from 0, of a trajectory; called for each in order, until one has no
+        calls."""
 
 
 # ---------------------------------------------------------------- environments by name
@@ -169,12 +184,14 @@ _METHODS = {"prompt": "def prompt(self, split, index)", "grade": "def grade(self
 
 
 def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environment:
-    """The environment ``name``, made with ``args``, and with ``seed`` where its constructor takes one.
+    """The environment ``name``, made with ``args``, and with ``seed`` where its constructor takes
+    one.
 
     Raises
     ------
     ConfigError
-        The name is unknown, an argument is unknown or missing, or the factory does not return an `Environment`.
+        The name is unknown, an argument is unknown or missing, or the factory does not return an
+        `Environment`.
     """
     factory, arguments = _with_arguments(name, args, seed)
     try:
@@ -197,7 +214,8 @@ def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environme
 
 
 def check_named(name: str, args: Mapping[str, Any]) -> None:
-    """Check the name, the arguments and the files for `make_environment` without making anything; ConfigError.
+    """Check the name, the arguments and the files for `make_environment` without making anything;
+    ConfigError.
 
     Only a module that is not found is imported, for the message.
     """
@@ -209,7 +227,8 @@ def check_named(name: str, args: Mapping[str, Any]) -> None:
 
 
 def _with_arguments(name: str, args: Mapping[str, Any], seed: int) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The factory of an environment and its arguments; ConfigError if the factory does not take them."""
+    """The factory of an environment and its arguments; ConfigError if the factory does not take
+    them."""
     factory = _find(name)
     parameters = inspect.signature(factory).parameters
     arguments = dict(args)

@@ -1,4 +1,5 @@
-"""An environment from plain Python: a list of prompts, a reward function, and functions as tools."""
+"""An environment from plain Python: a list of prompts, a reward function, and functions as
+tools."""
 
 from __future__ import annotations
 
@@ -31,19 +32,23 @@ TRUTHS_READ = 64
 class FunctionEnvironment(Environment):
     """The environment behind ``libra.train(prompts=..., reward=..., tools=[...])``.
 
-    Training prompts repeat, in an order that the seed shuffles for each pass. Evaluation prompts are ``eval_prompts`` in
-    their order, or every tenth of ``prompts``; with fewer than ten there are none.
+    Training prompts repeat, in an order that the seed shuffles for each pass. Evaluation prompts
+    are ``eval_prompts`` in their order, or every tenth of ``prompts``; with fewer than ten there
+    are none.
 
     Parameters
     ----------
     prompts, eval_prompts : iterable, or a table of pandas, polars, pyarrow, datasets or Dask
-        A row is a str (one user message), a list of messages, or a mapping with "prompt" (a str or list of messages) and
-        further columns, JSON-able facts of the prompt. An iterator has at most `MOST_READ` rows.
+        A row is a str (one user message), a list of messages, or a mapping with "prompt" (a str or
+        list of messages) and further columns, JSON-able facts of the prompt. An iterator has at
+        most `MOST_READ` rows.
     reward : callable, str, mapping, or a list of them
-        A name of `libra.envs.rewards`, such as "gsm8k", a mapping with "name" and options, ``{"service": "judge"}`` for the
-        number from a service, or a function. A function takes by name any of ``prompt`` (`Prompt`), ``completion`` (text
-        of the last turn), ``episode`` (`Episode`), and any column that every row has. It returns one finite number, and
-        may be ``async``. Forms of TRL and verifiers are recognised by their parameters (`libra.envs.rewards.signatures`).
+        A name of `libra.envs.rewards`, such as "gsm8k", a mapping with "name" and options,
+        ``{"service": "judge"}`` for the number from a service, or a function. A function takes by
+        name any of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode``
+        (`Episode`), and any column that every row has. It returns one finite number, and may be
+        ``async``. Forms of TRL and verifiers are recognised by their parameters
+        (`libra.envs.rewards.signatures`).
     tools : sequence of functions or `Tool`
     session : SessionKind, optional
         Kind of session (`libra.session`) for tools with a keyword ``session``.
@@ -53,8 +58,8 @@ class FunctionEnvironment(Environment):
     Raises
     ------
     ConfigError
-        A prompt of another shape, a parameter of ``reward`` that no row has, a named reward that can read none of the
-        first 64 answers, or a tool without docstring or type hints.
+        A prompt of another shape, a parameter of ``reward`` that no row has, a named reward that
+        can read none of the first 64 answers, or a tool without docstring or type hints.
     """
 
     def __init__(
@@ -268,11 +273,12 @@ class JsonLines(FunctionEnvironment):
     Parameters
     ----------
     path : str
-        A file with one JSON object a line: "prompt" (a str or a list of messages), "answer", and further columns. All
-        workers must be able to read it.
+        A file with one JSON object a line: "prompt" (a str or a list of messages), "answer", and
+        further columns. All workers must be able to read it.
     reward : str, mapping or list
-        A name of `libra.envs.rewards` with options, "module:function" of a function in the form of Libra, TRL or verifiers,
-        or ``{function: module:function, weight: 0.5, form: trl}``; a list is a sum.
+        A name of `libra.envs.rewards` with options, "module:function" of a function in the form of
+        Libra, TRL or verifiers, or ``{function: module:function, weight: 0.5, form: trl}``; a list
+        is a sum.
     eval_path : str, optional
         Held-out questions instead of every tenth line of ``path``.
     prompt, answer : str

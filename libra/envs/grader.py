@@ -1,4 +1,5 @@
-"""Grades a finished trajectory: a finite number, a `libra.types.Late` with finite numbers, or a `RewardFault`."""
+"""Grades a finished trajectory: a finite number, a `libra.types.Late` with finite numbers, or a
+`RewardFault`."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ MAX_REWARD = 1e9
 async def run_grader(
     environment: Environment, episode: Episode, timeout_s: float = 60.0, back_off: BackOff | None = None
 ) -> float | Late:
-    """``environment.grade(episode)`` within ``timeout_s`` wall seconds, with retries by ``back_off`` after HTTP 429.
+    """``environment.grade(episode)`` within ``timeout_s`` wall seconds, with retries by
+    ``back_off`` after HTTP 429.
 
     Raises
     ------
     RewardFault
-        The reward raises, hangs (`RewardTimeout`), is not one finite number, or is refused until retries are used up. A
-        trajectory without a reward never counts as one with reward 0.
+        The reward raises, hangs (`RewardTimeout`), is not one finite number, or is refused until
+        retries are used up. A trajectory without a reward never counts as one with reward 0.
     """
     where = f"environment {environment.name}, trajectory {episode.trajectory_id}"
 
@@ -83,7 +85,8 @@ def _checked(outcome: tuple[Any, BaseException | None] | None, where: str, timeo
 
 
 def plain_number(value: Any) -> Any:
-    """A number of numpy, torch, decimal or another library as Python's own; other values stay unchanged."""
+    """A number of numpy, torch, decimal or another library as Python's own; other values stay
+    unchanged."""
     if hasattr(value, "item"):
         try:
             value = value.item()
@@ -105,7 +108,8 @@ def _checked_late(late: Late, where: str) -> Late:
 
 
 def bounded_reward(reward: float, where: str) -> float:
-    """``reward``; RewardFault with ``where`` unless it is finite and at most `MAX_REWARD` in magnitude."""
+    """``reward``; RewardFault with ``where`` unless it is finite and at most `MAX_REWARD` in
+    magnitude."""
     if not math.isfinite(reward):
         raise RewardFault(f"{where}: the reward is {reward}; it must be one finite number")
     if abs(reward) > MAX_REWARD:
@@ -117,7 +121,8 @@ def bounded_reward(reward: float, where: str) -> float:
 
 
 def own_reward(episode: Episode) -> float:
-    """The reward that the agent returned or posted to its gateway; 0 for an agent without one that ran out of length or turns.
+    """The reward that the agent returned or posted to its gateway; 0 for an agent without one that
+    ran out of length or turns.
 
     ValueError if the agent ended by itself without a reward.
     """

@@ -2,10 +2,13 @@
 
 Invariants
 ----------
-1. A process has at most one server for each command and its variables, for all runs. The server and its processes end
-   with the last environment, or with the process (Linux, `libra.processes.keeper`).
-2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call starts a new server.
-3. A call has `TIMEOUT_S`. A server that answered nothing all that time is killed, and the next call starts another.
+1. A process has at most one server for each command and its variables, for all runs. The server and
+   its processes end with the last environment, or with the process (Linux,
+   `libra.processes.keeper`).
+2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call
+   starts a new server.
+3. A call has `TIMEOUT_S`. A server that answered nothing all that time is killed, and the next call
+   starts another.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ _lock = threading.Lock()
 
 
 class _Life:
-    """One process of a server: a task, because the task that starts a connection of `mcp` must end it."""
+    """One process of a server: a task, because the task that starts a connection of `mcp` must end
+    it."""
 
     def __init__(self, command: str, env: Sequence[str]) -> None:
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -70,7 +74,8 @@ class _Life:
 
 
 class McpServer:
-    """A server of one command. A thread of its own talks to it, and starts it for the first request."""
+    """A server of one command. A thread of its own talks to it, and starts it for the first
+    request."""
 
     def __init__(self, command: str, env: Sequence[str] = ()) -> None:
         self.command, self.env, self.users = command, tuple(env), 0
@@ -92,7 +97,8 @@ class McpServer:
             ) from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text from a tool; RuntimeError with the text if the tool failed, ToolFault if the server did."""
+        """The text from a tool; RuntimeError with the text if the tool failed, ToolFault if the
+        server did."""
         return str(await asyncio.wrap_future(self._submit(self._call(name, arguments, time.monotonic()))))
 
     def close(self) -> None:
@@ -189,7 +195,8 @@ def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = 
     Raises
     ------
     ConfigError
-        The package is not installed, one of ``env`` is not set, the server cannot be started, or two tools have one name.
+        The package is not installed, one of ``env`` is not set, the server cannot be started, or
+        two tools have one name.
     """
     try:
         import mcp  # noqa: F401
@@ -234,8 +241,8 @@ def _left(server: McpServer) -> bool:
 
 
 def _checkable(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A server's schema, with a checkable schema for every argument: JSON schema also allows ``true``, and a server may
-    write nonsense."""
+    """A server's schema, with a checkable schema for every argument: JSON schema also allows
+    ``true``, and a server may write nonsense."""
     schema = dict(given)
     own, required = schema.get("properties"), schema.get("required")
     schema["properties"] = {name: _one(each) for name, each in own.items()} if isinstance(own, Mapping) else {}

@@ -1,12 +1,14 @@
-"""Tasks to write a Python function: a tool runs programs, and hidden tests in a sandbox grade the answer.
+"""Tasks to write a Python function: a tool runs programs, and hidden tests in a sandbox grade the
+answer.
 
 Invariants
 ----------
-1. A program gets the arguments of one hidden test in its own process, and no expected result: results leave the sandbox as
-   JSON and are compared here.
-2. Hidden tests of the families are drawn at grading from a key of the grading process, so no seed reveals them. Hidden
-   tests of a file stay in the file.
-3. Any damage to its sandbox is a failed test; a sandbox that cannot start is a failure of the environment.
+1. A program gets the arguments of one hidden test in its own process, and no expected result:
+   results leave the sandbox as JSON and are compared here.
+2. Hidden tests of the families are drawn at grading from a key of the grading process, so no seed
+   reveals them. Hidden tests of a file stay in the file.
+3. Any damage to its sandbox is a failed test; a sandbox that cannot start is a failure of the
+   environment.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A family of functions with one free number ``{k}``: its text, ``solution(k, *arguments)``, and a function that draws
-    JSON-able arguments of one hidden test."""
+    """A family of functions with one free number ``{k}``: its text, ``solution(k, *arguments)``,
+    and a function that draws JSON-able arguments of one hidden test."""
 
     text: str
     solution: Callable[..., Any]
@@ -107,15 +109,16 @@ def _digits(number: int, radix: int) -> list[int]:
 class PythonTests(Environment):
     """The environment registered as ``python_tests``.
 
-    The reward is 1.0 if the function passes all hidden tests, else 0.0; with ``partial``, the share of passed tests. A hash
-    of (task, number) or of the problem's text decides the split; 1 in 8 is evaluation. Facts: ``task`` and ``k``, or of a
-    file ``split`` and ``problem``, its index.
+    The reward is 1.0 if the function passes all hidden tests, else 0.0; with ``partial``, the share
+    of passed tests. A hash of (task, number) or of the problem's text decides the split; 1 in 8 is
+    evaluation. Facts: ``task`` and ``k``, or of a file ``split`` and ``problem``, its index.
 
     Parameters
     ----------
     problems : str, optional
-        A file of JSON lines with "prompt", "function" and "tests", a list of ``[arguments, result]``, which all workers can
-        read; the model sees the prompt only. Without it, functions of the families `TASKS`.
+        A file of JSON lines with "prompt", "function" and "tests", a list of ``[arguments,
+        result]``, which all workers can read; the model sees the prompt only. Without it, functions
+        of the families `TASKS`.
     num_tests : int
         Hidden tests per question of the families.
     timeout_s : float
@@ -242,7 +245,8 @@ class Problem:
 
 
 def read_problems(path: str) -> dict[str, list[Problem]]:
-    """Problems of a file of JSON lines, by split; ConfigError for a malformed file or an empty split."""
+    """Problems of a file of JSON lines, by split; ConfigError for a malformed file or an empty
+    split."""
     problems = []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,5 @@
-"""Word problems and puzzles of the package reasoning-gym, with a calculator, graded by each dataset's own rules."""
+"""Word problems and puzzles of the package reasoning-gym, with a calculator, graded by each
+dataset's own rules."""
 
 from __future__ import annotations
 
@@ -50,20 +51,21 @@ _EXAMPLES = (
 class ReasoningGym(Environment):
     """The environment registered as ``reasoning_gym``; needs the package reasoning-gym.
 
-    The reward is the dataset's ``score_answer``, 0 to 1. A hash of a question's text decides its split (1 in 8 is
-    evaluation), so no run trains on a question that another holds out. Facts: ``dataset``, ``answer``, and ``seed``: the
-    dataset of size 1 with this seed has only this question.
+    The reward is the dataset's ``score_answer``, 0 to 1. A hash of a question's text decides its
+    split (1 in 8 is evaluation), so no run trains on a question that another holds out. Facts:
+    ``dataset``, ``answer``, and ``seed``: the dataset of size 1 with this seed has only this
+    question.
 
     Parameters
     ----------
     dataset : str, list of str, or mapping
-        Names such as "gsm_symbolic" or "chain_sum", of which each question draws one evenly; a mapping gives each its
-        configuration, ``{"chain_sum": {"max_terms": 3}}``.
+        Names such as "gsm_symbolic" or "chain_sum", of which each question draws one evenly; a
+        mapping gives each its configuration, ``{"chain_sum": {"max_terms": 3}}``.
     calculator : bool
         Whether the model has the calculator.
     answer : str
-        Graded part of the last turn: the last "number", the text between <answer> "tags", or its whole "text". A turn that
-        ends in a call has no answer.
+        Graded part of the last turn: the last "number", the text between <answer> "tags", or its
+        whole "text". A turn that ends in a call has no answer.
     examples : int
         Worked examples before the question, as a conversation with calls. Small models need some.
     size : int, optional
@@ -218,7 +220,8 @@ def _entry(name: str, config: str, seed: int) -> tuple[Any, dict[str, Any]]:
 
 
 def _last_tagged(text: str) -> str | None:
-    """The content of the last closed pair of answer tags. A pattern would be quadratic in open tags."""
+    """The content of the last closed pair of answer tags. A pattern would be quadratic in open
+    tags."""
     found, position = None, 0
     while (start := text.find(_OPEN, position)) >= 0 and (end := text.find(_CLOSE, start + len(_OPEN))) >= 0:
         found, position = text[start + len(_OPEN) : end].strip(), end + len(_CLOSE)
@@ -248,10 +251,12 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]
 
 
 def calculate(expression: str) -> str:
-    """The value of ``expression``: a whole number, or a decimal with at most twelve significant digits.
+    """The value of ``expression``: a whole number, or a decimal with at most twelve significant
+    digits.
 
-    It takes + - * / // % ** (or ^), brackets, and numbers with optional commas between thousands: "1,200 * (3 + 4.5)".
-    ValueError, with a message for the model, for anything else, a division by zero, or more than `MAX_DIGITS` digits.
+    It takes + - * / // % ** (or ^), brackets, and numbers with optional commas between thousands:
+    "1,200 * (3 + 4.5)". ValueError, with a message for the model, for anything else, a division by
+    zero, or more than `MAX_DIGITS` digits.
     """
     if len(expression) > MAX_CHARS:
         raise ValueError(f"the expression has {len(expression)} characters, of at most {MAX_CHARS}")

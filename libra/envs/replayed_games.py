@@ -1,8 +1,9 @@
-"""Games whose objects stay in one process, as environments with a state; and the client of OpenEnv servers.
+"""Games whose objects stay in one process, as environments with a state; and the client of OpenEnv
+servers.
 
-The state of a trajectory is the seed of its game and the replies so far. The worker of the next step continues its live
-game, or starts the game again with the seed and repeats the replies. So a game must depend on its seed and replies alone;
-otherwise it is a failure of the environment.
+The state of a trajectory is the seed of its game and the replies so far. The worker of the next
+step continues its live game, or starts the game again with the seed and repeats the replies. So a
+game must depend on its seed and replies alone; otherwise it is a failure of the environment.
 
 Invariants
 ----------
@@ -35,7 +36,8 @@ TIMEOUT_S = 60.0
 
 
 class Observed(NamedTuple):
-    """A game's answer to a reply: text for the model, reward of the step, and whether the game is over."""
+    """A game's answer to a reply: text for the model, reward of the step, and whether the game is
+    over."""
 
     text: str
     reward: float
@@ -45,8 +47,8 @@ class Observed(NamedTuple):
 class ReplayedGame(Environment):
     """Subclasses define how a game starts, acts and ends, and the ``system`` message.
 
-    The reward of a trajectory is the sum over its steps. Facts: ``seed``. ``size`` is the number of training games, which
-    then repeat.
+    The reward of a trajectory is the sum over its steps. Facts: ``seed``. ``size`` is the number of
+    training games, which then repeat.
     """
 
     system: str = ""
@@ -85,7 +87,8 @@ class ReplayedGame(Environment):
         return f"train-{index % self.size}" if split == "train" and self.size is not None else ""
 
     def reset(self, prompt: Prompt) -> dict[str, Any]:
-        """Seed, digest of the first observation, replies, their reward, and whether the game is over."""
+        """Seed, digest of the first observation, replies, their reward, and whether the game is
+        over."""
         return {**{key: prompt.facts[key] for key in ("seed", "first")}, "replies": [], "reward": 0.0, "done": False}
 
     def step(self, text: str, state: dict[str, Any]) -> str | None:
@@ -163,10 +166,12 @@ def _digest(text: str) -> str:
 
 
 class OpenEnvClient(ReplayedGame):
-    """The environment registered as ``openenv``, for a server that you start; it does not need the package openenv here.
+    """The environment registered as ``openenv``, for a server that you start; it does not need the
+    package openenv here.
 
-    A reply that is a JSON object is the action; any other reply becomes ``{action: REPLY}``. Each trajectory has a session of
-    the server, started with a seed; equal seeds must give equal sessions.
+    A reply that is a JSON object is the action; any other reply becomes ``{action: REPLY}``. Each
+    trajectory has a session of the server, started with a seed; equal seeds must give equal
+    sessions.
 
     Parameters
     ----------

@@ -1,9 +1,10 @@
-"""Sessions: live objects that outlive actions, trajectories and iterations, such as a browser or a shell.
+"""Sessions: live objects that outlive actions, trajectories and iterations, such as a browser or a
+shell.
 
-An environment declares one kind (``Environment.session``). A worker with TOOL slots keeps a pool of sessions: a trajectory
-leases one from its first action that needs it to its end, and a reset makes it ready for the next. A state
-(`Environment.reset`) travels with the records; a session stays in its process, and actions go there
-(`libra.worker.session_leases`).
+An environment declares one kind (``Environment.session``). A worker with TOOL slots keeps a pool of
+sessions: a trajectory leases one from its first action that needs it to its end, and a reset makes
+it ready for the next. A state (`Environment.reset`) travels with the records; a session stays in
+its process, and actions go there (`libra.worker.session_leases`).
 
 Invariants
 ----------
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Lease:
-    """A session and its trajectory; ``returns`` has the returns of its last turn's actions by name."""
+    """A session and its trajectory; ``returns`` has the returns of its last turn's actions by
+    name."""
 
     lease_id: str
     trajectory_id: str
@@ -47,7 +49,8 @@ class Lease:
 
 @dataclass(slots=True)
 class SessionCounts:
-    """Numbers of sessions made, leases of existing sessions, resets, replaced sessions, and leases that expired."""
+    """Numbers of sessions made, leases of existing sessions, resets, replaced sessions, and leases
+    that expired."""
 
     made: int = 0
     reused: int = 0
@@ -72,7 +75,8 @@ class SessionPool:
     async def lease(self, trajectory_id: str) -> str:
         """Lease a session; returns the lease's name.
 
-        EnvironmentFault if the factory raised, or no session was free in time; ToolTimeout if the factory hangs.
+        EnvironmentFault if the factory raised, or no session was free in time; ToolTimeout if the
+        factory hangs.
         """
         value = await self._ready(trajectory_id)
         name = f"{self._name}-{next(self._numbers)}"

@@ -1,14 +1,15 @@
 """The state of a trajectory: a value that travels with its records.
 
-Calls of one trajectory may run on several workers, and a lost call runs again. So the record of each turn has the encoded
-state, and the worker of the next turn decodes it.
+Calls of one trajectory may run on several workers, and a lost call runs again. So the record of
+each turn has the encoded state, and the worker of the next turn decodes it.
 
 Invariants
 ----------
-1. The environment's code gets a copy. Its changes count only if the call returned: after an error, a time-out or a lost
-   worker the next call starts with the state of the last record, so nothing acts on it twice.
-2. A state that differs after encoding and decoding fails when the trajectory starts, and a state above
-   ``max_state_bytes`` at any time; both are failures of the environment.
+1. The environment's code gets a copy. Its changes count only if the call returned: after an error,
+   a time-out or a lost worker the next call starts with the state of the last record, so nothing
+   acts on it twice.
+2. A state that differs after encoding and decoding fails when the trajectory starts, and a state
+   above ``max_state_bytes`` at any time; both are failures of the environment.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def has_steps(environment: Environment) -> bool:
 
 
 def check_state(environment: Environment) -> Environment:
-    """``environment``; ConfigError for something among its tools that is not one, for a tool that takes a state or session
-    that the environment does not have, and for an unknown kind of session or type of state."""
+    """``environment``; ConfigError for something among its tools that is not one, for a tool that
+    takes a state or session that the environment does not have, and for an unknown kind of session
+    or type of state."""
     check_tool_types(environment)
     for tool in environment.tools:
         if tool.takes_state and not has_state(environment):
@@ -84,7 +86,8 @@ def decode_state(environment: Environment, data: bytes | None) -> Any:
 
 
 class StateCopy:
-    """The state of one trajectory while a turn's code runs; ``data`` has its bytes after the last call that returned."""
+    """The state of one trajectory while a turn's code runs; ``data`` has its bytes after the last
+    call that returned."""
 
     def __init__(self, environment: Environment, data: bytes | None, where: str) -> None:
         self._environment, self.data, self._where = environment, data, where
@@ -117,7 +120,8 @@ async def begin_state(environment: Environment, prompt: Prompt, where: str) -> b
     Raises
     ------
     EnvironmentFault
-        ``reset`` raised, or its state cannot be encoded; ToolTimeout if it took longer than ``step_timeout_s``.
+        ``reset`` raised, or its state cannot be encoded; ToolTimeout if it took longer than
+        ``step_timeout_s``.
     """
     if not has_state(environment):
         return None
@@ -139,7 +143,8 @@ async def begin_state(environment: Environment, prompt: Prompt, where: str) -> b
 
 
 async def run_step(environment: Environment, text: str, copy: StateCopy, where: str) -> str | None:
-    """The user's next turn after ``text``, storable and cut to `MAX_PAYLOAD_CHARS`, or None at the trajectory's end.
+    """The user's next turn after ``text``, storable and cut to `MAX_PAYLOAD_CHARS`, or None at the
+    trajectory's end.
 
     EnvironmentFault if ``step`` raised or returned something else; ToolTimeout if it took too long.
     """

@@ -16,8 +16,8 @@ from libra.types import ToolStatus
 ACTION_ID = "action_id"
 STATE = "trajectory_state"
 SESSION = "session"
-"""Keywords, hidden from the model, of tools that take the action's id, the trajectory's state, which they may change in
-place, or its session (`libra.envs.sessions`)."""
+"""Keywords, hidden from the model, of tools that take the action's id, the trajectory's state,
+which they may change in place, or its session (`libra.envs.sessions`)."""
 
 TIMEOUT_S = 10.0
 MAX_PAYLOAD_CHARS = 8000
@@ -31,10 +31,11 @@ class Tool:
     Attributes
     ----------
     function : callable
-        Takes the arguments by keyword. A plain function runs in a thread of its own; an ``async`` one shares the event
-        loop and must await, since it cannot be timed out while it blocks.
+        Takes the arguments by keyword. A plain function runs in a thread of its own; an ``async``
+        one shares the event loop and must await, since it cannot be timed out while it blocks.
     schema : mapping
-        ``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates take it.
+        ``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat
+        templates take it.
     timeout_s : float
         Wall seconds of a call.
     max_payload_chars : int
@@ -42,28 +43,31 @@ class Tool:
     inline : bool
         Whether cheap calls run inside the generation quantum.
     fatal : tuple of str
-        Outcomes, "error" and "timeout", that end the trajectory with a failure which the model did not cause, to be
-        sampled again (``trainer.resample``). The model reads all other outcomes. A tool raises `libra.errors.ToolFault`
-        for single cases.
+        Outcomes, "error" and "timeout", that end the trajectory with a failure which the model did
+        not cause, to be sampled again (``trainer.resample``). The model reads all other outcomes. A
+        tool raises `libra.errors.ToolFault` for single cases.
     cores : tuple of (int, int)
-        Least and most cores that a call has alone; with (0, 0) it shares the others. With cores, memory or a GPU each
-        call has a process (`libra.envs.action_process`), and its changes in memory are lost.
+        Least and most cores that a call has alone; with (0, 0) it shares the others. With cores,
+        memory or a GPU each call has a process (`libra.envs.action_process`), and its changes in
+        memory are lost.
     memory_gib : float
-        Memory above which a call is killed and its trajectory ends as class ``tool``; 0 is unbounded.
+        Memory above which a call is killed and its trajectory ends as class ``tool``; 0 is
+        unbounded.
     gpu : int
         GPUs of a call.
     elastic : sequence of float, mapping of int to float, "measure" or None
-        Speeds of a call by cores, relative to the least, for every number of cores or for some; "measure" learns them
-        from calls. None gives a call its least.
+        Speeds of a call by cores, relative to the least, for every number of cores or for some;
+        "measure" learns them from calls. None gives a call its least.
     quota : str
         Limit for its calls, a name of ``environment.quotas``, or empty.
     revocable : bool
-        Whether a call may be stopped and called again later, so that waiting calls can start. Its effects outside of its
-        process may then happen twice.
+        Whether a call may be stopped and called again later, so that waiting calls can start. Its
+        effects outside of its process may then happen twice.
     types : mapping of str to type
         Hints beyond plain JSON, such as an Enum or a dataclass: pydantic converts the call's JSON.
     services : tuple of str
-        Services that it asks (`libra.ask`), names of ``services.named``, checked before a run starts.
+        Services that it asks (`libra.ask`), names of ``services.named``, checked before a run
+        starts.
     """
 
     name: str
@@ -178,7 +182,8 @@ class Tool:
 
     @property
     def usage(self) -> str:
-        """The shape of a valid call, e.g. ``{"name": "calculator", "arguments": {"expression": ...}}``."""
+        """The shape of a valid call, e.g. ``{"name": "calculator", "arguments": {"expression":
+        ...}}``."""
         arguments = ", ".join(f'"{name}": ...' for name in self.parameters)
         return f'{{"name": "{self.name}", "arguments": {{{arguments}}}}}'
 
@@ -199,10 +204,12 @@ def tool(
     services: str | tuple[str, ...] = (),
     revocable: bool = False,
 ) -> Tool:
-    """The `Tool` of a function with type hints and a Google-style docstring, which ``get_json_schema`` reads.
+    """The `Tool` of a function with type hints and a Google-style docstring, which
+    ``get_json_schema`` reads.
 
-    A hint may be any type with a JSON schema in pydantic: an Enum, a dataclass, ``Annotated[int, Field(ge=1)]``, ...
-    ConfigError if a hint or a description is missing, or a hint has no JSON schema.
+    A hint may be any type with a JSON schema in pydantic: an Enum, a dataclass, ``Annotated[int,
+    Field(ge=1)]``, ... ConfigError if a hint or a description is missing, or a hint has no JSON
+    schema.
     """
     shown = name or str(getattr(function, "__name__", type(function).__name__))
     pair = (cores, cores) if isinstance(cores, int) else cores
@@ -265,7 +272,8 @@ def _schema(function: Callable[..., Any], name: str) -> tuple[dict[str, Any], di
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether a hint has only JSON's own types, whose schema transformers writes as models have seen it."""
+    """Whether a hint has only JSON's own types, whose schema transformers writes as models have
+    seen it."""
     origin = get_origin(hint)
     if origin in (list, tuple, dict, Union, UnionType):
         return all(each is Ellipsis or _is_plain(each) for each in get_args(hint))
@@ -316,7 +324,8 @@ class SessionKind:
     factory : callable
         ``factory()`` makes a session.
     reset : callable, optional
-        ``reset(session)`` runs after each trajectory. Without it a session serves one trajectory and is closed.
+        ``reset(session)`` runs after each trajectory. Without it a session serves one trajectory
+        and is closed.
     close : callable, optional
         ``close(session)``.
     alive : callable, optional
@@ -328,7 +337,8 @@ class SessionKind:
     timeout_s : float
         Wall seconds of each call, and of the wait for a session.
     lease_s : float
-        Seconds without an action after which another trajectory may take the session, where ``most`` are leased.
+        Seconds without an action after which another trajectory may take the session, where
+        ``most`` are leased.
     """
 
     factory: Callable[[], Any]

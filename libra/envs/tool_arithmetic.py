@@ -6,8 +6,8 @@ A question reads::
     d -> ans: * 3
     k -> d: + 5
 
-Every operation needs a call, so a trajectory has one turn per operation and one for the answer. After a malformed call, an
-overflow or an injected time-out the model may try again.
+Every operation needs a call, so a trajectory has one turn per operation and one for the answer.
+After a malformed call, an overflow or an injected time-out the model may try again.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ TRAIN_SHARES = (0.20, 0.19, 0.16, 0.13, 0.11, 0.08, 0.07, 0.06)
 class ToolArithmetic(Environment):
     """The environment registered as ``tool_arithmetic``.
 
-    The reward is 1.0 if the last integer of the last turn is the answer, else 0.0. Training questions have 1 to
-    ``max_operations`` operations with the shares of `TRAIN_SHARES`; evaluation question ``i`` has
-    ``i % max_operations + 1``. A hash of the text puts 1 in 8 questions into the evaluation split for every seed, so no run
-    trains on a question that another holds out. Facts: ``num_operations``, ``answer``.
+    The reward is 1.0 if the last integer of the last turn is the answer, else 0.0. Training
+    questions have 1 to ``max_operations`` operations with the shares of `TRAIN_SHARES`; evaluation
+    question ``i`` has ``i % max_operations + 1``. A hash of the text puts 1 in 8 questions into the
+    evaluation split for every seed, so no run trains on a question that another holds out. Facts:
+    ``num_operations``, ``answer``.
 
     Parameters
     ----------
@@ -58,7 +59,8 @@ class ToolArithmetic(Environment):
     spare_lines : int
         Most superfluous lines of a question, drawn evenly from 0 on.
     calculator : bool
-        Whether it has the calculator; otherwise a tool of the same name must come from elsewhere, such as an MCP server.
+        Whether it has the calculator; otherwise a tool of the same name must come from elsewhere,
+        such as an MCP server.
     inline : bool
         Whether calls may run inside the generation quantum, where a hang holds the engine's slot.
     """
@@ -153,7 +155,8 @@ def _step(generator: random.Random, value: int) -> tuple[str, int]:
 def calculate(line: str, value: int) -> str:
     """``"k -> d: + 5"`` with 17 for k gives ``"d = 22"``.
 
-    ValueError for a malformed line; OverflowError if ``value`` or the result is above `LIMIT` in magnitude.
+    ValueError for a malformed line; OverflowError if ``value`` or the result is above `LIMIT` in
+    magnitude.
     """
     match = _LINE.fullmatch(line)
     if match is None:

@@ -3,8 +3,8 @@
 Invariants of every format
 --------------------------
 1. Reading any text raises nothing and takes time linear in its length.
-2. Each opening tag gives at most one malformed call, with ``error`` set; the model reads the error and may try again. No
-   call is dropped silently.
+2. Each opening tag gives at most one malformed call, with ``error`` set; the model reads the error
+   and may try again. No call is dropped silently.
 3. A well-formed call keeps its text, also with closing tags in its arguments.
 """
 
@@ -22,7 +22,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Places:
-    """Positions of a mark in a text, found once: ``str.find`` from every opening tag would be quadratic."""
+    """Positions of a mark in a text, found once: ``str.find`` from every opening tag would be
+    quadratic."""
 
     def __init__(self, text: str, mark: str) -> None:
         self._at: list[int] = []
@@ -52,8 +53,8 @@ _LONGEST_WORD_CHARS = 16  # `json` reports "-Infinity" or "\\ud83d\\ude00" at it
 def parse_hermes(text: str) -> tuple[ToolCall, ...]:
     """The calls in ``text``, in order.
 
-    Decoding finds the end of the JSON, so an argument may contain ``</tool_call>``. After a malformed call reading
-    continues behind its closing tag.
+    Decoding finds the end of the JSON, so an argument may contain ``</tool_call>``. After a
+    malformed call reading continues behind its closing tag.
     """
     calls: list[ToolCall] = []
     closing = Places(text, CLOSE)
@@ -82,9 +83,10 @@ def _one_call(text: str, start: int, closing: Places) -> tuple[ToolCall, int]:
 def _decode(text: str, start: int) -> tuple[Any, int]:
     """The JSON value at ``start``, and its end.
 
-    Windows grow only while the value may continue: an error of `json` counts the lines before it, which would be quadratic
-    over many bad calls. All calls of a text are linear, too: reading passes a tag only inside a string, and a call from
-    this tag on is outside of it, so that call ends at the next tag.
+    Windows grow only while the value may continue: an error of `json` counts the lines before it,
+    which would be quadratic over many bad calls. All calls of a text are linear, too: reading
+    passes a tag only inside a string, and a call from this tag on is outside of it, so that call
+    ends at the next tag.
     """
     size = _WINDOW_CHARS
     while True:
@@ -115,7 +117,8 @@ _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 
 
 def parse_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, ...]:
-    """The calls in ``text``, in order; one tag may hold several functions. Schemas of ``tools`` give the types of values."""
+    """The calls in ``text``, in order; one tag may hold several functions. Schemas of ``tools``
+    give the types of values."""
     reader = _Reader(text, {tool.name: tool.parameters for tool in tools})
     calls: list[ToolCall] = []
     position = text.find(OPEN)
@@ -127,7 +130,8 @@ def parse_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, 
 
 
 def _coder_usage(tool: Tool) -> str:
-    """The shape of a valid call, e.g. ``<function=run><parameter=code>...</parameter></function>``."""
+    """The shape of a valid call, e.g.
+    ``<function=run><parameter=code>...</parameter></function>``."""
     parameters = "".join(f"{_PARAMETER}{name}>...{_END_PARAMETER}" for name in tool.parameters)
     return f"{_FUNCTION}{tool.name}>{parameters}{_END_FUNCTION}"
 

@@ -2,13 +2,16 @@
 
 Invariants
 ----------
-1. `run_action` returns a `ToolReturn` for everything that a call or a tool can do. It raises only if its own task is
-   cancelled, and `ToolFault` if the outcome is fatal for the tool or its API refuses it for too long. Its text is storable
-   (`libra.untrusted`), and its ``tool`` is one of the environment's, or empty for a name that the model made up.
-2. It returns within the tool's ``timeout_s`` plus scheduling, unless an ``async`` tool blocks the event loop; while an API
-   refuses the call, within `libra.envs.retries.TOTAL_S` more.
-3. ``content`` has at most ``max_payload_chars`` characters plus one note with the number of dropped ones.
-4. A thread that outlives its time-out is logged with its tool's name and counted by `hung_threads` until it ends.
+1. `run_action` returns a `ToolReturn` for everything that a call or a tool can do. It raises only
+   if its own task is cancelled, and `ToolFault` if the outcome is fatal for the tool or its API
+   refuses it for too long. Its text is storable (`libra.untrusted`), and its ``tool`` is one of the
+   environment's, or empty for a name that the model made up.
+2. It returns within the tool's ``timeout_s`` plus scheduling, unless an ``async`` tool blocks the
+   event loop; while an API refuses the call, within `libra.envs.retries.TOTAL_S` more.
+3. ``content`` has at most ``max_payload_chars`` characters plus one note with the number of dropped
+   ones.
+4. A thread that outlives its time-out is logged with its tool's name and counted by `hung_threads`
+   until it ends.
 """
 
 from __future__ import annotations
@@ -86,10 +89,11 @@ async def run_action(
     prompt : Prompt
         The question of the call, for the log.
     action_id : str
-        Name of the action in its run, e.g. "train-3-0-7/4/0" (trajectory, turn, call). Tools with a keyword of that name
-        get it as idempotency key and seed of injected faults.
+        Name of the action in its run, e.g. "train-3-0-7/4/0" (trajectory, turn, call). Tools with a
+        keyword of that name get it as idempotency key and seed of injected faults.
     state, session : object, optional
-        For tools that take the trajectory's state or session. Changes of the state are kept if the tool returned.
+        For tools that take the trajectory's state or session. Changes of the state are kept if the
+        tool returned.
     keep : callable, optional
         Stores the whole text before it is cut, and returns its reference, or "".
     processes : ActionProcesses, optional
@@ -102,8 +106,8 @@ async def run_action(
     Raises
     ------
     ToolFault
-        The tool raised it, its outcome is ``fatal`` (`ToolTimeout` for a time-out), or its API refused it until retries
-        were used up.
+        The tool raised it, its outcome is ``fatal`` (`ToolTimeout` for a time-out), or its API
+        refused it until retries were used up.
     """
     fault = _malformed(environment, call)
     if fault is not None:
@@ -165,7 +169,8 @@ def _timed_out(tool: Tool, tried: _Tried, prompt: Prompt, action_id: str) -> Too
 def _payload(
     tool: Tool, tried: _Tried, outcome: tuple[Any, BaseException | None], state: StateOfCall | None, action_id: str
 ) -> tuple[str, ToolStatus]:
-    """Text and status of an outcome; keeps the state if the call returned. `ToolFault` as in `run_action`."""
+    """Text and status of an outcome; keeps the state if the call returned. `ToolFault` as in
+    `run_action`."""
     value, error = outcome
     if isinstance(error, ToolFault) or (error is not None and ToolStatus.ERROR in tool.fatal):
         raise ToolFault(f"tool {tool.name}: {error_text(error)}{raised_at(error)} ({action_id})") from error
@@ -182,7 +187,8 @@ def _payload(
 def processes_for(
     environment: Environment, cores: Sequence[int], gpus: GpusOfCalls | None = None
 ) -> ActionProcesses | None:
-    """Processes for calls of ``environment`` on a worker with these cores and GPUs; None if no tool needs one."""
+    """Processes for calls of ``environment`` on a worker with these cores and GPUs; None if no tool
+    needs one."""
     functions = {tool.name: tool.call for tool in environment.tools if tool.own_process}
     return ActionProcesses(functions, cores, _as_text, gpus) if functions else None
 
@@ -199,8 +205,8 @@ async def run_bounded(
 ) -> tuple[Any, BaseException | None] | None:
     """Call ``function(**arguments)``, in a thread unless it is ``async``.
 
-    Returns (value, None) or (None, exception), which is `NoThread` if the call could not start, or None after
-    ``timeout_s``. The event loop awaits an awaitable that a thread's function returned.
+    Returns (value, None) or (None, exception), which is `NoThread` if the call could not start, or
+    None after ``timeout_s``. The event loop awaits an awaitable that a thread's function returned.
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + timeout_s
@@ -291,7 +297,8 @@ def _malformed(environment: Environment, call: ToolCall) -> str | None:
 
 
 def _refusal(tool: Tool, name: str, value: object) -> str:
-    """The fault of an argument for pydantic or a validator of the user's type; empty without one."""
+    """The fault of an argument for pydantic or a validator of the user's type; empty without
+    one."""
     try:
         tool.typed(name, value)
     except ValidationError as error:
@@ -309,7 +316,8 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _fits(value: object, schema: Mapping[str, Any]) -> bool:
-    """Whether the top level of ``value`` fits ``schema``; the tool checks the inside of lists and objects."""
+    """Whether the top level of ``value`` fits ``schema``; the tool checks the inside of lists and
+    objects."""
     if "enum" in schema and value not in schema["enum"] and not (value is None and schema.get("nullable")):
         return False
     names = _types(schema)
@@ -321,7 +329,8 @@ def _fits(value: object, schema: Mapping[str, Any]) -> bool:
 
 
 def _as_text(value: object) -> str:
-    """A str unchanged, None as "", anything else as JSON, or ``str()`` if JSON cannot express it."""
+    """A str unchanged, None as "", anything else as JSON, or ``str()`` if JSON cannot express
+    it."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -365,7 +374,8 @@ class CallThread(threading.Thread):
 
     @classmethod
     def call(cls, work: Callable[[], None], name: str) -> Self:
-        """Run ``work``, which must not raise, in the caller's context on an idle or new thread with this ``name``.
+        """Run ``work``, which must not raise, in the caller's context on an idle or new thread with
+        this ``name``.
 
         `NoThread` if the machine starts none.
         """

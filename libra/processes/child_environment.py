@@ -1,4 +1,5 @@
-"""The environment of programs that Libra starts for a user's agent, tool server or sandbox: variables by name, no others.
+"""The environment of programs that Libra starts for a user's agent, tool server or sandbox:
+variables by name, no others.
 
 A worker's own environment has keys for clouds, hubs, trackers and Slurm, which must not reach them.
 """
@@ -32,8 +33,8 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def loopback_direct(environment: Mapping[str, str]) -> dict[str, str]:
-    """Both spellings of ``NO_PROXY`` with this machine, where ``environment`` has a proxy: clients reach Libra's own
-    servers, such as the gateway, directly."""
+    """Both spellings of ``NO_PROXY`` with this machine, where ``environment`` has a proxy: clients
+    reach Libra's own servers, such as the gateway, directly."""
     if not any(environment.get(name) for name in PROXIES if name.lower() != "no_proxy"):
         return {}
     given = environment.get("no_proxy") or environment.get("NO_PROXY") or ""  # clients prefer the lower case
@@ -43,7 +44,8 @@ def loopback_direct(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def child_environment(more: Collection[str] = (), *, where: str = "") -> dict[str, str]:
-    """This process's `INHERITED` variables, `loopback_direct`, and the variables ``more`` of the setting ``where``.
+    """This process's `INHERITED` variables, `loopback_direct`, and the variables ``more`` of the
+    setting ``where``.
 
     ConfigError if one of ``more`` is not set here.
     """

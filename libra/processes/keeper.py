@@ -1,8 +1,10 @@
-"""Processes below this one: its children, and on Linux the processes that these leave behind, in any session.
+"""Processes below this one: its children, and on Linux the processes that these leave behind, in
+any session.
 
-``python keeper.py PROGRAM WORD ...`` starts a program that reads its standard input, and kills all its processes at its
-end. The program has `GRACE_S` to end once its input is closed, as by the death of whoever started it, and `TERM_S` once
-the keeper gets one of `ENDS`. Agents' own Pythons read this file by its name, so it needs the standard library alone.
+``python keeper.py PROGRAM WORD ...`` starts a program that reads its standard input, and kills all
+its processes at its end. The program has `GRACE_S` to end once its input is closed, as by the death
+of whoever started it, and `TERM_S` once the keeper gets one of `ENDS`. Agents' own Pythons read
+this file by its name, so it needs the standard library alone.
 
 Invariants
 ----------
@@ -20,7 +22,8 @@ import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S, TERM_S, KILL_S = 5.0, 1.0, 0.5
-"""`KILL_S` is for the processes that a program left. Whoever sends SIGTERM kills the keeper after two seconds."""
+"""`KILL_S` is for the processes that a program left. Whoever sends SIGTERM kills the keeper after
+two seconds."""
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -52,7 +55,8 @@ def own_children():
 
 
 def has_ended(child):
-    """Whether a child has ended. It is not reaped, so its pid and its group's stay its own; other children are reaped."""
+    """Whether a child has ended. It is not reaped, so its pid and its group's stay its own; other
+    children are reaped."""
     while True:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None or found.si_pid == child:
@@ -67,7 +71,8 @@ def kill(pid, *, group=False):
 
 
 def end_children(within_s, child=0):
-    """Kill the children of this process, and those that it adopts meanwhile; ``child`` is one outside Linux."""
+    """Kill the children of this process, and those that it adopts meanwhile; ``child`` is one
+    outside Linux."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s:
         for pid in {child, *own_children()} - {0}:

@@ -1,5 +1,5 @@
-"""For tests of your own parts: the contracts of `libra.testing.engines` and `libra.testing.parts`, hostile text, and
-`FixedTurns`, an environment without a task.
+"""For tests of your own parts: the contracts of `libra.testing.engines` and `libra.testing.parts`,
+hostile text, and `FixedTurns`, an environment without a task.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from libra.types import Episode, Prompt, ToolCall
 class FixedTurns(Environment):
     """A tool answers every turn, so that each trajectory has ``rollout.max_turns`` turns.
 
-    The reward is a hash of the last turn's text in [0, 1): it varies within a group, and has no meaning.
+    The reward is a hash of the last turn's text in [0, 1): it varies within a group, and has no
+    meaning.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Rewards by name, for prompts whose rows have a column ``answer``.
 
-A reward is ``"gsm8k"``, or ``{"name": "gsm8k", "method": "flexible"}`` with options, or a list of both for their sum, each
-times its ``weight`` (1 unless given). ``docs/rewards.md`` lists all names.
+A reward is ``"gsm8k"``, or ``{"name": "gsm8k", "method": "flexible"}`` with options, or a list of
+both for their sum, each times its ``weight`` (1 unless given). ``docs/rewards.md`` lists all names.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ TAGS = ("think", "answer")
 def tag_format(text: str, *, tags: Sequence[str] = TAGS, trailing: bool = False) -> float:
     """1.0 if ``text`` is ``<think>...</think> <answer>...</answer>`` and nothing else, else 0.0.
 
-    Each tag opens and closes once, in order, with white space around it (DeepSeek-R1, arXiv:2501.12948, format reward).
-    ``trailing`` allows text after the last tag, so that ``tags=["think"]`` requires one thought block before the answer.
+    Each tag opens and closes once, in order, with white space around it (DeepSeek-R1,
+    arXiv:2501.12948, format reward). ``trailing`` allows text after the last tag, so that
+    ``tags=["think"]`` requires one thought block before the answer.
     """
     marks = _marks(tags)
     position, between = 0, True
@@ -37,7 +38,8 @@ def tag_format(text: str, *, tags: Sequence[str] = TAGS, trailing: bool = False)
 
 
 def tag_count(text: str, *, tags: Sequence[str] = TAGS) -> float:
-    """The share of opening and closing tags that occur exactly once: partial credit for `tag_format`."""
+    """The share of opening and closing tags that occur exactly once: partial credit for
+    `tag_format`."""
     marks = _marks(tags)
     return sum(text.count(mark) == 1 for mark in marks) / len(marks)
 
@@ -45,9 +47,9 @@ def tag_count(text: str, *, tags: Sequence[str] = TAGS) -> float:
 def overlong(num_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> float:
     """Penalty of a long response: DAPO, arXiv:2503.14476, eq. 13 (soft overlong punishment).
 
-    0 up to ``max_tokens - buffer_tokens``, then linear to ``-penalty`` at ``max_tokens`` and above. Up to ``max_tokens`` it
-    equals verl 0.9.1 (``overlong_buffer``: len, penalty_factor), whose penalty keeps growing above. ConfigError unless
-    1 <= ``buffer_tokens`` <= ``max_tokens``.
+    0 up to ``max_tokens - buffer_tokens``, then linear to ``-penalty`` at ``max_tokens`` and above.
+    Up to ``max_tokens`` it equals verl 0.9.1 (``overlong_buffer``: len, penalty_factor), whose
+    penalty keeps growing above. ConfigError unless 1 <= ``buffer_tokens`` <= ``max_tokens``.
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise ConfigError(
@@ -95,7 +97,8 @@ class _Term:
 
 @dataclass(frozen=True)
 class NamedReward:
-    """A sum of rewards by name. Its signature has only the parameters of its terms, so no column can become an option."""
+    """A sum of rewards by name. Its signature has only the parameters of its terms, so no column
+    can become an option."""
 
     terms: tuple[_Term, ...]
 
@@ -122,7 +125,8 @@ class NamedReward:
 def make_reward(given: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> NamedReward:
     """The reward of a name, of a mapping with "name" and options, or of a list of both.
 
-    ConfigError for an unknown name, an unknown, missing or wrong option, and a package that is not installed.
+    ConfigError for an unknown name, an unknown, missing or wrong option, and a package that is not
+    installed.
     """
     several = [given] if isinstance(given, str | Mapping) else list(given)
     if not several:

@@ -1,8 +1,10 @@
-r"""Answers of competition problems: the content of the last ``\boxed{}``, compared as normalised LaTeX.
+r"""Answers of competition problems: the content of the last ``\boxed{}``, compared as normalised
+LaTeX.
 
-The convention of the MATH dataset (Hendrycks et al., arXiv:2103.03874) as in verl 0.9.1 (``math_reward.compute_score``),
-with equal scores. It compares text: ``\frac12``, ``1/2`` and ``0.5`` are one half, but ``1,000`` is not ``1000`` and
-``\fbox{7}`` is not an answer. `libra.envs.rewards.symbolic` compares values.
+The convention of the MATH dataset (Hendrycks et al., arXiv:2103.03874) as in verl 0.9.1
+(``math_reward.compute_score``), with equal scores. It compares text: ``\frac12``, ``1/2`` and
+``0.5`` are one half, but ``1,000`` is not ``1000`` and ``\fbox{7}`` is not an answer.
+`libra.envs.rewards.symbolic` compares values.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def closed_brace(text: str, start: int) -> int:
 
 
 def extract(text: str) -> str | None:
-    r"""The content of the last box, or None. ``\boxed 5`` ends at a dollar sign, and wins over boxes with braces."""
+    r"""The content of the last box, or None. ``\boxed 5`` ends at a dollar sign, and wins over
+    boxes with braces."""
     _, spaced, held = text.rpartition(_BOX_SPACE)
     if spaced:
         return held.partition("$")[0]
@@ -42,7 +45,8 @@ def extract(text: str) -> str | None:
 
 
 def normalised(latex: str) -> str:
-    r"""One spelling for simple equal answers; ValueError for two ``\text{ ``, or nothing after ``\sqrt`` or ``\frac``."""
+    r"""One spelling for simple equal answers; ValueError for two ``\text{ ``, or nothing after
+    ``\sqrt`` or ``\frac``."""
     for before, after in _BEFORE_UNITS:
         latex = latex.replace(before, after)
     if latex.count(_UNITS) > 1:
@@ -107,7 +111,8 @@ _IN_MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 
 
 def truth(published: object) -> str:
-    """The answer in a value of a column, or "". Commas after ``####`` are left out as in verl's preparation."""
+    """The answer in a value of a column, or "". Commas after ``####`` are left out as in verl's
+    preparation."""
     if isinstance(published, list | tuple) and len(published) == 1:
         published = published[0]
     if isinstance(published, float) and published.is_integer():  # an integer, in a column that lacks others

@@ -1,10 +1,11 @@
 """Answers of grade-school problems: the number after ``#### ``, or the last number of the text.
 
-Solutions of Cobbe et al., arXiv:2110.14168, end in ``#### 42``. Answers are compared as numbers: "1,234" is 1234, "3.50" is
-3.5, and a full stop after a number ends the sentence.
+Solutions of Cobbe et al., arXiv:2110.14168, end in ``#### 42``. Answers are compared as numbers:
+"1,234" is 1234, "3.50" is 3.5, and a full stop after a number ends the sentence.
 
-``like="verl"`` reproduces verl 0.9.1: it reads only the last 300 characters and compares text. Strict extraction then keeps
-a full stop ("1000000."), and flexible extraction keeps commas too, so that 1,234 is never equal to 1234.
+``like="verl"`` reproduces verl 0.9.1: it reads only the last 300 characters and compares text.
+Strict extraction then keeps a full stop ("1000000."), and flexible extraction keeps commas too, so
+that 1,234 is never equal to 1234.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def extract(text: str, method: Method = "strict", *, like: Literal["verl"] | None = None) -> str | None:
-    """The answer in ``text``, or None: the last number after ``#### `` (strict), or the last number (flexible)."""
+    """The answer in ``text``, or None: the last number after ``#### `` (strict), or the last number
+    (flexible)."""
     one_of("reward option method", method, ("strict", "flexible"))
     one_of("reward option like", like, (None, "verl"))
     pattern = _MARKED if method == "strict" else _NUMERALS
@@ -36,7 +38,8 @@ def extract(text: str, method: Method = "strict", *, like: Literal["verl"] | Non
 
 
 def canonical(numeral: str) -> str | None:
-    """One spelling per number, without commas, final full stop and redundant zeros; None without a number."""
+    """One spelling per number, without commas, final full stop and redundant zeros; None without a
+    number."""
     whole, _, fraction = numeral.removeprefix("-").replace(",", "").rstrip(".").partition(".")
     digits = whole + fraction
     if not (digits.isascii() and digits.isdigit()):
@@ -47,7 +50,8 @@ def canonical(numeral: str) -> str | None:
 
 
 def wanted(answer: str) -> str | None:
-    """The one number in a right answer, such as "... #### 1,000", "$18" or "9 (apples)", or None."""
+    """The one number in a right answer, such as "... #### 1,000", "$18" or "9 (apples)", or
+    None."""
     answer = answer.rpartition("####")[2]
     found = [number for numeral in _NUMERALS.findall(answer) if (number := canonical(numeral)) is not None]
     return canonical(answer.strip()) or (found[0] if len(found) == 1 else None)

@@ -1,23 +1,27 @@
-"""Reward functions in the form of Libra, TRL or verifiers, recognised by their parameters and called like in their library.
+"""Reward functions in the form of Libra, TRL or verifiers, recognised by their parameters and
+called like in their library.
 
 Three forms
 -----------
 libra
-    ``reward(completion, ...)`` takes any of prompt, completion (text of the last turn), episode and columns by name, and
-    returns one number.
+    ``reward(completion, ...)`` takes any of prompt, completion (text of the last turn), episode and
+    columns by name, and returns one number.
 trl
-    ``reward(prompts, completions, completion_ids, **columns)`` of TRL's GRPOTrainer (1.16): arguments and result are lists
-    with one entry per completion, where None does not apply. Recognised by ``completions``.
+    ``reward(prompts, completions, completion_ids, **columns)`` of TRL's GRPOTrainer (1.16):
+    arguments and result are lists with one entry per completion, where None does not apply.
+    Recognised by ``completions``.
 verifiers
-    ``reward(prompt, completion, answer, state, info, task)`` of verifiers' rubrics takes messages and returns one number.
-    Recognised by a parameter ``state``, ``info`` or ``task`` that is not a column and has no default, by ``completion``
-    annotated as messages or a list, or by the mark of ``@vf.reward`` (0.4.0), whose weight counts.
+    ``reward(prompt, completion, answer, state, info, task)`` of verifiers' rubrics takes messages
+    and returns one number. Recognised by a parameter ``state``, ``info`` or ``task`` that is not a
+    column and has no default, by ``completion`` annotated as messages or a list, or by the mark of
+    ``@vf.reward`` (0.4.0), whose weight counts.
 
 All may be ``async``. Ambiguous parameters are an error that names ``form``.
 
-Unlike in TRL, a function gets one completion per call, because groups are graded as they finish; ``completion_ids`` has
-generated tokens alone; there is no ``trainer_state`` and no ``environments``. Unlike in verifiers, group rewards are
-refused, and ``state`` is a plain dict with the keys of `_state`. In both, the text of a call stays in ``content``.
+Unlike in TRL, a function gets one completion per call, because groups are graded as they finish;
+``completion_ids`` has generated tokens alone; there is no ``trainer_state`` and no
+``environments``. Unlike in verifiers, group rewards are refused, and ``state`` is a plain dict with
+the keys of `_state`. In both, the text of a call stays in ``content``.
 """
 
 from __future__ import annotations
@@ -52,7 +56,8 @@ Given = Callable[..., Any] | str | Mapping[str, Any] | Sequence[Any]
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One reward function of a sum: names of its arguments, and constant arguments, such as a rubric's parser."""
+    """One reward function of a sum: names of its arguments, and constant arguments, such as a
+    rubric's parser."""
 
     function: Callable[..., Any]
     form: str
@@ -63,7 +68,8 @@ class Term:
 
 @dataclass(frozen=True)
 class RewardSum:
-    """A weighted sum of reward functions. ``plain`` prompts were given as text, which functions in TRL's form then get."""
+    """A weighted sum of reward functions. ``plain`` prompts were given as text, which functions in
+    TRL's form then get."""
 
     terms: tuple[Term, ...]
     plain: bool
@@ -71,7 +77,8 @@ class RewardSum:
     def __call__(self, episode: Episode) -> Any:
         """The weighted sum of the functions' values; the value of a single one stays unchanged.
 
-        ValueError if every function returned None, or one in TRL's form did not return a list of one.
+        ValueError if every function returned None, or one in TRL's form did not return a list of
+        one.
         """
         values = [term.function(**self._arguments(term, episode)) for term in self.terms]
         if any(inspect.isawaitable(value) for value in values):
@@ -124,9 +131,10 @@ def read_rewards(given: Given, columns: Collection[str], *, plain: bool) -> Rewa
     Parameters
     ----------
     given : callable, str, mapping, rubric, or a list of them
-        A function of any form; a name of `REWARDS` or "module:function"; ``{"name": ...}`` with options;
-        ``{"function": f, "weight": 0.5, "form": "trl"}``; ``{"service": "judge"}`` with ``weight``, ``late`` and ``fast``
-        (`libra.envs.asked_services`); an object with ``funcs`` and ``weights``, such as verifiers' Rubric.
+        A function of any form; a name of `REWARDS` or "module:function"; ``{"name": ...}`` with
+        options; ``{"function": f, "weight": 0.5, "form": "trl"}``; ``{"service": "judge"}`` with
+        ``weight``, ``late`` and ``fast`` (`libra.envs.asked_services`); an object with ``funcs``
+        and ``weights``, such as verifiers' Rubric.
     columns : collection of str
         Columns that every prompt has.
 
@@ -146,7 +154,8 @@ def read_rewards(given: Given, columns: Collection[str], *, plain: bool) -> Rewa
 
 
 def completion_messages(episode: Episode) -> list[dict[str, Any]]:
-    """The trajectory after its prompt as chat messages: assistant turns with their calls, and returns of tools."""
+    """The trajectory after its prompt as chat messages: assistant turns with their calls, and
+    returns of tools."""
     messages: list[dict[str, Any]] = []
     for turn in episode.turns:
         said: dict[str, Any] = {"role": "assistant", "content": turn.text}

@@ -1,6 +1,8 @@
-"""The process of math-verify, started by its path: one JSON object a line in, one answer a line out.
+"""The process of math-verify, started by its path: one JSON object a line in, one answer a line
+out.
 
-math-verify bounds its steps with ``SIGALRM``, which needs a main thread, and sympy can be killed only with its process.
+math-verify bounds its steps with ``SIGALRM``, which needs a main thread, and sympy can be killed
+only with its process.
 """
 
 from __future__ import annotations

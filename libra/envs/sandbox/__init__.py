@@ -1,12 +1,14 @@
 """Runs programs that a model wrote. ``environment.args.isolation`` names the confinement:
 
 ``bubblewrap``
-    Own mount, process, network and IPC namespaces, a system call filter and limits. The program sees an interpreter's
-    standard library, the C libraries, an empty bounded /tmp, and nothing else of this machine.
+    Own mount, process, network and IPC namespaces, a system call filter and limits. The program
+    sees an interpreter's standard library, the C libraries, an empty bounded /tmp, and nothing else
+    of this machine.
 ``none``
     Limits alone, as Libra's user, for code that you trust.
 ``package.module:attribute``
-    Your own function, such as a client of a remote service: called with `Limits`, it returns a `Sandbox`.
+    Your own function, such as a client of a remote service: called with `Limits`, it returns a
+    `Sandbox`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Sandbox(Protocol):
     def call(
         self, source: str, function: str, arguments: list[Any], *, timeout_s: float, result_bytes: int = 2**20
     ) -> Finished:
-        """Run a program, then call one of its functions; `Finished.result` is JSON of what it returned."""
+        """Run a program, then call one of its functions; `Finished.result` is JSON of what it
+        returned."""
 
 
 def opener(isolation: str) -> Callable[[Limits], Sandbox]:
@@ -67,7 +70,8 @@ def opener(isolation: str) -> Callable[[Limits], Sandbox]:
 
 @functools.cache
 def unavailable() -> str:
-    """Run a program in bubblewrap; returns the reason why that fails and its remedy, or "" if it works."""
+    """Run a program in bubblewrap; returns the reason why that fails and its remedy, or "" if it
+    works."""
     try:
         with Session(Limits()) as session:
             finished = session.run("print(6 * 7)", timeout_s=20.0)

@@ -1,7 +1,8 @@
 """A control group around one sandbox: bounds on processes, memory and CPU that also bind root.
 
-It uses version 1 hierarchies (`/sys/fs/cgroup/pids`, `memory`, `cpu`), the delegated version 2 group of this process, or as
-root the version 2 root. On other machines only the limits of each process apply.
+It uses version 1 hierarchies (`/sys/fs/cgroup/pids`, `memory`, `cpu`), the delegated version 2
+group of this process, or as root the version 2 root. On other machines only the limits of each
+process apply.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ EXTRA_PROCESSES = 8
 PERIOD_US = 100_000
 """Period of a group's share of the cores."""
 KILL_S = 20.0
-"""Longest seconds for the end of killed processes: the kernel frees some GiB slowly on a loaded machine."""
+"""Longest seconds for the end of killed processes: the kernel frees some GiB slowly on a loaded
+machine."""
 _left: set[Path] = set()
 _removing = threading.Lock()
 
@@ -76,7 +78,8 @@ class ControlGroup:
             time.sleep(0.005)
 
     def remove(self) -> None:
-        """Delete this group and earlier ones that still had a process; a group that still has one waits for the next."""
+        """Delete this group and earlier ones that still had a process; a group that still has one
+        waits for the next."""
         with _removing:
             _left.update(self.places)
             for place in tuple(_left):
@@ -89,7 +92,8 @@ class ControlGroup:
                 _left.discard(place)
 
     def _has_threads(self) -> bool:
-        """Whether a thread is left: it keeps the group when its ending process is no longer listed."""
+        """Whether a thread is left: it keeps the group when its ending process is no longer
+        listed."""
         return any(_read(place / file) for place in self.places for file in ("tasks", "cgroup.threads"))
 
 

@@ -1,4 +1,5 @@
-"""The command that starts a supervisor in a sandbox: bubblewrap's arguments, its system call filter, and a user of its own."""
+"""The command that starts a supervisor in a sandbox: bubblewrap's arguments, its system call
+filter, and a user of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Limits:
     file_bytes, disk_bytes : int
         Size of one file, and of all files together (bubblewrap only).
     processes : int
-        Processes and threads at once, with the supervisor's. The kernel does not bind root, hence the user ids.
+        Processes and threads at once, with the supervisor's. The kernel does not bind root, hence
+        the user ids.
     cpus : float
         Cores for all processes together, where a control group can be made.
     """
@@ -58,7 +60,8 @@ class Limits:
 def reserve_uid() -> tuple[int, socket.socket] | None:
     """A user id for this sandbox alone while the socket is open; None unless Libra runs as root.
 
-    The socket's abstract name is the reservation: the kernel gives it to one process, and frees it at that process's end.
+    The socket's abstract name is the reservation: the kernel gives it to one process, and frees it
+    at that process's end.
     """
     if os.geteuid() != 0:
         return None
@@ -74,7 +77,8 @@ def reserve_uid() -> tuple[int, socket.socket] | None:
 
 
 def command(limits: Limits, requests: int, answers: int, *, uid: int | None, filtered: int | None) -> list[str]:
-    """The command line of a supervisor with descriptors for requests and answers, which becomes the user ``uid``.
+    """The command line of a supervisor with descriptors for requests and answers, which becomes the
+    user ``uid``.
 
     ``filtered`` is a descriptor of the system call filter; None runs it without bubblewrap.
     """
@@ -88,7 +92,8 @@ def command(limits: Limits, requests: int, answers: int, *, uid: int | None, fil
 
 
 def interpreter_paths() -> tuple[Path, Path, tuple[Path, ...]]:
-    """The interpreter, its standard library, and directories of packages that a program must not see."""
+    """The interpreter, its standard library, and directories of packages that a program must not
+    see."""
     base = Path(sys.base_prefix).resolve()
     python = Path(os.path.realpath(sys.executable))
     stdlib = Path(sysconfig.get_path("stdlib", vars={"base": str(base), "installed_base": str(base)})).resolve()
@@ -150,7 +155,8 @@ sched_setscheduler sched_setattr sched_setparam sched_setaffinity setpriority io
 kexec_load kexec_file_load init_module finit_module delete_module reboot syslog iopl ioperm
 settimeofday clock_settime adjtimex clock_adjtime sethostname setdomainname
 """
-"""Even Unix sockets, which lead to daemons. A machine without one of these calls has no rule for it."""
+"""Even Unix sockets, which lead to daemons. A machine without one of these calls has no rule for
+it."""
 _NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 """Flags CLONE_NEW... of clone."""
 _ALLOW, _EPERM, _ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026

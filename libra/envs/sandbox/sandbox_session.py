@@ -1,11 +1,14 @@
-"""A persistent sandbox: one supervisor runs one program after another and keeps files in /tmp between them.
+"""A persistent sandbox: one supervisor runs one program after another and keeps files in /tmp
+between them.
 
 Invariants
 ----------
-1. `Session.run` returns within its ``timeout_s`` plus `GRACE_S` for every program, and leaves no process of it.
-2. Every failure inside is the program's, a `Finished`. Only faults of the machine raise: a sandbox that cannot start, or a
-   supervisor that cannot fork.
-3. At most ``output_bytes`` and ``result_bytes`` of a program's output and result are in memory here.
+1. `Session.run` returns within its ``timeout_s`` plus `GRACE_S` for every program, and leaves no
+   process of it.
+2. Every failure inside is the program's, a `Finished`. Only faults of the machine raise: a sandbox
+   that cannot start, or a supervisor that cannot fork.
+3. At most ``output_bytes`` and ``result_bytes`` of a program's output and result are in memory
+   here.
 """
 
 from __future__ import annotations
@@ -36,11 +39,13 @@ START_S = 20.0
 """Longest start of a supervisor, on a loaded machine."""
 MAX_ANSWER_BYTES = 64 * 2**20
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="libra-sandbox")
-"""Starts supervisors: the kernel ends them with their starting thread, and threads of tool calls end."""
+"""Starts supervisors: the kernel ends them with their starting thread, and threads of tool calls
+end."""
 
 
 class SandboxFailed(OSError):
-    """The sandbox or a program in it could not start: a fault of the machine, never of a program."""
+    """The sandbox or a program in it could not start: a fault of the machine, never of a
+    program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,8 @@ class Finished:
 
 
 class Session:
-    """One sandbox on this machine, `BUBBLEWRAP` or `NONE`, as a context manager. `SandboxFailed` if it cannot start."""
+    """One sandbox on this machine, `BUBBLEWRAP` or `NONE`, as a context manager. `SandboxFailed` if
+    it cannot start."""
 
     def __init__(self, limits: Limits, isolation: str = BUBBLEWRAP) -> None:
         self.limits, self.isolation = limits, isolation
@@ -225,7 +231,8 @@ def _text(raw: Any) -> str:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder, also with folders that are nested too deeply for a path, or that cannot be entered."""
+    """Delete a folder, also with folders that are nested too deeply for a path, or that cannot be
+    entered."""
     try:  # shutil.rmtree recurses too far in deep folders
         subprocess.run(["rm", "-rf", "--one-file-system", str(folder)], capture_output=True, timeout=60, check=False)
     except subprocess.SubprocessError:

@@ -1,14 +1,17 @@
 """The process inside a sandbox, which forks for each program.
 
-Python runs this file with ``-I -S``; it imports the standard library alone. Its command line is one JSON object. It reads
-requests from descriptor ``requests`` and writes answers to ``answers``: 4 bytes of length, then JSON.
+Python runs this file with ``-I -S``; it imports the standard library alone. Its command line is one
+JSON object. It reads requests from descriptor ``requests`` and writes answers to ``answers``: 4
+bytes of length, then JSON.
 
 Invariants
 ----------
 1. A program has neither of those descriptors, and no privilege to trace or read the supervisor.
 2. After an answer every process of its program is dead.
-3. Output and result beyond their limits are dropped, and a program is killed at its deadline: no request waits for ever.
-4. Each program has its own limits: its CPU seconds do not count for the supervisor or the next program.
+3. Output and result beyond their limits are dropped, and a program is killed at its deadline: no
+   request waits for ever.
+4. Each program has its own limits: its CPU seconds do not count for the supervisor or the next
+   program.
 """
 
 # ruff: noqa: PTH123, SIM105, SIM115, BLE001, ANN
