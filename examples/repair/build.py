@@ -5,8 +5,8 @@
     python -m examples.repair.build --sdist inflection-0.5.1.tar.gz --out repair.jsonl
     libra run examples/repair.yaml environment.args.tasks=repair.jsonl
 
-A source package comes from ``pip download --no-binary :all: --no-deps NAME``. A library that is no
-package is a ``--folder`` with its modules and tests; the tasks that ship come from those of
+A source package comes from ``pip download --no-binary :all: --no-deps NAME``. Any other library is
+a ``--folder`` with its modules and tests; the tasks that ship come from
 ``workflows/repair_libraries``. The file has a line for each library (name, licence, files, tests)
 and one for each bug: where it is, what it replaces, what the tests that fail with it say, and which
 tests pass with and without it.
@@ -36,8 +36,8 @@ def tasks_of(
     """The lines of a library: itself, then a line for each bug that makes at least one of its tests
     fail, and not all.
 
-    Of more than ``most`` possible bugs every so manyth is tried. ConfigError if no test passes
-    without a bug.
+    If there are more than ``most`` possible bugs, they are sampled at even steps. ConfigError if no
+    test passes without a bug.
     """
     with opened(opener(isolation), LIMITS, f"repair: {library.name}") as session:
         sound = failures(session, library.files, library.tests, timeout_s)

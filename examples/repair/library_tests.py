@@ -115,8 +115,8 @@ def _said(error):
 
 
 def run_tests(files, tests):
-    """What each test says by its name: "" if it passed. A module that cannot be imported has one
-    entry, of its own name.
+    """The message of each test by its name, "" if it passed. A module that cannot be imported has
+    one entry, of its own name.
 
     ``files`` and ``tests`` are texts by path below the repository; both are written into the
     working directory.

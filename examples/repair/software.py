@@ -3,7 +3,7 @@ decide, outside of the agent's reach.
 
 Invariants
 ----------
-1. The tests of the grader are those of the task's file. The agent's edits reach library files only,
+1. The grader runs the tests of the task's file. The agent's edits reach library files only,
    and travel as the trajectory's state; every run of tests is a fresh sandbox, and the same files
    are graded once in a process.
 2. A repair that breaks a test which passed has no reward beyond ``located``, and an edit that could
@@ -56,14 +56,14 @@ class SoftwareRepair(Environment):
         Reward, from 0 to 1, of changing the line with the bug without repairing it: something to
         begin with for small models.
     show : str
-        What the question shows: names of "files"; also what one test that fails says ("failure");
-        also the "function" with the bug.
+        Contents of the question: names of "files"; also the message of one failing test
+        ("failure"); also the "function" with the bug.
     edits : str
-        How an edit says where: by "text" that occurs once (tool ``edit``), or by the number of a
+        Place of an edit: "text" that occurs once (tool ``edit``), or by the number of a
         "line" and a piece of it (tool ``edit_line``; lines are shown with their numbers), which
         small models learn more easily.
     function_lines : int, optional
-        Only bugs in functions of at most so many lines, their docstring not counted. None: all.
+        Only bugs in functions of at most so many lines, without their docstring; all by default.
     examples : int
         Worked repairs before the question, as a conversation with calls. Small models need some.
     timeout_s : float
@@ -71,7 +71,7 @@ class SoftwareRepair(Environment):
     memory_mb : int
         Address space of a process in the sandbox, 2**20 bytes each.
     isolation : str
-        What confines programs: "bubblewrap", "none", or a function of yours (`libra.envs.sandbox`).
+        "bubblewrap", "none", or a function of yours (`libra.envs.sandbox`).
 
     Raises
     ------

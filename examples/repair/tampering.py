@@ -32,7 +32,7 @@ _READS = re.compile(r"\{[^{}:!]*[.\[]")
 
 
 def tampering(before: Mapping[str, str], after: Mapping[str, str]) -> str | None:
-    """What an edit brings in that it must not, or None. ``before`` and ``after`` are texts by
+    """The forbidden thing that an edit brings in, or None. ``before`` and ``after`` are texts by
     path."""
     for path, text in after.items():
         if text == before.get(path):

@@ -30,7 +30,7 @@ class Task:
     Attributes
     ----------
     failing : mapping
-        What each test that the bug makes fail says, by its name.
+        Messages of the tests that fail with the bug, by name.
     passing : tuple of str
         Tests that pass with the bug and without it.
     """
@@ -49,7 +49,7 @@ class Task:
 
     @property
     def split_class(self) -> int:
-        """`question_class` of the bug, whatever else is in the file of tasks."""
+        """`question_class` of the bug alone."""
         return question_class("/".join((self.library.name, self.path, *map(str, self.bug))))
 
     @property
@@ -85,7 +85,7 @@ class Task:
         return any(kind != "equal" and first < self.bug.line <= last for kind, first, last, _, _ in changes)
 
     def question(self, show: str, edits: str = "text") -> str:
-        """What the agent reads; ``show`` is one of `SHOWN`, ``edits`` one of `EDITS`."""
+        """The question to the agent; ``show`` is one of `SHOWN`, ``edits`` one of `EDITS`."""
         library = self.library
         lines = [f"Library {library.name}: {', '.join(library.files)}; tests: {', '.join(library.tests)}."]
         if show != "files":

@@ -190,7 +190,7 @@ class CorpusSearch(Environment):
     ----------
     corpus : str, optional
         A file of JSON lines with "title", "text" and "facts". All workers must be able to read it.
-        None: a generated world.
+        By default a generated world.
     size : int
         Passages of the generated world; its seed is the run's.
     hops : list of int
@@ -198,7 +198,7 @@ class CorpusSearch(Environment):
     top : int
         Passages that a search returns.
     answer : str
-        What is graded of the last turn: its whole "text", or what is between answer "tags". A turn
+        Graded part of the last turn: its whole "text", or the text between answer "tags". A turn
         that ends in a call has no answer.
     partial : bool
         Whether an answer that is not exact has the F1 of its words as reward.

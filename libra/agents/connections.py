@@ -28,8 +28,8 @@ _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
 class Exchange:
-    """One request and its answer. ``headers`` has those of `Handler.read_headers`; ``mine`` belongs
-    to the handler."""
+    """One request and its answer. ``headers`` has the `Handler.read_headers`; ``mine`` belongs to
+    the handler."""
 
     __slots__ = ("begun", "chunked", "connection", "done", "headers", "keep", "method", "mine", "parts", "size", "url")
 

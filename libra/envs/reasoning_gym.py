@@ -69,14 +69,14 @@ class ReasoningGym(Environment):
     examples : int
         Worked examples before the question, as a conversation with calls. Small models need some.
     size : int, optional
-        Number of training questions, which then repeat; without it there is no limit.
+        Number of training questions, which then repeat; unlimited by default.
     inline : bool
         Whether calls run inside the generation quantum.
 
     Raises
     ------
     ConfigError
-        The package is not installed, there is no such dataset, or it refuses the configuration.
+        The package is not installed, the dataset is unknown, or it refuses the configuration.
     """
 
     def __init__(

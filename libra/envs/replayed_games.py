@@ -186,7 +186,7 @@ class OpenEnvClient(ReplayedGame):
     system : str
         System message.
     size : int, optional
-        Number of training seeds, which then repeat; without it there is no limit.
+        Number of training seeds, which then repeat; unlimited by default.
 
     Raises
     ------

