@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from libra.driver.late_delivery import deliver
     from libra.driver.run_console import RunSummary
     from libra.driver.session import Session
-    from libra.envs.environment import Environment
     from libra.envs.asked_services import ask, ask_async, service
+    from libra.envs.environment import Environment
     from libra.envs.tool import session, tool
     from libra.store.observations import observation
     from libra.types import Late

@@ -34,9 +34,9 @@ from libra.cluster.hardware_inventory import gpus_here
 from libra.config import resolve_model
 from libra.config.service_devices import GPU_FRAC, service_workers
 from libra.config.services import MODEL_FUNCTIONS, ServiceEntry
-from libra.envs.tool_calls import run_bounded
 from libra.envs.grader import bounded_reward
 from libra.envs.retries import refused, with_retries
+from libra.envs.tool_calls import run_bounded
 from libra.errors import ConfigError, RecordExists, ServiceFault, ServiceTimeout, ToolFault
 from libra.facts import ServiceAnswered
 from libra.named_parts import named_part
