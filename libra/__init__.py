@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from libra.driver.late_delivery import deliver
     from libra.driver.run_console import RunSummary
     from libra.driver.run_session import Session
+    from libra.envs.asked_services import ask, ask_async, service
     from libra.envs.environment import Environment
-    from libra.envs.services import ask, ask_async, service
     from libra.envs.tool import session, tool
     from libra.store.observations import observation
     from libra.types import Late
@@ -43,12 +43,12 @@ _HOMES = {
     "Late": "libra.types",
     "RunSummary": "libra.driver.run_console",
     "Session": "libra.driver.run_session",
-    "ask": "libra.envs.services",
-    "ask_async": "libra.envs.services",
+    "ask": "libra.envs.asked_services",
+    "ask_async": "libra.envs.asked_services",
     "deliver": "libra.driver.late_delivery",
     "errors": "libra.errors",
     "observation": "libra.store.observations",
-    "service": "libra.envs.services",
+    "service": "libra.envs.asked_services",
     "session": "libra.envs.tool",
     "tool": "libra.envs.tool",
 }

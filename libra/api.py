@@ -18,7 +18,7 @@ from libra.driver.damage import refuse_damaged
 from libra.driver.early_checks import check_early, check_main, first_line, named, run_directory
 from libra.driver.run_console import Interruption, RunSummary, resume_words
 from libra.driver.start_records import is_finished
-from libra.envs.grading import plain_number
+from libra.envs.grader import plain_number
 from libra.errors import CallbackError, ConfigError, LibraError
 from libra.named_parts import name_of
 from libra.observe.start_stages import StartStages
@@ -163,7 +163,7 @@ def train(
         for line in warning_lines(ignored_settings(checked, Situation("run", typed, client=client is not None))):
             logger.warning("%s", line)
         if given and environment is None:
-            from libra.envs.grading import own_reward
+            from libra.envs.grader import own_reward
 
             reward = own_reward if reward is None and checked.agent.given else reward
             environment = _own_environment(prompts, reward, tools=tools, session=session, seed=checked.run.seed)

@@ -4,9 +4,9 @@ Inside the border text can be stored, sent and compared everywhere: `storable`, 
 such text enters a run, and nowhere else.
 
 ====================================  ===============================================================
-a generated turn, and its calls       `libra.worker.trajectory.quanta`, before text and calls go into a record
-what a tool returns or raises         `libra.envs.actions`
-what a reward or a parser raises      `libra.envs.grading`, `libra.worker.trajectory.quanta`
+a generated turn, and its calls       `libra.worker.trajectory.quanta`, before they go into a record
+what a tool returns or raises         `libra.envs.tool_calls`
+what a reward or a parser raises      `libra.envs.grader`, `libra.worker.trajectory.quanta`
 requests of agents                    `libra.agents.gateway`
 ====================================  ===============================================================
 

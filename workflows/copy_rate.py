@@ -20,7 +20,7 @@ from examples.repair.tasks import Task
 from libra.config import load_config
 from libra.types import ToolCall
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "repair.yaml"
+CONFIG = Path(__file__).resolve().parent.parent / "examples" / "repair.yaml"
 
 
 def kind_of(task: Task, calls: list[ToolCall]) -> str:

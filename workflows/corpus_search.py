@@ -22,7 +22,7 @@ from software_repair import start_from
 from libra.config import load_config
 from libra.errors import LibraError
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "search.yaml"
+CONFIG = Path(__file__).resolve().parent.parent / "examples" / "search.yaml"
 
 
 def main(arguments: list[str]) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import math_tools
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "games.yaml"
+CONFIG = Path(__file__).resolve().parent.parent / "examples" / "games.yaml"
 
 if __name__ == "__main__":
     sys.exit(math_tools.main(sys.argv[1:], CONFIG, "games", __doc__))

@@ -7,7 +7,7 @@ As the model that ships (workflows/make_tiny_model.py) it learns from demonstrat
 reinforcement learning has something to unlearn. Those of ``search`` are of other worlds than a run's, so its names have to be read
 and not remembered. For ``repair`` it learns first to copy lines of code by their numbers, then to edit; what repairs the run's own
 tasks it is not told (workflows/repair_demonstrations.py). Some ten minutes on one core. The environment is that of
-``configs/search.yaml`` or ``configs/repair.yaml``.
+``examples/search.yaml`` or ``examples/repair.yaml``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from libra.config import load_config
 WORDS = r"(?:assistant|user|system)\n|[A-Za-z]+| [A-Za-z]+|[0-9]| +|\n"
 """What tokens do not reach across."""
 TASKS = ("repair", "search")
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 class Phase(NamedTuple):
@@ -73,7 +73,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    args = chosen.args or dict(load_config(CONFIGS / f"{chosen.task}.yaml").environment.args)
+    args = chosen.args or dict(load_config(EXAMPLES / f"{chosen.task}.yaml").environment.args)
     make(chosen.task, chosen.out, args, chosen.seed)
 
 

@@ -25,7 +25,7 @@ from libra.config import load_config
 from libra.envs import make_environment
 from libra.errors import LibraError
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "repair.yaml"
+CONFIG = Path(__file__).resolve().parent.parent / "examples" / "repair.yaml"
 
 
 def main(arguments: list[str]) -> int:

@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
 
     import libra
     from libra.config import load_config, typed_settings
-    from libra.envs.grading import own_reward
+    from libra.envs.grader import own_reward
     from libra.errors import LibraError
 
     try:

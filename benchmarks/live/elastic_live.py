@@ -1,7 +1,7 @@
 """Cost of role changes in a real run on this machine, and a real run whose drift moves workers both ways.
 
 Two rollout workers, one of which may train, and a core trainer: processes of this machine, with the quick start's model of half
-a million parameters. Trajectories are synthetic (`libra.testing.DriftingPrompts`): all have the same number of turns, and
+a million parameters. Trajectories are synthetic (`DriftingPrompts`): all have the same number of turns, and
 questions of every second stretch are so long that little is generated and much is trained on.
 
 * Stages: the hybrid worker goes to training and back, repeatedly; seconds are those of the run's ``role_changed`` events.
@@ -25,6 +25,8 @@ from libra.config import load_config
 from libra.config.engine_package import is_installed
 from libra.driver.run_session import Session
 from libra.store.event_log import read_events
+from libra.testing import FixedTurns
+from libra.types import Prompt
 
 HYBRID = "rollout-0"
 PROMPTS, GROUP_SIZE = 16, 4
@@ -36,12 +38,27 @@ ROLE_GOALS = {"rollout_to_train": 8.0, "train_to_rollout": 10.8}
 """Seconds that Libra reports (arXiv:2606.03077 v2), of Qwen3-14B on A800: 3.6 s snapshot and 4.4 s restore; 10.8 s of vLLM."""
 
 
+class DriftingPrompts(FixedTurns):
+    """`FixedTurns` with long questions in every second stretch of ``stretch`` questions: training takes longer there."""
+
+    def __init__(self, *, stretch: int = 64, long_chars: int = 900, **same: Any) -> None:
+        super().__init__(**same)
+        self.stretch, self.long_chars = stretch, long_chars
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        found = super().prompt(split, index)
+        if index // self.stretch % 2 == 0:
+            return found
+        ((message),) = found.messages
+        return Prompt(found.prompt_id, ({**message, "content": message["content"].ljust(self.long_chars, "x")},))
+
+
 def session(directory: str, name: str, iterations: int, stretch: int, *changes: str, long_chars: int = 930) -> Session:
     """A run with one hybrid worker, not started; questions are long in every second stretch of so many iterations."""
     args = f"{{stretch: {stretch * PROMPTS}, long_chars: {long_chars}}}"
     asked = (
         f"run.name={name}", f"run.dir={directory}", f"run.iterations={iterations}", "cluster.rollout_workers=2",
-        "cluster.hybrid_workers=1", *QUIET, "environment.name=libra.testing:DriftingPrompts",
+        "cluster.hybrid_workers=1", *QUIET, "environment.name=benchmarks.live.elastic_live:DriftingPrompts",
         f"environment.args={args}", "rollout.ignore_eos=true", "rollout.max_turns=8", "rollout.max_context_tokens=1024",
         "trainer.max_row_tokens=1024", f"trainer.prompts={PROMPTS}",
         f"trainer.group_size={GROUP_SIZE}", "trainer.lr=1e-6",

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.live.gateway_agents import CALCULATOR
+from libra.agents.agent_session import Ended, Session
 from libra.agents.conversation import Conversation
 from libra.agents.gateway import Gateway
-from libra.agents.requests import Reply, forms, reply
-from libra.agents.session import Ended, Session
+from libra.agents.messages import Reply, forms, reply
 from libra.envs.tool_call_formats import parse_hermes
 from libra.rollout.chat_format import load_chat_format
 from libra.rollout.conversation_format import ConversationFormat

@@ -23,6 +23,8 @@ Cells: ``two`` (one fast, one slow), ``five`` (one fast, four slow), ``alike`` (
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import math
 import statistics
 import tempfile
@@ -38,9 +40,13 @@ from benchmarks.report import MIN_PAIRS, QUICKSTART, QUIET, Figure, alternate, c
 from libra.cluster.local import local_cluster
 from libra.config import load_config
 from libra.driver.run_session import Session
+from libra.envs import Environment, tool
+from libra.envs.environment import ScriptedTurn
 from libra.facts import Line, QuantumDispatched, TrajectoryEnded, from_dict
 from libra.sim.from_run import run_setting
+from libra.sim.workload import draw, load_traces
 from libra.store.event_log import EventReader
+from libra.types import NO_TOOL, Episode, Prompt, ToolCall, ToolStatus, TrajectoryId
 
 TRACES = "agent_turns/tau_airline_gpt4o.csv"
 FAST_S, SLOW_S = 0.012, 0.036
@@ -61,6 +67,64 @@ class Cell:
     dispatched: int = 0
     over_simulated: list[float] = field(default_factory=list)
     simulated_moves: int = 0
+
+
+class TraceTurns(Environment):
+    """Trajectories of recorded agents, replayed turn by turn, with tokens, observations and tool seconds scaled.
+
+    Tools that failed fail again. It needs ``rollout.ignore_eos``. Rewards have no meaning.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        groups: int,
+        group_size: int,
+        seed: int = 0,
+        tokens_frac: float = 1.0,
+        payload_frac: float = 1.0,
+        tool_frac: float = 1.0,
+    ) -> None:
+        self.groups = groups
+        self._frac = tokens_frac, payload_frac, tool_frac
+        drawn = draw(load_traces(Path(path)), num_groups=groups, group_size=group_size, seed=seed)
+        self._plans = {(plan.group, plan.sample): plan for plan in drawn.trajectories}
+        self.tools = (tool(self.replay),)
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        group = index % self.groups
+        return Prompt(f"{split}-{group}", ({"role": "user", "content": f"{split} {group}"},), {"group": group})
+
+    def prompt_id(self, split: str, index: int) -> str:
+        return f"{split}-{index % self.groups}"
+
+    def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
+        """The recorded turn, scaled."""
+        tokens_frac, payload_frac, tool_frac = self._frac
+        turns = self._plans[prompt.facts["group"], tid.sample].turns
+        plan = turns[turn]
+        seconds, failed = round(tool_frac * plan.tool_s, 6), plan.status not in (NO_TOOL, ToolStatus.OK)
+        call = ToolCall(
+            "replay", {"chars": round(payload_frac * plan.payload_tokens), "seconds": seconds, "fails": failed}
+        )
+        return ScriptedTurn(max(1, round(tokens_frac * plan.new_tokens)), (call,) if turn + 1 < len(turns) else ())
+
+    def grade(self, episode: Episode) -> float:
+        return hashlib.blake2b(episode.answer.encode(errors="surrogatepass"), digest_size=1).digest()[0] / 256
+
+    async def replay(self, chars: int, seconds: float, fails: bool = False) -> str:
+        """Take as long as the recorded tool, and return as much, or fail as it did.
+
+        Args:
+            chars: Length of the observation.
+            seconds: Duration.
+            fails: Whether to fail with the observation as the message.
+        """
+        await asyncio.sleep(seconds)
+        if fails:
+            raise RuntimeError("y" * chars)
+        return "y" * chars
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +150,7 @@ class Bench:
         )
         asked = (
             f"run.dir={self.directory}", "run.iterations=1", *QUIET, "rollout.ignore_eos=true",
-            "environment.name=libra.testing:TraceTurns", f"environment.args={args}", "rollout.max_turns=64",
+            "environment.name=benchmarks.live.live_placement:TraceTurns", f"environment.args={args}", "rollout.max_turns=64",
             "rollout.max_new_tokens=512", "rollout.max_context_tokens=1024", "trainer.max_row_tokens=1024",
             f"trainer.prompts={self.groups}", f"trainer.group_size={GROUP_SIZE}", "trainer.lr=0",
             f"rollout.engine={'vllm' if self.vllm else 'transformers'}",

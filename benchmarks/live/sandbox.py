@@ -2,7 +2,7 @@
 
 bubblewrap is measured, and programs without confinement beside it. A start is `Session` until its
 supervisor answers; a call is one function of a program, in a process that the supervisor forks.
-Attacks are those of `libra.testing.sandbox_attacks`.
+Attacks are those of `benchmarks.live.sandbox_attacks`.
 Figures:
 
 * ``start_ms_LEVEL``, ``call_ms_LEVEL``: medians (bubblewrap is ``bwrap``); ``call_ms_forkserver`` is bubblewrap's.
@@ -16,10 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.live.sandbox_attacks import ATTACKS, containable, why_not_contained
 from benchmarks.report import Figure, command_parser, emit
 from libra.envs.sandbox import BUBBLEWRAP, MEGABYTE, NONE, Limits, Session
 from libra.envs.sandbox.cgroups import can_make_groups
-from libra.testing.sandbox_attacks import ATTACKS, containable, why_not_contained
 
 LIMITS = Limits(memory_bytes=256 * MEGABYTE)
 PROGRAM = "def solve(x): return x + 1"

@@ -17,10 +17,11 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 class GymnasiumText(ReplayedGame):
     """Needs the package gymnasium, or another one that registers games with it.
 
-    The model reads the rendering in mode "ansi", else the observation, and its reply names an action: the last of ``actions`` in
-    it, or the last number. With a `gymnasium.spaces.Text` the reply is the action. A reply without an action is told so, and the
-    game does not move. Reward is the sum of the game's. Colours of the terminal are left out, except that brackets mark what they
-    highlight.
+    The model reads the rendering in mode "ansi", else the observation, and its reply names an
+    action: the last of ``actions`` in it, or the last number. With a `gymnasium.spaces.Text` the
+    reply is the action. After a reply without an action the model reads so, and the game does not
+    move. The reward is the sum of the game's. Colours of the terminal are left out, except that
+    brackets mark what they highlight.
 
     Parameters
     ----------
@@ -29,16 +30,18 @@ class GymnasiumText(ReplayedGame):
     args : mapping
         Keyword arguments of `gymnasium.make`, e.g. ``{is_slippery: false}``.
     actions : list of str, optional
-        Words for the actions 0, 1, ...; for FrozenLake ``[left, down, right, up]``. None: they are numbers.
+        Words for the actions 0, 1, ...; for FrozenLake ``[left, down, right, up]``. Without them
+        actions are numbers.
     system : str, optional
-        System message. None: which actions there are.
+        System message; by default the list of actions.
     size : int, optional
-        Different games for training, which are then repeated. None: no limit.
+        Number of training games, which then repeat; unlimited by default.
 
     Raises
     ------
     ConfigError
-        The package is not installed, there is no such environment, or its actions are neither text nor a few numbers.
+        The package is not installed, the environment is unknown, or its actions are neither text
+        nor a few numbers.
     """
 
     def __init__(

@@ -17,24 +17,27 @@ _random = threading.Lock()
 
 
 class TextArenaGame(ReplayedGame):
-    """Needs the package textarena. In a configuration: ``examples.games.textarena_game:TextArenaGame``.
+    """Needs the package textarena. In a configuration:
+    ``examples.games.textarena_game:TextArenaGame``.
 
-    The model reads the game's messages and replies as the game says, mostly with an action in brackets: ``[5]``. Reward is the
-    game's at its end: 1 for a win, often with parts for progress. A game that is not over when the trajectory ends has 0.
+    The model reads the game's messages and replies in the game's form, mostly with an action in
+    brackets: ``[5]``. The reward is the game's at its end: 1 for a win, often with parts for
+    progress. A game that is not over when the trajectory ends has 0.
 
     Parameters
     ----------
     id : str
-        A game for one player, e.g. "GuessTheNumber-v0", "TowerOfHanoi-v0", "Minesweeper-v0", "Sudoku-v0", "FrozenLake-v0".
+        A game for one player, e.g. "GuessTheNumber-v0", "TowerOfHanoi-v0", "Minesweeper-v0",
+        "Sudoku-v0", "FrozenLake-v0".
     args : mapping
         Keyword arguments of `textarena.make`.
     size : int, optional
-        Different games for training, which are then repeated. None: no limit.
+        Number of training games, which then repeat; unlimited by default.
 
     Raises
     ------
     ConfigError
-        The package is not installed, there is no such game, or it needs more players.
+        The package is not installed, the game is unknown, or it needs more players.
     """
 
     def __init__(
@@ -92,6 +95,6 @@ class _Game:
 
 
 def _messages(env: Any) -> str:
-    """What the game said since the last reply, without the reply itself."""
+    """The game's messages since the last reply, without the reply itself."""
     _, said = env.get_observation()
     return "\n".join(str(text) for sender, text, *_ in said if sender == -1).strip()

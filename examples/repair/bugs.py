@@ -1,6 +1,7 @@
 """Bugs seeded into Python source: one small change each, as people make them.
 
-A bug is a replacement of characters within one line, so the rest of the file stays as it was written.
+A bug is a replacement of characters within one line, so the rest of the file stays as it was
+written.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "upper": "lower
 
 
 class Bug(NamedTuple):
-    """``old`` at ``column`` of ``line`` (both from 1 and 0, as ast counts, the column in characters) becomes ``new``."""
+    """``old`` at ``column`` of ``line`` (both from 1 and 0, as ast counts, the column in
+    characters) becomes ``new``."""
 
     kind: str
     line: int
@@ -35,7 +37,8 @@ class Bug(NamedTuple):
 
 
 def bugs_of(source: str) -> list[Bug]:
-    """Every bug that can be put into a source, in the order of places; each leaves a source that can be parsed."""
+    """Every bug that can be put into a source, in the order of places; each leaves a source that
+    can be parsed."""
     lines = source.splitlines(keepends=True)
     tree = ast.parse(source)
     inside = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -47,7 +50,8 @@ def bugs_of(source: str) -> list[Bug]:
 
 @lru_cache(maxsize=512)  # questions about one bug are asked again and again
 def function_at(source: str, line: int) -> tuple[int, int]:
-    """First and last line of the innermost function around a line; (line, line) outside of functions."""
+    """First and last line of the innermost function around a line; (line, line) outside of
+    functions."""
     function = _innermost(source, line)
     return (line, line) if function is None else (function.lineno, function.end_lineno or function.lineno)
 

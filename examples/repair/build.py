@@ -3,12 +3,13 @@
 ::
 
     python -m examples.repair.build --sdist inflection-0.5.1.tar.gz --out repair.jsonl
-    libra run configs/repair.yaml environment.args.tasks=repair.jsonl
+    libra run examples/repair.yaml environment.args.tasks=repair.jsonl
 
-A source package comes from ``pip download --no-binary :all: --no-deps NAME``. A library that is no package is a
-``--folder`` with its modules and tests; the tasks that ship come from those of ``workflows/repair_libraries``.
-The file has a line for each library (name, licence, files, tests) and one for each bug: where it is, what it replaces, what the
-tests that fail with it say, and which tests pass with and without it.
+A source package comes from ``pip download --no-binary :all: --no-deps NAME``. Any other library is
+a ``--folder`` with its modules and tests; the tasks that ship come from
+``workflows/repair_libraries``. The file has a line for each library (name, licence, files, tests)
+and one for each bug: where it is, what it replaces, what the tests that fail with it say, and which
+tests pass with and without it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ LIMITS = Limits(memory_bytes=512 * MEGABYTE, cpu_s=20)
 def tasks_of(
     library: Library, *, timeout_s: float = 3.0, most: int = MOST_BUGS, isolation: str = "bubblewrap"
 ) -> Iterator[Any]:
-    """The lines of a library: itself, then a line for each bug that makes at least one of its tests fail, and not all.
+    """The lines of a library: itself, then a line for each bug that makes at least one of its tests
+    fail, and not all.
 
-    Of more than ``most`` possible bugs every so manyth is tried. ConfigError if no test passes without a bug.
+    If there are more than ``most`` possible bugs, they are sampled at even steps. ConfigError if no
+    test passes without a bug.
     """
     with opened(opener(isolation), LIMITS, f"repair: {library.name}") as session:
         sound = failures(session, library.files, library.tests, timeout_s)

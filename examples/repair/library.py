@@ -34,7 +34,8 @@ def from_folder(folder: Path) -> Library:
 
 
 def from_sdist(path: Path) -> Library:
-    """The library of a source package of PyPI (a .tar.gz); ConfigError if it has no module or no test.
+    """The library of a source package of PyPI (a .tar.gz); ConfigError if it has no module or no
+    test.
 
     Only Python files of up to `MAX_FILE_BYTES` bytes are read, and nothing of it is run here.
     """
@@ -57,7 +58,8 @@ def from_sdist(path: Path) -> Library:
 
 
 def failures(session: Sandbox, files: Mapping[str, str], tests: Mapping[str, str], timeout_s: float) -> dict[str, str]:
-    """What each test says by its name, "" if it passed; empty if the program did not come to its end, e.g. by a loop."""
+    """The message of each test by its name, "" if it passed; empty if the program did not come to
+    its end, e.g. by a loop."""
     return said_by(
         session.call(
             RUNNER.read_text(), "run_tests", [dict(files), dict(tests)], timeout_s=timeout_s, result_bytes=2**22

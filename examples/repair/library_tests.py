@@ -1,7 +1,9 @@
-"""Runs a library's own tests; its text is the program inside the sandbox, so it imports the standard library alone.
+"""Runs a library's own tests; its text is the program inside the sandbox, so it imports the
+standard library alone.
 
-Test functions, methods of test classes and of ``unittest.TestCase`` are found by their names. Of pytest a test may use ``raises``,
-``approx`` and ``mark.parametrize``; a test that takes a fixture is not collected.
+Test functions, methods of test classes and of ``unittest.TestCase`` are found by their names. Of
+pytest a test may use ``raises``, ``approx`` and ``mark.parametrize``; a test that takes a fixture
+is not collected.
 """
 
 # mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, check_untyped_defs=False
@@ -50,7 +52,8 @@ class approx:
 
 
 class Mark:
-    """pytest.mark: cases of parametrize are kept, tests that may be skipped or fail are left out, other marks change nothing."""
+    """pytest.mark: cases of parametrize are kept, tests that may be skipped or fail are left out,
+    other marks change nothing."""
 
     def __getattr__(self, name):
         def mark(*given, **options):
@@ -76,7 +79,8 @@ def _pytest():
 
 
 def tests_of(module):
-    """(name, function without arguments) of each test of a module; what cannot be called without a fixture is left out."""
+    """(name, function without arguments) of each test of a module; what cannot be called without a
+    fixture is left out."""
     for name, found in sorted(vars(module).items()):
         if inspect.isclass(found) and issubclass(found, unittest.TestCase):
             for case in unittest.defaultTestLoader.getTestCaseNames(found):
@@ -111,9 +115,11 @@ def _said(error):
 
 
 def run_tests(files, tests):
-    """What each test says by its name: "" if it passed. A module that cannot be imported has one entry, of its own name.
+    """The message of each test by its name, "" if it passed. A module that cannot be imported has
+    one entry, of its own name.
 
-    ``files`` and ``tests`` are texts by path below the repository; both are written into the working directory.
+    ``files`` and ``tests`` are texts by path below the repository; both are written into the
+    working directory.
     """
     root = os.path.abspath("repository")  # noqa: PTH100
     for path, text in {**files, **tests}.items():

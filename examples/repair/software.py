@@ -1,11 +1,13 @@
-"""Repair a small library: read its files, edit them, run its tests; other copies of its tests decide, outside of the agent's reach.
+"""Repair a small library: read its files, edit them, run its tests; other copies of its tests
+decide, outside of the agent's reach.
 
 Invariants
 ----------
-1. The tests of the grader are those of the task's file. The agent's edits reach library files only, and travel as the trajectory's
-   state; every run of tests is a fresh sandbox, and the same files are graded once in a process.
-2. A repair that breaks a test which passed has no reward beyond ``located``, and an edit that could fool the tests
-   (`examples.repair.tampering`) has none.
+1. The grader runs the tests of the task's file. The agent's edits reach library files only,
+   and travel as the trajectory's state; every run of tests is a fresh sandbox, and the same files
+   are graded once in a process.
+2. A repair that breaks a test which passed has no reward beyond ``located``, and an edit that could
+   fool the tests (`examples.repair.tampering`) has none.
 """
 
 from __future__ import annotations
@@ -31,30 +33,37 @@ SYSTEM = "A Python library has one bug. Repair it with the tool %s, and check it
 _FAILURES_SHOWN = 5
 _MOST_VERDICTS = 4096
 _HELD_OUT, _EXAMPLES = 0, 1
-"""Classes of tasks: evaluation, and worked examples; the others are training, and so are examples where none is shown."""
+"""Classes of tasks: evaluation, and worked examples; the others are training, and so are examples
+where none is shown."""
 
 
 class SoftwareRepair(Environment):
     """In a configuration: ``examples.repair.software:SoftwareRepair``.
 
-    Reward is 1.0 if all tests pass that pass without the bug, else 0.0. A hash of the bug decides its split: 1 in 8 is evaluation.
-    Facts: ``library``, ``task`` (its number in the file). The bin of an evaluation is the kind of bug.
+    Reward is 1.0 if all tests pass that pass without the bug, else 0.0. A hash of the bug decides
+    its split: 1 in 8 is evaluation. Facts: ``library``, ``task`` (its number in the file). The bin
+    of an evaluation is the kind of bug.
 
     Parameters
     ----------
     tasks : str
-        A file that ``python -m examples.repair.build`` made, or "shipped". All workers must be able to read it.
+        A file that ``python -m examples.repair.build`` made, or "shipped". All workers must be able
+        to read it.
     partial : bool
-        Whether a repair after which some of the failing tests still fail has their share of the reward.
+        Whether a repair after which some of the failing tests still fail has their share of the
+        reward.
     located : float
-        Reward, from 0 to 1, of changing the line with the bug without repairing it: something to begin with for small models.
+        Reward, from 0 to 1, of changing the line with the bug without repairing it: something to
+        begin with for small models.
     show : str
-        What the question shows: names of "files"; also what one test that fails says ("failure"); also the "function" with the bug.
+        Contents of the question: names of "files"; also the message of one failing test
+        ("failure"); also the "function" with the bug.
     edits : str
-        How an edit says where: by "text" that occurs once (tool ``edit``), or by the number of a "line" and a piece of it (tool
-        ``edit_line``; lines are shown with their numbers), which small models learn more easily.
+        Place of an edit: "text" that occurs once (tool ``edit``), or by the number of a
+        "line" and a piece of it (tool ``edit_line``; lines are shown with their numbers), which
+        small models learn more easily.
     function_lines : int, optional
-        Only bugs in functions of at most so many lines, their docstring not counted. None: all.
+        Only bugs in functions of at most so many lines, without their docstring; all by default.
     examples : int
         Worked repairs before the question, as a conversation with calls. Small models need some.
     timeout_s : float
@@ -62,7 +71,7 @@ class SoftwareRepair(Environment):
     memory_mb : int
         Address space of a process in the sandbox, 2**20 bytes each.
     isolation : str
-        What confines programs: "bubblewrap", "none", or a function of yours (`libra.envs.sandbox`).
+        "bubblewrap", "none", or a function of yours (`libra.envs.sandbox`).
 
     Raises
     ------
@@ -169,10 +178,9 @@ class SoftwareRepair(Environment):
         """Replaces a piece of one line in a file of the library.
 
         Args:
-            line: The number of the line, as it is shown now.
-            old: The piece to replace; where it is first in the line.
-            new: What comes in its place.
-            path: The file. Without one, the file of the function that the question shows, or the only file.
+            line: The number of the line, as it is shown now. old: The piece to replace; where it is
+            first in the line. new: What comes in its place. path: The file. Without one, the file
+            of the function that the question shows, or the only file.
         """
         files = self._files(trajectory_state)
         if not path and (self.show == "function" or len(files) == 1):
@@ -237,7 +245,8 @@ class SoftwareRepair(Environment):
         return {**self._task(state).files, **state["edited"]}
 
     def _verdict(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """As `_run`; of files that this process has graded before, what was said then, if the tests came to their end."""
+        """As `_run`; of files that this process has graded before, what was said then, if the tests
+        came to their end."""
         key = sha256(json.dumps([state["task"], state["edited"]], sort_keys=True).encode()).digest()
         said = self._verdicts.get(key) or self._run(state)
         if said:

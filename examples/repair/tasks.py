@@ -16,9 +16,11 @@ from libra.seals import parsed_json
 
 SHIPPED = Path(__file__).with_name("tasks.jsonl")
 SHOWN = ("files", "failure", "function")
-"""How much of a task is shown: names of files; also what one failing test says; also the function with the bug."""
+"""How much of a task is shown: names of files; also what one failing test says; also the function
+with the bug."""
 EDITS = ("text", "line")
-"""How an edit says where: by a text that occurs once, or by the number of a line and a piece of it."""
+"""How an edit says where: by a text that occurs once, or by the number of a line and a piece of
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Task:
     Attributes
     ----------
     failing : mapping
-        What each test that the bug makes fail says, by its name.
+        Messages of the tests that fail with the bug, by name.
     passing : tuple of str
         Tests that pass with the bug and without it.
     """
@@ -47,7 +49,7 @@ class Task:
 
     @property
     def split_class(self) -> int:
-        """`question_class` of the bug, whatever else is in the file of tasks."""
+        """`question_class` of the bug alone."""
         return question_class("/".join((self.library.name, self.path, *map(str, self.bug))))
 
     @property
@@ -74,7 +76,8 @@ class Task:
         return lines[self.bug.line - 1] if self.bug.line <= len(lines) else ""
 
     def touched(self, files: Mapping[str, str]) -> bool:
-        """Whether ``files`` changed or left out the line of the bug; other lines may have come and gone."""
+        """Whether ``files`` changed or left out the line of the bug; other lines may have come and
+        gone."""
         broken, lines = (each[self.path].splitlines() for each in (self.files, files))
         if len(lines) > 2 * len(broken) + 100:  # no repair of one bug, and comparing takes long
             return False
@@ -82,7 +85,7 @@ class Task:
         return any(kind != "equal" and first < self.bug.line <= last for kind, first, last, _, _ in changes)
 
     def question(self, show: str, edits: str = "text") -> str:
-        """What the agent reads; ``show`` is one of `SHOWN`, ``edits`` one of `EDITS`."""
+        """The question to the agent; ``show`` is one of `SHOWN`, ``edits`` one of `EDITS`."""
         library = self.library
         lines = [f"Library {library.name}: {', '.join(library.files)}; tests: {', '.join(library.tests)}."]
         if show != "files":
@@ -94,7 +97,8 @@ class Task:
 
     @property
     def repair(self) -> tuple[str, str] | None:
-        """The line with the bug and without it, without indentation; None if it is not the only one with its text."""
+        """The line with the bug and without it, without indentation; None if it is not the only one
+        with its text."""
         old, new = self.line(self.files).strip(), self.line(self.library.files).strip()
         return (old, new) if sum(text.count(old) for text in self.files.values()) == 1 else None
 
@@ -123,7 +127,8 @@ def numbered(text: str, first: int = 1) -> str:
 
 
 def read_tasks(path: Path, function_lines: int | None) -> list[Task]:
-    """The tasks of a file whose `Task.code_lines` are at most ``function_lines``; ConfigError if it is none of tasks."""
+    """The tasks of a file whose `Task.code_lines` are at most ``function_lines``; ConfigError if it
+    is none of tasks."""
     where = "environment.args.tasks"
     libraries: dict[str, Library] = {}
     tasks = []

@@ -1,4 +1,5 @@
-"""Answer questions by searching a local corpus with BM25, after Search-R1 (arXiv:2503.09516): passages between the model's turns.
+"""Answer questions by searching a local corpus with BM25, after Search-R1 (arXiv:2503.09516):
+passages between the model's turns.
 
 The reward is an exact match after normalisation. Unlike in the paper the corpus is small and local,
 its facts make the questions, and a search is a tool call. Without a file the corpus is a made-up
@@ -59,7 +60,8 @@ _SENTENCES = {
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A text about ``title``; ``facts`` are names of other things by relation, e.g. {"author": "Kelo Vasa"}."""
+    """A text about ``title``; ``facts`` are names of other things by relation, e.g. {"author":
+    "Kelo Vasa"}."""
 
     title: str
     text: str
@@ -87,7 +89,8 @@ def generated(size: int, seed: int) -> list[Passage]:
 
 
 def read_corpus(path: str) -> list[Passage]:
-    """The passages of a file of JSON lines with "title", "text" and, if questions are to be made of it, "facts"."""
+    """The passages of a file of JSON lines with "title", "text" and, if questions are to be made of
+    it, "facts"."""
     where = "environment.args.corpus"
     passages = []
     try:
@@ -110,7 +113,8 @@ def read_corpus(path: str) -> list[Passage]:
 
 
 def walk(passages: Mapping[str, Passage], hops: int, draw: random.Random) -> tuple[str, list[str], str] | None:
-    """A start, ``hops`` relations from one passage to the next, and where they lead; None if it ends early or in a circle."""
+    """A start, ``hops`` relations from one passage to the next, and where they lead; None if it
+    ends early or in a circle."""
     start = name = draw.choice(list(passages))
     relations: list[str] = []
     seen = {start}
@@ -160,7 +164,8 @@ class PassageIndex:
         self._ranking.index(texts, show_progress=False)
 
     def best(self, query: str, count: int) -> list[Passage]:
-        """The passages that fit best, the best first; those without a word of the query are left out."""
+        """The passages that fit best, the best first; those without a word of the query are left
+        out."""
         words = [word for word in words_of(query) if word in self._words]
         if not words:
             return []
@@ -177,14 +182,15 @@ def words_of(text: str) -> list[str]:
 class CorpusSearch(Environment):
     """Needs the package bm25s. In a configuration: ``examples.search.corpus:CorpusSearch``.
 
-    Questions follow 1 to some relations from one passage to the next: "What is the country of the birthplace of the author of X?".
-    A hash of its text decides a question's split: 1 in 8 is evaluation. Facts: ``answer``, ``hops``. The bin of an evaluation is
-    the number of hops.
+    Questions follow 1 to some relations from one passage to the next: "What is the country of the
+    birthplace of the author of X?". A hash of its text decides a question's split: 1 in 8 is
+    evaluation. Facts: ``answer``, ``hops``. The bin of an evaluation is the number of hops.
 
     Parameters
     ----------
     corpus : str, optional
-        A file of JSON lines with "title", "text" and "facts". All workers must be able to read it. None: a generated world.
+        A file of JSON lines with "title", "text" and "facts". All workers must be able to read it.
+        By default a generated world.
     size : int
         Passages of the generated world; its seed is the run's.
     hops : list of int
@@ -192,12 +198,13 @@ class CorpusSearch(Environment):
     top : int
         Passages that a search returns.
     answer : str
-        What is graded of the last turn: its whole "text", or what is between answer "tags". A turn that ends in a call has no
-        answer.
+        Graded part of the last turn: its whole "text", or the text between answer "tags". A turn
+        that ends in a call has no answer.
     partial : bool
         Whether an answer that is not exact has the F1 of its words as reward.
     examples : int
-        Worked examples before the question, as a conversation with searches. Small models need some.
+        Worked examples before the question, as a conversation with searches. Small models need
+        some.
     inline : bool
         Whether searches run inside the generation quantum; for small corpora.
 

@@ -1,7 +1,8 @@
-"""OpenAI's chat completions, the token-in/token-out requests beside them, and the events that all dialects share.
+"""OpenAI's chat completions, requests with token ids, and the parts that all dialects share.
 
-What a training run cannot do is refused with the field's name, never dropped: several choices, strict output formats, tools that
-must be called. Sampling parameters are the run's own; a client's are ignored, which is logged once.
+A request that a training run cannot answer is refused with the field's name: several choices,
+strict output formats, tools that must be called. The run's sampling parameters replace a client's,
+which is logged once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from libra.agents.messages import ROLES, Call, Message, canonical_arguments
+from libra.agents.messages import ROLES, Call, Message, ModelRequest, Reply, canonical_arguments
 from libra.agents.request_bodies import (
     RUNS_OWN,
     Content,
@@ -26,7 +27,6 @@ from libra.agents.request_bodies import (
     text_of,
     whole,
 )
-from libra.agents.requests import ModelRequest, Reply
 from libra.errors import RequestRefused
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -53,7 +53,7 @@ class ChatMessage(msgspec.Struct):
     reasoning: Any = None
 
     def message(self, where: str) -> Message:
-        """The same in the form that all dialects have; RequestRefused names what is wrong in it."""
+        """The message in the form of all dialects; RequestRefused names the wrong field."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         if role not in ROLES:
             raise RequestRefused(
@@ -71,19 +71,16 @@ class ChatMessage(msgspec.Struct):
 
 
 class StrictFormat(msgspec.Struct):
-    """A format of the answer, which may be enforced."""
+    """A format of the answer."""
 
     strict: bool | None = None
     json_schema: StrictFormat | None = None
 
     def refuse_strict(self, where: str) -> None:
-        """RequestRefused for a format that is to be enforced, which would change the distribution that is trained."""
+        """RequestRefused for an enforced format, which would change the trained distribution."""
         if self.strict or (self.json_schema is not None and self.json_schema.strict):
-            raise RequestRefused(
-                f"{where}: a strict schema would change what the model samples, and is not supported; send strict: false, or check "
-                "the answer in the agent",
-                where,
-            )
+            told = f"{where}: a strict schema would change the model's samples; send strict: false, or check the answer"
+            raise RequestRefused(f"{told} in the agent", where)
 
 
 class _StreamOptions(msgspec.Struct):
@@ -114,7 +111,7 @@ class _GenerateBody(Sampling, kw_only=True):
 
 
 def read_chat(data: bytes, known: Known) -> ModelRequest:
-    """A request of ``/chat/completions``; RequestRefused if it cannot be answered as it is."""
+    """A request of ``/chat/completions``; RequestRefused if a run cannot answer it."""
     body = decoded(_ChatBody, data)
     if not body.messages:
         raise RequestRefused("messages: a list with at least one message is needed", "messages")
@@ -123,16 +120,11 @@ def read_chat(data: bytes, known: Known) -> ModelRequest:
         body.response_format.refuse_strict("response_format")
     own = whole(body.max_completion_tokens, "max_completion_tokens")
     return request_of(
-        "chat",
-        body,
-        known.messages(body.messages, _chat_message, "messages"),
-        size=len(data),
-        max_tokens=own if own is not None else whole(body.max_tokens, "max_tokens"),
-        stop=stops(body.stop, "stop"),
-        usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-        logprobs=bool(body.logprobs),
+        "chat", body, known.messages(body.messages, _chat_message, "messages"), size=len(data),
+        max_tokens=own if own is not None else whole(body.max_tokens, "max_tokens"), stop=stops(body.stop, "stop"),
+        usage=body.stream_options is not None and bool(body.stream_options.include_usage), logprobs=bool(body.logprobs),
         return_ids=bool(body.return_token_ids),
-    )
+    )  # fmt: skip
 
 
 def _chat_message(data: bytes, where: str) -> Message:
@@ -140,7 +132,8 @@ def _chat_message(data: bytes, where: str) -> Message:
 
 
 def read_generate(data: bytes, known: Known) -> ModelRequest:
-    """A request of ``/inference/v1/generate``: token ids in, token ids out."""
+    """A request of ``/inference/v1/generate`` with token ids; RequestRefused if a run cannot answer
+    it."""
     body = decoded(_GenerateBody, data)
     if not body.token_ids:
         raise RequestRefused("token_ids: a list of at least one token id is needed", "token_ids")
@@ -151,23 +144,16 @@ def read_generate(data: bytes, known: Known) -> ModelRequest:
 
 
 def request_of(dialect: str, body: Sampling, messages: tuple[Message, ...], **more: Any) -> ModelRequest:
-    """A request with the fields that all dialects have."""
+    """A request with the fields of all dialects."""
     found = offered(body)
     return ModelRequest(
-        dialect,
-        messages,
-        tools=found.tools,
-        template_args=found.args,
-        tools_text=found.text,
-        stream=bool(body.stream),
-        model=body.model or "policy",
-        ignored=tuple([name for name in RUNS_OWN if getattr(body, name) is not None]),
-        **more,
-    )
+        dialect, messages, tools=found.tools, template_args=found.args, tools_text=found.text, stream=bool(body.stream),
+        model=body.model or "policy", ignored=tuple([name for name in RUNS_OWN if getattr(body, name) is not None]), **more,
+    )  # fmt: skip
 
 
 def usage_of(reply: Reply) -> dict[str, int]:
-    """The counts of tokens."""
+    """Numbers of tokens."""
     prompt, made = reply.prompt_tokens, len(reply.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
@@ -216,7 +202,7 @@ def token_logprobs(reply: Reply) -> list[dict[str, Any]]:
 
 
 def stream_chat(request: ModelRequest, reply: Reply) -> Iterator[str]:
-    """The events of a streamed answer: the same message, whose parts come one after the other."""
+    """The events of a streamed answer."""
     head = _head(request, reply, "chat.completion.chunk")
 
     def event(delta: dict[str, Any], finish: str | None = None) -> str:

@@ -1,8 +1,9 @@
 """The HTTP server at which agents ask the model, one per worker that runs agents.
 
-It holds no GPU state: a request waits in its trajectory's `Session` until a quantum has answered it. What comes in is hostile
-until checked: bodies have a cap and a depth, connections a number, tokens 128 bits. Tokens are looked up by their digest, so the
-time of a look-up says nothing about them. Paths::
+A request waits in its trajectory's `Session` until a quantum has answered it. What comes in is
+hostile until checked: bodies have a bounded size and depth, connections a bounded number, and
+tokens have 128 bits. The gateway looks tokens up by their digest, so the time of a look-up gives
+nothing away. Paths::
 
     /t/<token>/v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /inference/v1/generate, /reward, /end
 
@@ -12,6 +13,7 @@ The token may come as Bearer or x-api-key instead of in the path.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import math
@@ -27,17 +29,17 @@ from urllib.parse import unquote
 
 import msgspec
 
+from libra.agents.agent_session import LONG, Ended, Pending, Session, as_float, by_size
 from libra.agents.chat_dialect import read_chat, read_generate, sse, stream_chat, write_chat, write_generate
+from libra.agents.messages import ModelRequest, Reply
 from libra.agents.messages_dialect import read_messages, stream_messages, write_messages
 from libra.agents.request_bodies import Known, decoded, storable_json
-from libra.agents.requests import ModelRequest, Reply
 from libra.agents.responses_dialect import read_responses, stream_responses, write_responses
-from libra.agents.session import LONG, Ended, Pending, Session, as_float, by_size
 from libra.errors import ConfigError, RequestRefused
 from libra.untrusted import repr_text
 
 try:
-    from libra.agents.connections import Connection, Connections, Exchange
+    from libra.agents.connections import Connection, Exchange
 except ImportError as missing:  # the extra `agents`
     raise ConfigError(
         f"agent: {missing.name!r} is not installed, which its gateway needs; type pip install 'libra-rl[agents]'"
@@ -46,14 +48,14 @@ except ImportError as missing:  # the extra `agents`
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 2048
-"""Most connections at once; further ones get status 503."""
 HEARTBEAT_S = 15.0
-"""Seconds after which a waiting client gets a sign of life, and between two of them."""
+"""Seconds between two signs of life to a waiting client."""
 KEPT_ENDED = 4096
-"""Tokens of ended trajectories that are still known as such."""
-
+"""Tokens of ended trajectories that are still known to have ended."""
 KEPT_URL_BYTES = 256
-"""Longest URL whose path and token are kept as they were read."""
+"""Longest URL whose path and token are cached."""
+CLOSE_S = 1.0
+"""Seconds in which the last answers may leave as the gateway closes."""
 
 _TOKEN = re.compile("/t/([^/]+)")
 _STREAM, _JSON = b"text/event-stream", b"application/json"
@@ -65,7 +67,7 @@ Stream = Callable[[ModelRequest, Reply], Iterator[str]]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How requests of one path are read, and answered."""
+    """Reads the requests of one path, and writes their answers."""
 
     read: Read
     write: Write
@@ -85,7 +87,7 @@ _DIALECTS: Mapping[str, Dialect] = {
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A request of a session, as far as it has come: the answer is awaited once ``pending`` is there."""
+    """A request of a session; ``pending`` once the session has taken it."""
 
     path: str
     session: Session
@@ -95,7 +97,6 @@ class _Asked:
     alive: asyncio.TimerHandle | None = None
 
     def leave(self) -> None:
-        """Nobody waits for the answer any more, or it is there."""
         if self.alive is not None:
             self.alive.cancel()
         if self.pending is not None:
@@ -112,7 +113,7 @@ class _Result(msgspec.Struct):
 
 
 class Gateway:
-    """A server on ``host``, at a free port; its methods are called in the event loop that it was started in."""
+    """A server on ``host``, at a free port. Call its methods in the event loop that started it."""
 
     read_headers = frozenset({b"x-api-key", b"authorization", b"x-stainless-retry-count"})
 
@@ -122,21 +123,21 @@ class Gateway:
         self.host, self.port = host, 0
         self.heartbeat_s = heartbeat_s
         self.counts = Counter[str]()
-        """Requests, and of these retries, refused ones, and ones whose client had gone."""
+        """Numbers of requests, retries, refusals, and clients that went without an answer."""
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()
         self._server: asyncio.Server | None = None
-        self._told: set[str] = set()
-        self._connections = Connections(self, max_connections)
+        self._logged: set[str] = set()
+        self.connections, self.max_connections = set[Connection](), max_connections
         self._paths = OrderedDict[bytes, tuple[str, bytes]]()
 
     async def start(self) -> None:
         """Begin to serve."""
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind((self.host, 0))
-        self.port = listener.getsockname()[1]
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(partial(Connection, self._connections), sock=listener, backlog=2048)
+        self._server = await loop.create_server(
+            partial(Connection, self), self.host, 0, family=socket.AF_INET, backlog=2048
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Stop serving; requests under way are refused."""
@@ -144,23 +145,32 @@ class Gateway:
             self._drop(token, "the run has ended")
         if self._server is not None:
             self._server.close()
-            await self._connections.close()
+            await asyncio.sleep(0)  # answers that are there are written
+            for each in list(self.connections):
+                each.transport.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    while self.connections:  # noqa: ASYNC110  a connection announces its end to nobody
+                        await asyncio.sleep(0.001)
+            for each in list(self.connections):
+                each.transport.abort()
         if self.counts:
             said = ", ".join(f"{name} {count:,}" for name, count in sorted(self.counts.items()))
             logger.info("the run has ended: the gateway at port %d closes (%s)", self.port, said)
 
     def open(self, name: str, max_model_len: int) -> tuple[str, Session]:
-        """A session for an agent, and its token."""
+        """Open an agent's session; returns its token, too."""
         token = secrets.token_urlsafe(16)
         session = self._sessions[_digest(token)] = Session(name, max_model_len)
         return token, session
 
     def drop(self, token: str, why: str) -> None:
-        """End a session: what it still asks is refused, and its token gets status 409 from now on."""
+        """End a session: refuse its open requests, and answer its token with status 409 from now
+        on."""
         self._drop(_digest(token), why)
 
     def environ(self, token: str) -> dict[str, str]:
-        """The variables by which clients find this server."""
+        """Environment variables by which clients find this server."""
         url = f"http://{self.host}:{self.port}/t/{token}"
         return {
             "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": token,
@@ -178,7 +188,7 @@ class Gateway:
     # ---------------------------------------------------------------- for the connections
 
     def arrived(self, exchange: Exchange) -> None:
-        """Find the session of a request; one without is refused without a look at its body."""
+        """Find the session of a request; refuse a request without one before its body comes."""
         path, token = self._target(exchange)
         dialect = _DIALECTS.get(path)
         models = path == "/v1/models" or path.startswith("/v1/models/")
@@ -196,7 +206,7 @@ class Gateway:
             self.refuse(exchange, told, path)
 
     def complete(self, exchange: Exchange) -> None:
-        """Answer a request, or wait for its answer."""
+        """Answer a request, or have its session answer it."""
         asked: _Asked = exchange.mine
         dialect, session, path = asked.dialect, asked.session, asked.path
         if dialect is not None:
@@ -240,7 +250,7 @@ class Gateway:
         exchange.answer(refused.status, body, more=more)
 
     def gone(self, exchange: Exchange) -> None:
-        """Wait no longer for the answer of a client that has gone."""
+        """Drop the request of a client that has gone."""
         asked: _Asked | None = exchange.mine
         if asked is not None and asked.pending is not None:
             self.counts["gone"] += not asked.pending.answer.done()
@@ -249,7 +259,8 @@ class Gateway:
     # ---------------------------------------------------------------- inside
 
     def _target(self, exchange: Exchange) -> tuple[str, bytes]:
-        """The path of a request without its token, and the digest of the token: in the path, or a header."""
+        """The path of a request without its token, and the digest of the token, which the path or a
+        header has."""
         found = self._paths.get(exchange.url)
         if found is None:
             path = unquote(exchange.url.partition(b"?")[0].decode("latin-1"))
@@ -268,12 +279,11 @@ class Gateway:
         return found[0], _digest(token.decode("latin-1"))
 
     def _take(self, exchange: Exchange, asked: _Asked, read: Callable[[], ModelRequest]) -> None:
-        """Have the session answer a request; ``read`` returns it."""
         if exchange.done:  # its client has gone
             return
         try:
             asked.request = request = read()
-            self._tell(asked.session, request)
+            self._log_ignored(asked.session, request)
             retry = exchange.headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
             self.counts["requests"] += 1
             self.counts["retries"] += retry
@@ -288,8 +298,8 @@ class Gateway:
         pending.answer.add_done_callback(partial(self._answered, exchange, asked))
 
     def _alive(self, exchange: Exchange, asked: _Asked) -> None:
-        """Write a sign of life. The status is sent then: an error is an event of a stream, and breaks any other connection, so that
-        the client tries again and is told."""
+        """Write a sign of life. This sends the status: a later error becomes an event of a stream,
+        and breaks any other connection, so that the client tries again and reads the error."""
         assert asked.request is not None and asked.dialect is not None
         streams = asked.request.stream and asked.dialect.stream is not None
         if not exchange.begun:
@@ -299,7 +309,6 @@ class Gateway:
         asked.alive = asyncio.get_running_loop().call_later(self.heartbeat_s, self._alive, exchange, asked)
 
     def _answered(self, exchange: Exchange, asked: _Asked, answer: asyncio.Future[Reply]) -> None:
-        """Write an answer."""
         if asked.pending is None:
             return
         asked.leave()
@@ -334,11 +343,10 @@ class Gateway:
     def _answer(self, exchange: Exchange, told: Mapping[str, Any]) -> None:
         exchange.answer(200, msgspec.json.encode(told))
 
-    def _tell(self, session: Session, request: ModelRequest) -> None:
-        """Log once what a client asks for and the run decides."""
+    def _log_ignored(self, session: Session, request: ModelRequest) -> None:
         for name in request.ignored:
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._logged:
+                self._logged.add(name)
                 logger.info("%s: an agent asks for its own %s; the run's is used", session.name, name)
 
 
@@ -347,21 +355,17 @@ def _digest(token: str) -> bytes:
 
 
 def _read(read: Read, data: bytes, known: Known) -> ModelRequest:
-    """A request, with what will be compared of it; RequestRefused if it cannot be answered as it is."""
     request = read(storable_json(data), known)
-    assert request.fingerprint
+    assert request.fingerprint  # computed here, where a thread may do it
     return request
 
 
 def _told(refused: RequestRefused, *, anthropic: bool) -> dict[str, Any]:
     """An error in the client's dialect, as JSON."""
     kinds = {
-        401: "authentication_error",
-        404: "not_found_error",
-        409: "conflict_error",
-        413: "request_too_large",
+        401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 413: "request_too_large",
         503: "overloaded_error",
-    }
+    }  # fmt: skip
     kind = kinds.get(refused.status, "invalid_request_error")
     if anthropic:
         return {"type": "error", "error": {"type": kind, "message": str(refused)}}
@@ -369,7 +373,6 @@ def _told(refused: RequestRefused, *, anthropic: bool) -> dict[str, Any]:
 
 
 def _no_path(exchange: Exchange, path: str, status: int) -> RequestRefused:
-    """The error for a path that is not there, or another method."""
     known = "/v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /inference/v1/generate, /reward, /end"
     method = exchange.method.decode("latin-1")
     told = f"{method} {path[:200]}: not answered here; allowed are {known}, by POST, and /v1/models by GET"

@@ -1,20 +1,24 @@
-"""Messages of an agent's request in one form, whatever client sent them.
+"""Messages, requests and replies of agents in one form for all dialects.
 
-Two messages are equal if the model would read the same: null, "" and an absent content are equal, as are text and a list of text
-parts, ``developer`` and ``system``, and arguments with the same JSON value. Unknown fields are ignored. Surrounding white space of
-an assistant's text is ignored, because clients strip it. Ids of calls are no part of a message: an id proves nothing where the
-text changed.
+Two messages are equal if the model would read the same text. Null, "" and an absent content are
+equal, as are text and a list of text parts, ``developer`` and ``system``, and arguments with the
+same JSON value. Unknown fields, ids of calls, and white space around an assistant's text (clients
+strip it) do not count.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from libra.errors import RequestRefused
+from libra.types import ToolCall
 from libra.untrusted import MAX_DEPTH, storable
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -22,7 +26,8 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call of an assistant's message; ``arguments`` is JSON, or the client's text where it is none."""
+    """A tool call of an assistant's message; ``arguments`` is JSON, or the client's text where that
+    is not JSON."""
 
     id: str
     name: str
@@ -31,18 +36,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation.
+    """One message of a conversation; ``role`` is one of `ROLES`.
 
-    Attributes
-    ----------
-    role : "system", "user", "assistant" or "tool"
-    text : str
-    calls : tuple of Call
-        Of an assistant.
-    call_id : str
-        Of a tool's message: the call that it answers.
-    reasoning : str
-        Of an assistant, if the client sent it; it then counts in a comparison.
+    ``call_id`` of a tool's message names the call that it answers. ``reasoning`` counts in a
+    comparison where the client sent it.
     """
 
     role: str
@@ -55,7 +52,7 @@ class Message:
     @property
     def key(self) -> bytes:
         """Equal for equal messages."""
-        if not self._key:  # it is asked for several times in a request
+        if not self._key:  # a request reads it several times
             own = self.role == "assistant"
             calls = [[call.name, call.arguments] for call in self.calls]
             fields = [self.role, self.text.strip() if own else self.text, calls, self.reasoning.strip()]
@@ -63,7 +60,7 @@ class Message:
         return self._key[0]
 
     def as_chat(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The message as chat templates take it."""
         chat: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.role == "tool":
             chat |= {"name": "tool", "tool_call_id": self.call_id}
@@ -77,7 +74,7 @@ class Message:
         return chat
 
     def to_plain(self) -> list[Any]:
-        """As plain data, for a record; `from_plain` reads it."""
+        """Plain data for a record; `from_plain` reads it."""
         calls = [[call.id, call.name, call.arguments] for call in self.calls]
         return [self.role, self.text, calls, self.call_id, self.reasoning]
 
@@ -88,13 +85,94 @@ class Message:
         return cls(role, text, tuple(Call(*call) for call in calls), call_id, reasoning)
 
 
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """A request of an agent to the model.
+
+    Attributes
+    ----------
+    dialect : str
+        "chat", "responses", "messages" or "generate".
+    template_args : mapping
+        Further variables of the chat template (``chat_template_kwargs``).
+    tools_text : str
+        `tools_text` of the tools and template arguments.
+    size : int
+        Bytes of its body.
+    max_tokens : int or None
+        None stands for as many as the run allows.
+    stop : tuple of str
+        Texts that end the generation; the content does not have them.
+    usage : bool
+        Whether a stream of events ends with the numbers of tokens.
+    model : str
+        The client's name for the model, which the answer repeats.
+    token_ids : tuple of int or None
+        The whole context of a "generate" request, which has no messages.
+    logprobs, return_ids : bool
+        Whether the answer to a chat request has log-probabilities, and token ids.
+    ignored : tuple of str
+        Parameters of the client that the run decides.
+    """
+
+    dialect: str
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    tools_text: str = ""
+    size: int = 0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False
+    model: str = "policy"
+    token_ids: tuple[int, ...] | None = None
+    logprobs: bool = False
+    return_ids: bool = False
+    ignored: tuple[str, ...] = ()
+    _fingerprint: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Equal for requests with the same answer."""
+        if not self._fingerprint:
+            keys = b"".join([message.key for message in self.messages])
+            ids = b"" if self.token_ids is None else np.array(self.token_ids, np.int64).tobytes()
+            limits = repr((self.max_tokens, self.stop)).encode()
+            self._fingerprint.append(digest(self.tools_text.encode(), b"/", keys, b"/", ids, b"/", limits))
+        return self._fingerprint[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One generated turn.
+
+    Attributes
+    ----------
+    finish : "stop", "length" or "tool_calls"
+    token_ids, logprobs, versions : arrays (T,)
+        Ids, behaviour log-probabilities in nats, and weight versions from the engine.
+    stop : str or None
+        The client's stop text that ended it.
+    """
+
+    message: Message
+    finish: str
+    prompt_tokens: int
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    name: str
+    stop: str | None = None
+
+
 def digest(*parts: bytes) -> bytes:
     """128 bits of the parts, in order."""
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
 def parsed(arguments: str) -> Any:
-    """The JSON value of a call's arguments, or the text where it is none."""
+    """The JSON value of a call's arguments, or the text where it is not JSON."""
     try:
         return json.loads(arguments) if arguments else {}
     except (ValueError, RecursionError):
@@ -106,8 +184,19 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
+def tools_text(tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> str:
+    """One text for equal tools, in their order, and equal template arguments."""
+    return canonical_json([list(tools), dict(args)])
+
+
+def offers_tools(text: str) -> bool:
+    """Whether a text of `tools_text` has tools."""
+    return not text.startswith("[[],")
+
+
 def canonical_arguments(arguments: Any) -> str:
-    """A call's arguments, given as JSON text or as a value, in one form that can be stored; text that is no JSON stays as it is.
+    """A call's arguments, given as JSON text or as a value, in one storable form; other text stays
+    unchanged.
 
     RequestRefused where they have too many levels.
     """
@@ -130,7 +219,8 @@ def levels(value: Any, most: int) -> int:
 
 
 def tool_schema(given: Any, where: str) -> dict[str, Any]:
-    """A tool of a request as chat templates take it. ``parameters`` may be a list of them (qwen-agent)."""
+    """A tool of a request as chat templates take it. ``parameters`` may be a list of them
+    (qwen-agent)."""
     function = given.get("function", given) if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestRefused(
@@ -148,9 +238,47 @@ def tool_schema(given: Any, where: str) -> dict[str, Any]:
         }
     if not isinstance(parameters, Mapping):
         raise RequestRefused(f"{where}.parameters: got {type(parameters).__name__}; it is a JSON schema", where)
-    schema = {
-        "name": function["name"],
-        "description": str(function.get("description") or ""),
-        "parameters": dict(parameters),
-    }
+    described = str(function.get("description") or "")
+    schema = {"name": function["name"], "description": described, "parameters": dict(parameters)}
     return {"type": "function", "function": schema}
+
+
+# ---------------------------------------------------------------- messages of generated text
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_THINK, _END = "<think>", "</think>"
+
+Parse = Callable[[str], Sequence[ToolCall]]
+"""Reads the calls in a text, malformed ones with an error."""
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """Reasoning and the rest."""
+    head, found, rest = text.partition(_END)
+    before, opened, inner = head.partition(_THINK)
+    if not found:
+        return ("", text) if not opened or before.strip() else (inner.strip(), "")
+    if opened and before.strip():
+        return "", text
+    return (inner if opened else head).strip(), rest.lstrip("\n")
+
+
+def reply(text: str, parse: Parse, call_id: Callable[[int], str], stop: str | None = None) -> Message:
+    """The message of one generated turn, without the client's text ``stop`` that ended it."""
+    if stop is not None and text.endswith(stop):
+        text = text[: len(text) - len(stop)]
+    reasoning, rest = split_reasoning(text)
+    calls = parse(rest)
+    if not calls or any(call.error is not None for call in calls):
+        return Message("assistant", rest, (), "", reasoning)
+    made = tuple(Call(call_id(i), call.name, canonical_json(dict(call.arguments))) for i, call in enumerate(calls))
+    before, after = rest.partition(OPEN)[0].strip(), rest.rpartition(CLOSE)[2].strip()
+    content = "\n".join(part for part in (before, after) if part)
+    return Message("assistant", content, made, "", reasoning)
+
+
+def forms(message: Message, stop: str | None) -> tuple[Message, ...]:
+    """The forms in which clients may send a message back: with the stop text, and without it."""
+    if stop is None:
+        return (message,)
+    return message, Message("assistant", message.text + stop, message.calls, "", message.reasoning)

@@ -1,4 +1,4 @@
-"""Anthropic's messages: lists of blocks, with tools' results in the user's turn."""
+"""Anthropic's messages: lists of blocks, with results of tools in the user's turn."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from libra.agents.chat_dialect import request_of, sse
-from libra.agents.messages import Call, Message, canonical_arguments
+from libra.agents.messages import Call, Message, ModelRequest, Reply, canonical_arguments
 from libra.agents.request_bodies import Content, Known, Sampling, decoded, stops, text_of, whole
-from libra.agents.requests import ModelRequest, Reply
 from libra.errors import RequestRefused
 
 _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -41,7 +40,7 @@ class _Body(Sampling, kw_only=True):
 
 
 def read_messages(data: bytes, known: Known) -> ModelRequest:
-    """A request of ``/messages``; RequestRefused if it cannot be answered as it is."""
+    """A request of ``/messages``; RequestRefused if a run cannot answer it."""
     body = decoded(_Body, data)
     if not body.messages:
         raise RequestRefused("messages: a list with at least one message is needed", "messages")
@@ -50,18 +49,12 @@ def read_messages(data: bytes, known: Known) -> ModelRequest:
         messages += _read(message, f"messages[{index}]")
     choice = body.tool_choice.get("type") if isinstance(body.tool_choice, Mapping) else None
     body.tool_choice = choice if choice in ("auto", "any", "none") else None
-    return request_of(
-        "messages",
-        body,
-        tuple(messages),
-        size=len(data),
-        max_tokens=whole(body.max_tokens, "max_tokens"),
-        stop=stops(body.stop_sequences, "stop_sequences"),
-    )
+    limit, stop = whole(body.max_tokens, "max_tokens"), stops(body.stop_sequences, "stop_sequences")
+    return request_of("messages", body, tuple(messages), size=len(data), max_tokens=limit, stop=stop)
 
 
 def _read(given: _Message, where: str) -> list[Message]:
-    """A message; a user's turn may hold results of several tools, each of which is a message."""
+    """A message, and one for each result of a tool in a user's turn."""
     role, content = given.role, given.content
     if role not in ("user", "assistant", "system"):
         raise RequestRefused(f"{where}.role: got {role!r:.200}; allowed are user and assistant", where)
@@ -114,10 +107,8 @@ def stream_messages(request: ModelRequest, reply: Reply) -> Iterator[str]:
     yield sse({"type": "message_start", "message": begun}, "message_start")
     for index, block in enumerate(answer["content"]):
         if block["type"] == "tool_use":
-            first, delta = (
-                {**block, "input": {}},
-                {"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
-            )
+            first = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         else:
             name = block["type"]
             first, delta = {**block, name: ""}, {"type": f"{name}_delta", name: block[name]}

@@ -1,4 +1,4 @@
-"""The agents of a worker, which one program runs in their own environment (`libra.agents.runner`)."""
+"""The agents of a worker, which the program `libra.agents.runner` runs in their own environment."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from libra.agents import runner
-from libra.agents.session import Ended
+from libra.agents.agent_session import Ended
 from libra.errors import EnvironmentFault
 from libra.processes.child_environment import child_environment
 
 logger = logging.getLogger(__name__)
 
 _LINE_BYTES = 8 << 20
-"""More than a result of `runner.MAX_RESULT_BYTES` takes, each byte of which may become 6 in JSON."""
+"""More than a result of `runner.MAX_RESULT_BYTES`, of which JSON may write each byte as 6."""
 IMPORT_S = 180.0
-"""Seconds that the import of an agent's function may take."""
-_LATE_S = 10.0
-"""Seconds after these at which the program is killed, if it has not said where its import is."""
-_STACKS_S = 1.0
-"""Seconds that it may take to write that down."""
+"""Longest seconds for the import of an agent's function."""
+_LATE_S, _STACKS_S = 10.0, 1.0
+"""Further seconds in which the program reports a slow import, and writes its stacks."""
 
 
 class AgentProcesses:
@@ -36,27 +34,20 @@ class AgentProcesses:
 
     Parameters
     ----------
-    function : str or None
-        ``package.module:attribute``, called for each trajectory.
-    command : str or None
-        A command line in its place.
+    function, command : str or None
+        ``package.module:attribute``, called for each trajectory, or a command line in its place.
     venv : Path or None
-        Their virtual environment; None: that of this process.
+        The agents' virtual environment; None stands for this process's.
     env : sequence of str
-        Variables that they are given beside those of `libra.processes.child_environment`.
+        Names of variables for them beside `libra.processes.child_environment`.
     import_s : float
-        Seconds that the import of the function may take.
+        Longest seconds for the import of the function.
     """
 
     def __init__(
-        self,
-        *,
-        function: str | None,
-        command: str | None,
-        venv: Path | None,
-        env: Sequence[str] = (),
+        self, *, function: str | None, command: str | None, venv: Path | None, env: Sequence[str] = (),
         import_s: float = IMPORT_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._first = {"function": function, "command": command, "path": _import_path(venv), "import_s": import_s}
         self._venv, self._env, self._import_s = venv, tuple(env), import_s
         self._program: asyncio.subprocess.Process | None = None
@@ -66,21 +57,19 @@ class AgentProcesses:
         self._starting = asyncio.Lock()
 
     async def prepare(self) -> None:
-        """Start the program, which imports the function; EnvironmentFault if it cannot, ConfigError if a variable of ``env`` is not
-        set."""
+        """Start the program, which imports the function.
+
+        EnvironmentFault if it cannot; ConfigError if a variable of ``env`` is not set.
+        """
         async with self._starting:
             if self._program is not None and self._program.returncode is not None and self._reading is not None:
-                await asyncio.wait(
-                    {self._reading}
-                )  # it tells of the agents of the program that ended, not of the next one's
+                await asyncio.wait({self._reading})  # it reports the agents of the program that ended
             if self._program is None or self._program.returncode is not None:
                 await self._start_program()
 
     async def start(self, env: Mapping[str, str], task: Mapping[str, Any], ended: Callable[[Ended], None]) -> int:
-        """Start an agent; ``ended`` is called once, when it has ended. EnvironmentFault if it cannot be started.
-
-        Returns its number, for `stop`.
-        """
+        """Start an agent and call ``ended`` at its end; returns its number. EnvironmentFault if it
+        cannot start."""
         await self.prepare()
         number = next(self._numbers)
         self._running[number] = ended
@@ -88,7 +77,7 @@ class AgentProcesses:
         return number
 
     def stop(self, number: int) -> None:
-        """Kill an agent and what it started; its end is not told."""
+        """Kill an agent and its processes, without a call of ``ended``."""
         if self._running.pop(number, None) is not None:
             self._send({"stop": number})
 
@@ -112,10 +101,9 @@ class AgentProcesses:
     async def _start_program(self) -> None:
         python = sys.executable if self._venv is None else str(self._venv / "bin" / "python")
         env = child_environment(self._env, where="agent.env")
+        env["PATH"] = f"{Path(python).parent}{os.pathsep}{env.get('PATH', '')}"
         if self._venv is not None:
-            env |= {"VIRTUAL_ENV": str(self._venv), "PATH": f"{self._venv / 'bin'}{os.pathsep}{env.get('PATH', '')}"}
-        else:
-            env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
+            env["VIRTUAL_ENV"] = str(self._venv)
         try:
             program = await asyncio.create_subprocess_exec(
                 python, runner.__file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=env,
@@ -129,7 +117,7 @@ class AgentProcesses:
         wrong = await self._not_ready(python, program.stdout)
         if wrong:
             self._program = None
-            if program.returncode is None:  # else its number may be another one's
+            if program.returncode is None:  # otherwise its pid may belong to another process
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(program.pid, signal.SIGKILL)
             await program.wait()
@@ -137,7 +125,7 @@ class AgentProcesses:
         self._reading = asyncio.create_task(self._read(program.stdout))
 
     async def _not_ready(self, python: str, lines: asyncio.StreamReader) -> str:
-        """What is wrong with the import of the function, once that has ended; empty: nothing."""
+        """The fault of the function's import; empty without one."""
         import_s, stack = self._import_s, b""
         try:
             async with asyncio.timeout(import_s + _LATE_S):
@@ -161,7 +149,7 @@ class AgentProcesses:
         )
 
     async def _read(self, lines: asyncio.StreamReader) -> None:
-        """Tell of each end; once the program itself has ended, of that of all its agents, and the next one starts it again."""
+        """Report each agent's end, and the loss of all others at the program's end."""
         while line := await lines.readline():
             message = json.loads(line)
             ended = self._running.pop(message["ended"], None)
@@ -175,14 +163,15 @@ class AgentProcesses:
 
 
 def _innermost(stacks: bytes) -> str:
-    """Where the main thread is, as `faulthandler` tells of it last: the place itself, and what called it."""
+    """The place of the main thread, which `faulthandler` writes last, and its callers."""
     frames = [line.strip() for line in stacks.decode(errors="replace").rpartition("Thread 0x")[2].splitlines()]
     own = [frame for frame in frames if frame.startswith("File ") and "<frozen " not in frame][:3]
     return f": it was at {', called at '.join(own)}" if own else ""
 
 
 def _import_path(venv: Path | None) -> list[str]:
-    """Where the user's own modules are; packages of this environment are not those of another one."""
+    """Directories of the user's own modules, without packages that belong to this environment
+    alone."""
     own = [entry for entry in sys.path if entry and "site-packages" not in entry]
     if venv is None:
         return [*own, *(entry for entry in sys.path if "site-packages" in entry)]

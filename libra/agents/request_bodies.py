@@ -1,9 +1,11 @@
-"""Bodies of agents' requests as checked values: bytes are decoded once, and messages and tools that a client repeats not again.
+"""Bodies of agents' requests as checked values, with a cache for messages and tools that a client
+repeats.
 
 Invariants
 ----------
-1. What comes out can be stored (`libra.untrusted.storable`), and has at most `MAX_DEPTH` levels of lists and objects.
-2. A body that has another form is refused with its field's name; fields that are not known are ignored.
+1. Every value can be stored (`libra.untrusted.storable`), and has at most `MAX_DEPTH` levels of
+   lists and objects.
+2. A body of another form is refused with its field's name; unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -17,23 +19,23 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from libra.agents.messages import Message, canonical_json, levels, tool_schema
+from libra.agents.messages import Message, levels, tool_schema, tools_text
 from libra.errors import RequestRefused
 from libra.untrusted import MAX_DEPTH, repr_text, storable
 
 KNOWN_BYTES = 4 << 20
-"""Bytes of messages that a session's client has sent, kept with what they say."""
+"""Bytes of messages that a session's cache holds."""
 _CACHED_BYTES = 64 << 10
 _BOM = b"\xef\xbb\xbf"
 _ESCAPED = re.compile(rb"\\u(?:00[0189]|d[89a-f])|[\x7f]|\xc2[\x80-\x9f]", re.IGNORECASE)
-"""How a body of valid JSON spells characters that cannot be stored."""
+"""Spellings in valid JSON of characters that cannot be stored."""
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
 _NO_VARIABLES = frozenset({
     "chat_template", "conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "padding",
     "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 })  # fmt: skip
-"""What the rendering of a conversation takes beside the template's own variables: a template of the client's could say anything in
-the model's name, or never end."""
+"""Arguments of the rendering that a client may not set: its own template could speak in the model's
+name, or never end."""
 
 T = TypeVar("T")
 NOTHING = msgspec.Raw(b"")
@@ -80,7 +82,7 @@ class Sampling(RunsOwn, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Tools and template arguments of a request; ``text`` is one for equal ones."""
+    """Tools and template arguments of a request, and their `tools_text`."""
 
     tools: tuple[Mapping[str, Any], ...]
     args: Mapping[str, Any]
@@ -88,7 +90,7 @@ class Offered:
 
 
 class Known:
-    """Messages that a session's client has sent, by their bytes."""
+    """Cache of a session's messages by their bytes."""
 
     def __init__(self) -> None:
         self._found: dict[bytes, Message] = {}
@@ -97,7 +99,7 @@ class Known:
     def messages(
         self, given: Sequence[msgspec.Raw], read: Callable[[bytes, str], Message], where: str
     ) -> tuple[Message, ...]:
-        """Read the messages that did not come before."""
+        """Read messages, each of them once."""
         found, all_of = self._found, []
         for index, raw in enumerate(given):
             data = bytes(raw)
@@ -114,7 +116,7 @@ class Known:
 
 
 def storable_json(data: bytes) -> bytes:
-    """JSON of the same value with texts that can be stored; RequestRefused if it is none."""
+    """JSON of the same value with storable texts; RequestRefused if ``data`` is not JSON."""
     if data.startswith(_BOM):
         data = data[len(_BOM) :]
     if not _ESCAPED.search(data):
@@ -126,7 +128,8 @@ def storable_json(data: bytes) -> bytes:
 
 
 def decoded(kind: type[T], data: bytes | msgspec.Raw, where: str = "") -> T:
-    """JSON as a value of this type; RequestRefused if it has another form. ``where`` is its place in the request."""
+    """JSON as a value of type ``kind``; RequestRefused for another form. ``where`` is its place in
+    the request."""
     try:
         return _decoder(kind).decode(data)  # type: ignore[no-any-return, arg-type]
     except msgspec.ValidationError as error:
@@ -140,11 +143,11 @@ def decoded(kind: type[T], data: bytes | msgspec.Raw, where: str = "") -> T:
 
 
 def offered(body: Sampling) -> Offered:
-    """The tools of a request, none where it chooses none, and its arguments of the template."""
+    """Tools of a request, unless its choice is "none", and template arguments."""
     choice = body.tool_choice
     if choice not in (None, "auto", "none", "required", "any") and not isinstance(choice, Mapping):
         raise RequestRefused(f"tool_choice: got {repr_text(choice)}; auto and none are answered", "tool_choice")
-    # "required", or one tool, would change the distribution that is trained: the model may still answer without a call.
+    # Forcing a call would change the trained distribution: with "required" the model may still answer without one.
     tools, args = b"" if choice == "none" else bytes(body.tools), bytes(body.chat_template_kwargs)
     short = len(tools) + len(args) < _CACHED_BYTES
     return _offered(tools, args) if short else _offered.__wrapped__(tools, args)
@@ -155,14 +158,14 @@ def _offered(raw_tools: bytes, raw_args: bytes) -> Offered:
     tools = _any(list[Any] | None, raw_tools, "tools") or ()
     args = _any(dict[str, Any] | None, raw_args, "chat_template_kwargs") or {}
     for name in _NO_VARIABLES & args.keys():
-        told = f"chat_template_kwargs: {name!r} is no variable of the template; the run decides it"
+        told = f"chat_template_kwargs: {name!r} is not a variable of the template; the run decides it"
         raise RequestRefused(told, "chat_template_kwargs")
     schemas = tuple(tool_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools))
-    return Offered(schemas, args, canonical_json([list(schemas), args]))
+    return Offered(schemas, args, tools_text(schemas, args))
 
 
 def refuse_choices(body: Any) -> None:
-    """RequestRefused for more than one choice: each is a trajectory of its own (trainer.group_size)."""
+    """RequestRefused for more than one choice; trainer.group_size decides the number of samples."""
     for name in ("n", "best_of"):
         if getattr(body, name) not in (None, 1):
             got = repr_text(getattr(body, name))
@@ -198,15 +201,13 @@ def text_of(content: Content, where: str) -> str:
     return "".join(texts)
 
 
-def any_json(value: T, where: str) -> T:
-    """A decoded value without a form of its own; RequestRefused if it has too many levels."""
+def _any(kind: Any, data: bytes, where: str) -> Any:
+    if not data:
+        return None
+    value = decoded(kind, data, where)
     if levels(value, MAX_DEPTH) > MAX_DEPTH:
         raise RequestRefused(f"{where}: more than {MAX_DEPTH} levels of lists and objects", where)
     return value
-
-
-def _any(kind: Any, data: bytes, where: str) -> Any:
-    return any_json(decoded(kind, data, where), where) if data else None
 
 
 @cache
@@ -219,7 +220,6 @@ def _no_json(error: Exception) -> RequestRefused:
 
 
 def _storable(value: Any) -> Any:
-    """A JSON value whose texts can be stored."""
     if isinstance(value, str):
         return storable(value)
     if isinstance(value, dict):

@@ -1,4 +1,5 @@
-"""OpenAI's responses, as far as agents use them: text, function calls, and their outputs; nothing is kept between requests."""
+"""OpenAI's responses: text, function calls, and their outputs. No answer is kept between
+requests."""
 
 from __future__ import annotations
 
@@ -10,9 +11,8 @@ from typing import Any
 import msgspec
 
 from libra.agents.chat_dialect import ChatMessage, StrictFormat, request_of, sse
-from libra.agents.messages import Call, Message, canonical_arguments
+from libra.agents.messages import Call, Message, ModelRequest, Reply, canonical_arguments
 from libra.agents.request_bodies import Content, Known, Part, Sampling, decoded, text_of, whole
-from libra.agents.requests import ModelRequest, Reply
 from libra.errors import RequestRefused
 
 
@@ -39,7 +39,7 @@ class _Body(Sampling, kw_only=True):
 
 
 def read_responses(data: bytes, known: Known) -> ModelRequest:
-    """A request of ``/responses``; RequestRefused if it cannot be answered as it is."""
+    """A request of ``/responses``; RequestRefused if a run cannot answer it."""
     body = decoded(_Body, data)
     if body.previous_response_id or body.conversation:
         name = "previous_response_id" if body.previous_response_id else "conversation"
@@ -57,7 +57,8 @@ def read_responses(data: bytes, known: Known) -> ModelRequest:
 
 
 def _add(messages: list[Message], item: _Item, where: str) -> None:
-    """Add one item; those of one assistant's turn (reasoning, text, calls) become one message."""
+    """Add one item; the items of an assistant's turn (reasoning, text, calls) become one
+    message."""
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     match item.type or "message":
         case "message":
@@ -93,14 +94,8 @@ def write_responses(request: ModelRequest, reply: Reply) -> dict[str, Any]:
         output.append({"type": "reasoning", "id": f"rs_{reply.name}", "summary": [], "content": content})
     if reply.message.text or not reply.message.calls:
         text = {"type": "output_text", "text": reply.message.text, "annotations": []}
-        item = {
-            "type": "message",
-            "id": f"msg_{reply.name}",
-            "role": "assistant",
-            "status": "completed",
-            "content": [text],
-        }
-        output.append(item)
+        own = {"role": "assistant", "status": "completed", "content": [text]}
+        output.append({"type": "message", "id": f"msg_{reply.name}", **own})
     for call in reply.message.calls:
         own = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
         output.append({"type": "function_call", "id": f"fc_{call.id}", **own})
@@ -125,7 +120,13 @@ def stream_responses(request: ModelRequest, reply: Reply) -> Iterator[str]:
     events: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
     for index, item in enumerate(whole_answer["output"]):
         place = {"output_index": index, "item_id": item["id"]}
-        events.append({"type": "response.output_item.added", "output_index": index, "item": _begun(item)})
+        events.append(
+            {
+                "type": "response.output_item.added",
+                "output_index": index,
+                "item": {**item, **_EMPTY[item["type"]], "status": "in_progress"},
+            }
+        )
         if item["type"] == "message":
             part, at = item["content"][0], {**place, "content_index": 0}
             empty = {**part, "text": ""}
@@ -149,12 +150,5 @@ def stream_responses(request: ModelRequest, reply: Reply) -> Iterator[str]:
 
 
 _EMPTY: Mapping[str, dict[str, Any]] = {
-    "message": {"content": []},
-    "function_call": {"arguments": ""},
-    "reasoning": {"content": []},
-}
-
-
-def _begun(item: Mapping[str, Any]) -> dict[str, Any]:
-    """An item before any of its text."""
-    return {**item, **_EMPTY[item["type"]], "status": "in_progress"}
+    "message": {"content": []}, "function_call": {"arguments": ""}, "reasoning": {"content": []},
+}  # fmt: skip

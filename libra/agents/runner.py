@@ -1,22 +1,22 @@
-"""Runs agents. It needs Python's standard library only: it runs in the agents' environment.
+"""Runs agents in their environment, with Python's standard library alone.
 
 It reads lines of JSON from its standard input and writes lines of JSON to its standard output::
 
     {"start": 7, "env": {...}, "task": {...}}    call the function, or start the command
     {"stop": 7}                                  end that agent and all that it started
-    {"ended": 7, "result": ..., "error": null}   the agent has ended: what it returned, or why it failed
+    {"ended": 7, "result": ..., "error": null}   the agent has ended with a result or an error
 
-An ``async`` function is a task of this process, beside those of all other trajectories. Any other function is called in a fork of
-this process, and a command has a process of its own. The end of the input ends every agent, and so does the end of this program.
+An ``async`` function runs as a task of this process. Any other function runs in a fork of this
+process, and a command in a process of its own. The end of the input or of this program ends every
+agent.
 
-What such a process leaves behind, in whatever session, comes to itself, and at its end to this program
-(Linux), which kills it: whatever comes here is of an agent that has ended. So nothing outlives its agent, and no agent loses what
-another one started. What tasks start ends with this program.
+On Linux, processes that an agent leaves behind become children of the agent's process, and at its
+end of this program, which kills them. So nothing outlives its agent, and no agent loses another
+one's processes. Processes that tasks start end with this program.
 
-A function is called with those of ``prompt`` (text of the last user message), ``messages``, ``facts``,
-``base_url``, ``api_key`` and the facts' own names that it takes. A command reads the task from its
-standard input; its result is the last line that it prints,
-as JSON if it is any.
+A function takes by name any of ``prompt`` (text of the last user message), ``messages``, ``facts``,
+``base_url``, ``api_key`` and the facts' own names. A command reads the task from its standard
+input; its result is the last line of its output, as JSON if possible.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from pathlib import Path
 
 
 def of_file(name):
-    """A module of Libra that needs the standard library only, by its file: Libra is not installed in the agents' environment."""
+    """A module of Libra by its file: Libra is not installed in the agents' environment."""
     found = importlib.util.spec_from_file_location(Path(name).stem, Path(__file__).parent / name)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
@@ -56,16 +56,16 @@ MAX_LEVELS = 64
 CHUNK_BYTES = 1 << 16
 LINE_BYTES = 1 << 30
 KILL_S = 2.0
-"""Seconds in which all that agents have started is killed at the end of this program."""
+"""Seconds in which this program kills all that agents have started, at its end."""
 GRACE_S = 3.0
-"""Seconds after which whoever started this program kills it."""
+"""Seconds in which this program ends after its input."""
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
-"""Files that agents may have open; this program may have as many as the machine allows."""
+"""Limit of open files for agents; this program raises its own to the machine's."""
 VARIABLES: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("an agent's own variables", default={})  # noqa: B039 - never changed
 
 
 class TaskEnvironment(os._Environ):
-    """`os.environ`, in which an agent that is a task finds its own variables."""
+    """`os.environ` with the variables of the agent whose task runs."""
 
     def __getitem__(self, name):
         own = VARIABLES.get()
@@ -81,7 +81,6 @@ class TaskEnvironment(os._Environ):
 
 
 def load(name):
-    """The function ``package.module:attribute``."""
     module, _, attribute = name.partition(":")
     found = importlib.import_module(module)
     for part in attribute.split("."):
@@ -90,7 +89,6 @@ def load(name):
 
 
 def arguments_of(function, task, env):
-    """What a function is called with."""
     messages = task["messages"]
     users = [message["content"] for message in messages if message["role"] == "user"]
     given = dict(task["facts"])
@@ -112,7 +110,6 @@ async def awaited(value):
 
 
 def as_json(value):
-    """What a function returned, as JSON text."""
     try:
         return json.dumps(value, default=lambda each: each.item() if hasattr(each, "item") else float(each))
     except (TypeError, ValueError, RuntimeError):  # the last is torch's, of several numbers
@@ -120,7 +117,7 @@ def as_json(value):
 
 
 def read_result(text):
-    """What a text of JSON says; the text itself if it is none, or nested too deeply."""
+    """The value of a JSON text; other text, or text with too many levels, stays unchanged."""
     try:
         result = json.loads(text)
     except (ValueError, RecursionError):
@@ -134,8 +131,7 @@ def read_result(text):
 
 
 def failure(how, said):
-    """Why an agent failed; what it said last, which is an exception at the end of a traceback, comes first."""
-    said = said.strip()[-MAX_ERROR_CHARS:]
+    said = said.strip()[-MAX_ERROR_CHARS:]  # its last line, an exception's, comes first
     last = said.rpartition("\n")[2]
     return f"it ended with {how}{': ' if said else ''}{last}{chr(10) + said if last != said else ''}"
 
@@ -144,14 +140,11 @@ def failure(how, said):
 
 
 class Tasks:
-    """Agents that are tasks of this process."""
-
     def __init__(self, function, answers):
         self.function, self.answers = function, answers
         self.running = {}
 
     async def serve(self):
-        """Until the input ends."""
         os.environ.__class__ = TaskEnvironment
         lines = asyncio.StreamReader(limit=LINE_BYTES)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -169,7 +162,6 @@ class Tasks:
         os._exit(0)  # threads of agents may hang
 
     async def run(self, number, message):
-        """One agent."""
         VARIABLES.set(message["env"])
         result = error = None
         try:
@@ -187,32 +179,29 @@ class Tasks:
 
 
 class Child:
-    """An agent with a process of its own."""
-
     def __init__(self, number, pid, pipe, errors):
         self.number, self.pid, self.pipe, self.errors = number, pid, pipe, errors
-        self.pipes = {pipe: MAX_RESULT_BYTES, errors: 4 * MAX_ERROR_CHARS}
-        """Those that have not ended, and how much is kept of each."""
+        self.pipes = {pipe: MAX_RESULT_BYTES, errors: 4 * MAX_ERROR_CHARS}  # open pipes, and the bytes kept of each
         self.data = {pipe: b"", errors: b""}
 
     def read(self, pipe):
-        """Take what it has written, at most a chunk: it may write for ever."""
+        """Read one chunk: the agent may write for ever."""
         try:
             data = os.read(pipe, CHUNK_BYTES)
         except BlockingIOError:
             return
         if data:
             self.data[pipe] = (self.data[pipe] + data)[-self.pipes[pipe] :]
-        else:  # its process tells that it has ended, not its pipe
+        else:
             del self.pipes[pipe]
             os.close(pipe)
 
     def outcome(self, code, command):
-        """The message about it, once its process has ended."""
+        """The message about its end."""
         for pipe in list(self.pipes):
             for _ in range(
                 2 * MAX_RESULT_BYTES // CHUNK_BYTES
-            ):  # more than a pipe holds; what is left may hold it open
+            ):  # more than a pipe holds; a process left may hold it open
                 if pipe in self.pipes:
                     self.read(pipe)
         for pipe in self.pipes:
@@ -227,7 +216,8 @@ class Child:
 
 
 class Processes:
-    """Agents with processes of their own. ``own``: what the function's module has started, which is no agent's."""
+    """Agents with processes of their own; ``own`` has the children that the function's module has
+    started."""
 
     def __init__(self, function, command, answers):
         self.function, self.command, self.answers = function, command, answers
@@ -235,9 +225,8 @@ class Processes:
         self.own = set(keeper.own_children())
 
     def serve(self):
-        """Until the input ends."""
         gc.collect()
-        gc.freeze()  # the marks of a collection would copy what is there in each fork
+        gc.freeze()  # a collection would write to all objects, and so copy their pages in each fork
         wake, rest = keeper.wake_pipe(), b""
         while True:
             poll = select.poll()
@@ -261,7 +250,6 @@ class Processes:
                     self.obey(json.loads(line))
 
     def obey(self, message):
-        """Start an agent, or kill one; what it has started comes here, and is killed then."""
         for child in self.children.values():
             if child.number == message.get("stop"):
                 keeper.kill(child.pid, group=True)
@@ -269,12 +257,11 @@ class Processes:
         if "start" in message:
             try:
                 self.start(message["start"], message["env"], message["task"])
-            except OSError as error:  # others go on
+            except OSError as error:
                 failed = {"ended": message["start"], "result": None, "error": f"no process can be started: {error}"}
                 self.answers.write(json.dumps(failed) + "\n")
 
     def start(self, number, env, task):
-        """Fork an agent; in it this does not return."""
         with contextlib.ExitStack() as opened:
             ends = [end for _ in range(2) for end in os.pipe()]
             for end in ends:
@@ -284,7 +271,7 @@ class Processes:
         pipe, write, errors, log = ends
         if pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.setpgid(pid, pid)  # as it does itself: it may be killed before
+                os.setpgid(pid, pid)  # as the fork does: whoever comes first
             for mine, theirs in ((pipe, write), (errors, log)):
                 os.close(theirs)
                 os.set_blocking(mine, False)
@@ -296,7 +283,7 @@ class Processes:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             keeper.end_with(runner)
             keeper.adopt()
-            os.close(self.answers.fileno())  # whose end tells the worker that this program has ended
+            os.close(self.answers.fileno())  # the worker reads its end as the end of this program
             for mine in (pipe, errors, *(each for child in self.children.values() for each in child.pipes)):
                 os.close(mine)
             os.setpgid(0, 0)
@@ -314,7 +301,7 @@ class Processes:
             os._exit(code)
 
     def become(self, write, env, task):
-        """In the fork: call the function and write what it returns, or become the command."""
+        """In the fork, call the function and write its value, or become the command."""
         os.environ.update(env)
         if self.command:
             given = tempfile.TemporaryFile()  # noqa: SIM115 - the command's standard input
@@ -332,7 +319,7 @@ class Processes:
             text = text[os.write(write, text) :]
 
     def reap(self):
-        """Tell of every agent that has ended, and kill what came here from them."""
+        """Report the agents that have ended, and kill the processes that they left."""
         with contextlib.suppress(ChildProcessError):
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 child = self.children.pop(found.si_pid, None)
@@ -344,23 +331,20 @@ class Processes:
                     told = child.outcome(os.waitstatus_to_exitcode(status), self.command)
                     self.answers.write(json.dumps(told) + "\n")
         for pid in set(keeper.own_children()) - self.children.keys() - self.own:
-            keeper.kill(pid)  # its end wakes this program, when its own children have come here
+            keeper.kill(pid)  # its end wakes this program again, which then has its children
 
 
 def main():
     given = json.loads(sys.stdin.readline())
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - as the interpreter puts it there
-    sys.path[:] = [
-        *given["path"],
-        *(entry for entry in sys.path if entry != here),
-    ]  # whose `requests` is none of theirs
+    sys.path[:] = [*given["path"], *(entry for entry in sys.path if entry != here)]  # not Libra's `messages`
     command = shlex.split(given["command"]) if given.get("command") else None
     function = None
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     keeper.adopt()
     if command is None:
-        faulthandler.dump_traceback_later(given["import_s"], file=answers)  # from a thread: a module may hang in C
+        faulthandler.dump_traceback_later(given["import_s"], file=answers)
         try:
             function = load(given["function"])
         except BaseException as error:  # noqa: BLE001 - the boundary to the user's module

@@ -49,7 +49,7 @@ def check_early(config: RunConfig, *, resume: bool, starts_workers: bool, given:
     if starts_workers and config.rollout.engine == "vllm":
         check_installed()
     if not given:
-        from libra.envs.registry import check_named
+        from libra.envs.environment import check_named
 
         check_named(config.environment.name, config.environment.args)
 

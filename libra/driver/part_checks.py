@@ -87,6 +87,14 @@ def check_tools(config: RunConfig, environment: Environment, *, started_here: bo
         largest = "tool-0", Resources(0, len(supply.core_ids), supply.mib << 20, supply.gpus)
     quotas = {name: str(quota) for name, quota in config.environment.quotas.items()}
     check_declared(needs, quotas, largest)
+    for quota in sorted(quotas.keys() - {tool.quota for tool in environment.tools}):
+        logger.warning(
+            "environment.quotas.%s has no effect: no tool of %s has quota=%r", quota, environment.name, quota
+        )
+    for name, field in (("tool_cores", "cores"), ("tool_memory_gib", "memory_gib"), ("tool_gpus", "gpu")):
+        taken = any(tool.own_process if field == "cores" else getattr(tool, field) for tool in environment.tools)
+        if getattr(config.cluster, name) and not taken and not (field == "gpu" and config.services.named):
+            logger.warning("cluster.%s has no effect: no tool of %s declares %s", name, environment.name, field)
 
 
 def _needs(tool: Tool) -> ToolNeeds:

@@ -1,16 +1,16 @@
-"""Tasks: prompts, tools and rewards. `Environment` is the interface; `FunctionEnvironment` makes one from plain functions."""
+"""Tasks: prompts, tools and rewards. `Environment` is the interface; `FunctionEnvironment` makes
+one from plain functions."""
 
 from __future__ import annotations
 
-from libra.envs.actions import hung_threads, run_action
-from libra.envs.environment import Environment
+from libra.envs.environment import ENVIRONMENTS, Environment, make_environment
 from libra.envs.function_environment import FunctionEnvironment
-from libra.envs.grading import run_grader
-from libra.envs.registry import ENVIRONMENTS, make_environment
+from libra.envs.grader import run_grader
 from libra.envs.rewards import REWARDS, make_reward
 from libra.envs.state import StateCopy, begin_state, check_state, decode_state, has_state, has_steps, run_step
 from libra.envs.tool import SessionKind, Tool, session, tool
 from libra.envs.tool_call_formats import TOOL_FORMATS, parse_hermes, parse_qwen3_coder
+from libra.envs.tool_calls import hung_threads, run_action
 
 __all__ = [
     "ENVIRONMENTS",

@@ -1,19 +1,23 @@
 """Calls in processes of their own, with cores that no other call has, and a bound on memory.
 
-A worker forks one *starter* from itself when the first such call comes; it holds the tools, has one thread, and forks a process for
-each call. So tools need not be importable, and no thread of the worker is copied while it holds a lock.
+A worker forks one *starter* from itself for the first such call. The starter holds the tools, has
+one thread, and forks a process for each call. So tools need not be importable, and no fork copies a
+thread of the worker that holds a lock.
 
 Invariants
 ----------
-1. No core belongs to two calls of one worker at once, unless more are asked for than it has.
-2. A call that ends, is cut off at its time-out, or takes more than its memory leaves no process of its group behind, and no other
-   call notices.
-3. Of a call comes text, never an object: what its process says is read as JSON. Whatever it says, and whatever the machine refuses
-   it, is at most a fault of its call.
-4. A worker that dies takes its calls with it: its starter ends with its socket, and kills their groups first.
-5. A group is killed by the pid of its leader only while that is this call's: the starter reaps a call no sooner than it next
-   forks one, and the message with a pid is read by a task of its own, which a cancelled call does not interrupt.
-6. Of a call's socket only the call holds the other end: where it closes, the call has ended, or none began.
+1. No core belongs to two calls of one worker at once, unless calls ask for more cores than it has.
+2. A call that ends, is cut off at its time-out, or exceeds its memory leaves no process of its
+   group behind, and other calls go on.
+3. A call gives text, never an object, read as JSON. Malformed text, and a process that the machine
+   refuses, are faults of that call alone.
+4. The calls of a worker end with it: its starter ends with its socket, and kills their groups
+   first.
+5. A group is killed by the pid of its leader only while that pid is the call's: the starter reaps a
+   call no sooner than it forks the next, and a task of its own reads the message with the pid,
+   which a cancelled call does not interrupt.
+6. Only the call holds the other end of its socket: its end means that the call has ended, or never
+   started.
 """
 
 from __future__ import annotations
@@ -45,25 +49,24 @@ from libra.untrusted import error_text, storable
 
 logger = logging.getLogger(__name__)
 
-GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
-"""Which GPUs this call has, where it takes some."""
-CORES_VARIABLE = "LIBRA_CORES"
-"""How many cores this call has, as `THREAD_VARIABLES` say for libraries."""
+GPUS_VARIABLE, CORES_VARIABLE = "CUDA_VISIBLE_DEVICES", "LIBRA_CORES"
+"""Variables of a call with its GPUs, and with its number of cores."""
 LENGTH = struct.Struct("!Q")
 
 GPU_WAIT_S = 600.0
-"""Seconds that a call waits for GPUs that calls or services of other processes have."""
+"""Longest wait for GPUs of other processes' calls or services."""
 KILLED_S = 5.0
-"""Seconds that a killed process has to let go of its GPUs."""
+"""Seconds in which a killed process frees its GPUs."""
 MOST_BYTES = 64 << 20
 PROCESSES = 512
 BEGIN_S, SEND_S, END_S = 120.0, 10.0, 5.0
-"""Seconds within which a call begins, its starter takes its socket, and a starter ends: one that was stopped does none of it."""
+"""Longest seconds for the start of a call, for handing its socket to the starter, and for the
+starter's end."""
 
 
 class Bounds(NamedTuple):
-    """What a call may take. ``cores`` 0: those that are not leased; ``memory_bytes`` 0: not bounded; ``gpus`` 0: none for
-    itself."""
+    """Bounds of a call: ``cores`` of its own (0 shares those that are not leased), memory (0 is
+    unbounded), and GPUs."""
 
     cores: int = 0
     memory_bytes: int = 0
@@ -71,7 +74,7 @@ class Bounds(NamedTuple):
 
 
 class HeldGpus(Protocol):
-    """GPUs that a call has for itself. ``entries``: as CUDA_VISIBLE_DEVICES has them."""
+    """GPUs of one call; ``entries`` in the form of CUDA_VISIBLE_DEVICES."""
 
     @property
     def entries(self) -> tuple[str, ...]: ...
@@ -80,14 +83,14 @@ class HeldGpus(Protocol):
 
 
 class GpusOfCalls(Protocol):
-    """The GPUs of a worker for calls of tools (`libra.cluster.device_lock`)."""
+    """GPUs of a worker for calls of tools (`libra.cluster.device_lock`)."""
 
     async def taken(self, count: int, who: str, limit_s: float) -> HeldGpus: ...
 
 
 class Ran(NamedTuple):
-    """How a call ended: its value as text, or the name of its error and its text; its seconds in its process; and whether an API
-    refused it for now."""
+    """The end of a call: its value as text, or name and text of its error; its seconds; and an
+    API's refusal."""
 
     text: str
     error: str
@@ -97,14 +100,14 @@ class Ran(NamedTuple):
 
 
 class CoreSet:
-    """The cores of a worker, and which are free."""
+    """The cores of a worker, and the free ones among them."""
 
     def __init__(self, cores: Sequence[int]) -> None:
         self.all = tuple(cores)
         self._free = set(cores)
 
     def take(self, count: int) -> tuple[int, ...]:
-        """``count`` cores, the lowest free ones; those that are missing are shared with others."""
+        """The lowest ``count`` free cores; missing ones are shared with other calls."""
         taken = sorted(self._free)[:count]
         self._free.difference_update(taken)
         if len(taken) < count:
@@ -112,22 +115,23 @@ class CoreSet:
         return tuple(taken)
 
     def give_back(self, cores: Sequence[int]) -> None:
-        """These are free again."""
+        """Free these cores."""
         self._free.update(set(cores) & set(self.all))
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Those that no call has."""
+        """Cores without a call."""
         return tuple(sorted(self._free))
 
 
 def memory_enforcement() -> str:
-    """How a call's memory is bounded here: ``cgroup`` or ``rlimit``."""
+    """The bound on a call's memory here: ``cgroup`` or ``rlimit``."""
     return "cgroup" if can_make_groups() else "rlimit"
 
 
 class ActionProcesses:
-    """The calls of one worker that have processes of their own; ``to_text`` makes a returned value readable for a model."""
+    """Calls of one worker with processes of their own; ``to_text`` makes a returned value readable
+    for a model."""
 
     def __init__(
         self,
@@ -143,12 +147,12 @@ class ActionProcesses:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Fork the starter now, rather than when the first call comes."""
+        """Fork the starter before the first call."""
         with self._lock:
             self._started()
 
     def close(self) -> None:
-        """End the starter, and the calls that run."""
+        """End the starter and its calls."""
         if self._starter is None:
             return
         self._starter.close()
@@ -160,8 +164,11 @@ class ActionProcesses:
                 time.sleep(0.001)
 
     async def run(self, tool: str, arguments: Mapping[str, Any], timeout_s: float, bounds: Bounds) -> Ran | None:
-        """One call; None: it was cut off at its time-out. `ToolFault` if no process could be started for it, or its process died,
-        took too much memory, or said what cannot be read, or it did not get its GPUs for `GPU_WAIT_S`."""
+        """Run one call; None after its time-out.
+
+        `ToolFault` if no process could start, or if it died, exceeded its memory, or wrote
+        something unreadable, or if the call got no GPUs for `GPU_WAIT_S`.
+        """
         if not bounds.gpus or self._gpus is None:
             return await self._run(tool, arguments, timeout_s, bounds, ())
         held = await self._gpus.taken(bounds.gpus, f"tool {tool}", GPU_WAIT_S)
@@ -219,11 +226,12 @@ class ActionProcesses:
                 await _gone(begun, conn)
             elif begun.done():
                 _kill(begun, conn)
-            else:  # cut off before its pid is known: it is killed as soon as it is
+            else:  # cut off before its pid is known
                 begun.add_done_callback(lambda task: _kill(task, conn))
 
     def _handed_over(self, tool: str) -> socket.socket:
-        """This end of a new call's socket; ToolFault if the machine has no process for a starter, or no descriptor."""
+        """This end of a new call's socket; `ToolFault` if the machine has no process or descriptor
+        left."""
         try:
             mine, theirs = socket.socketpair()
             with theirs:
@@ -238,7 +246,7 @@ class ActionProcesses:
         return mine
 
     def _hand_over(self, theirs: socket.socket) -> None:
-        """Give a call's socket to the starter; to another one where somebody, as the kernel for its memory, has killed it."""
+        """Give a call's socket to the starter, or to a new one if that was killed."""
         with self._lock:
             try:
                 socket.send_fds(self._started(), [b"x"], [theirs.fileno()])
@@ -278,7 +286,7 @@ def _not_started(tool: str, why: str = "") -> ToolFault:
 
 
 def _read(tool: str, data: bytearray) -> Ran:
-    """What a call's process said; ToolFault if it is not what the process of a call says."""
+    """The message of a call's process; `ToolFault` if it is malformed."""
     try:
         said = parsed_json(bytes(data))
         after_s = None if said["refused"] is None else said["refused"][0]
@@ -292,14 +300,14 @@ def _read(tool: str, data: bytearray) -> Ran:
 
 
 async def _begin(conn: socket.socket, request: bytes) -> int:
-    """Send a request; the pid of its process, which leads a group."""
+    """Send a request; returns the pid of its process, which leads a group."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(conn, LENGTH.pack(len(request)) + request)
     return int(LENGTH.unpack(await _exactly(loop, conn, LENGTH.size))[0])
 
 
 def _kill(begun: asyncio.Task[int], conn: socket.socket) -> None:
-    """Kill the group of a call that has begun, unless it has ended with all of it."""
+    """Kill the group of a call."""
     conn.close()
     if not begun.cancelled() and begun.exception() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -307,7 +315,8 @@ def _kill(begun: asyncio.Task[int], conn: socket.socket) -> None:
 
 
 async def _gone(begun: asyncio.Task[int], conn: socket.socket) -> None:
-    """Kill the group of a call, and wait until its process has let go of what it had, also where this call was cancelled."""
+    """Kill the group of a call, and wait until its process has freed its GPUs, even if this call is
+    cancelled."""
     ended = asyncio.ensure_future(_killed(begun, conn))
     try:
         await asyncio.shield(ended)
@@ -332,7 +341,6 @@ def _end(group: ControlGroup) -> None:
 
 
 def _killed_for_memory(group: ControlGroup) -> bool:
-    """Whether the kernel ended a process of the group for its memory."""
     for place in group.places:
         for file in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError):
@@ -355,7 +363,7 @@ async def _exactly(loop: asyncio.AbstractEventLoop, conn: socket.socket, size: i
 def _start_calls(
     sock: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]
 ) -> NoReturn:
-    """Fork a process for each socket that arrives, until the worker is gone."""
+    """In the starter, fork a process for each socket that arrives, until the worker is gone."""
     calls: set[int] = set()
     try:
         keep = sock.fileno()
@@ -368,7 +376,7 @@ def _start_calls(
             message, fds, _, _ = socket.recv_fds(sock, 1, 1)
             if not message:
                 break
-            with contextlib.suppress(OSError):  # the machine has no process: its call ends, the next one tries again
+            with contextlib.suppress(OSError):  # the machine has no process left: this call ends
                 if (pid := os.fork()) == 0:
                     sock.close()
                     _call(socket.socket(fileno=fds[0]), functions, to_text)
@@ -385,7 +393,7 @@ def _start_calls(
 
 
 def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]) -> NoReturn:
-    """In the process of a call: read what to call, call it, send what came of it."""
+    """In the process of a call, read the request, call the tool, and send the outcome."""
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -407,8 +415,8 @@ def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_t
 
 
 def _end_with(conn: socket.socket) -> None:
-    """End the call and what it started once the worker has closed its end, of which nothing else is to come: it was cut off, maybe
-    before the worker knew its pid, or the worker died."""
+    """End the call and its processes once the worker has closed its end: after a time-out, or with
+    the worker."""
     with contextlib.suppress(OSError):
         conn.recv(1)
     os.killpg(os.getpid(), signal.SIGKILL)

@@ -1,102 +1,121 @@
-"""`Environment`, the interface of a task: prompts, tools, the parser of calls, and the grader."""
+"""`Environment`, the interface of a task: prompts, tools, the parser of calls, and the grader.
+
+`make_environment` makes one by name: those that ship, or any ``package.module:attribute``.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import inspect
+import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from libra.envs.services import ServiceUse
+from libra.config.yaml_text import one_line_yaml
+from libra.envs.asked_services import ServiceUse
 from libra.envs.tool import SessionKind, Tool
 from libra.envs.tool_call_formats import TOOL_FORMATS
-from libra.errors import ConfigError
+from libra.errors import ConfigError, LibraError, nearest
+from libra.named_parts import is_named, named_part, raised_at
 from libra.types import Episode, Prompt, ToolCall, TrajectoryId
+from libra.untrusted import error_text, repr_text
 
 BIN = "bin"
-"""Fact of a prompt that names its bin: evaluations give the mean reward of each bin beside that of all questions."""
+"""Fact of a prompt that names its bin. Evaluations report the mean reward of each bin."""
 HELD_OUT_SHARE = 8
-"""Number of classes of questions, by a hash of their text; one class is held out for evaluation."""
+"""Number of classes of questions; one class is held out for evaluation."""
 
 
 def question_class(text: str) -> int:
-    """Class of a question, 0 to `HELD_OUT_SHARE` - 1, whatever the seed; class 0 is evaluation, in every run."""
+    """Class of a question by a hash of its text, 0 to `HELD_OUT_SHARE` - 1; class 0 is evaluation
+    in every run."""
     return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_SHARE
 
 
 class Environment(ABC):
-    """A task family. Instances are stateless between calls: every worker makes its own from (name, args, seed).
+    """A task family. Every worker makes its own instance from (name, args, seed), which has no
+    state between calls.
 
     Subclasses define `prompt` and `grade`, and ``tools`` if there are any.
     """
 
     tools: tuple[Tool, ...] = ()
     tool_format: str = "hermes"
-    """How the model writes calls: a name of `TOOL_FORMATS`. ``rollout.tool_format`` overrides it."""
-
+    """Format of the model's calls, a name of `TOOL_FORMATS`. ``rollout.tool_format`` overrides
+    it."""
     isolation: str = ""
-    """What confines programs that the model writes, as in `libra.envs.sandbox`. Empty: it runs none."""
-
+    """The confinement of programs that the model writes (`libra.envs.sandbox`); empty if it runs
+    none."""
     max_state_bytes: int = 65_536
-    """Largest state of a trajectory, encoded; see `reset`."""
+    """Largest encoded state of a trajectory; see `reset`."""
     step_timeout_s: float = 10.0
     """Wall seconds of a `reset` or a `step`."""
     inline_steps: bool = False
-    """Whether `step` runs inside the generation quantum; for cheap ones. Otherwise it takes a TOOL slot, on any worker with one."""
-
+    """Whether a cheap `step` runs inside the generation quantum; otherwise it takes a TOOL slot on
+    any worker."""
     services: tuple[ServiceUse | str, ...] = ()
-    """Services of section ``services`` that its grader asks (`libra.ask`), to be checked before anything runs; tools declare theirs
-    themselves."""
-
+    """Services of section ``services`` that the grader asks (`libra.ask`), checked before a run
+    starts. Tools declare their own."""
     session: SessionKind | None = None
-    """Kind of live object, such as a browser or a shell, that a trajectory has from its first action to its end: `libra.session`.
-    Tools with a keyword ``session`` get it."""
+    """Live object of a trajectory from its first action to its end, such as a browser or a shell
+    (`libra.session`). Tools with a keyword ``session`` get it."""
 
     @abstractmethod
     def prompt(self, split: str, index: int) -> Prompt:
         """Question ``index`` (>= 0, without limit) of ``split``, "train" or "eval".
 
-        Deterministic in (seed, split, index); no question is in both splits. A fact "bin" (text or a number) names the bin in
-        which an evaluation counts it.
+        Deterministic in (seed, split, index); no question is in both splits. A fact "bin" (text or
+        a number) names its bin in an evaluation.
         """
 
     @abstractmethod
     def grade(self, episode: Episode) -> float:
-        """Reward of a finished trajectory: one finite number. May be ``async def``; otherwise it has a thread, and may block."""
+        """Reward of a finished trajectory: one finite number. It may be ``async def``; otherwise it
+        may block a thread."""
 
     def reset(self, prompt: Prompt) -> Any:
-        """State with which a trajectory begins; define it for environments whose trajectories have one. May be ``async def``.
+        """First state of a trajectory, for environments whose trajectories have one. It may be
+        ``async def``.
 
-        A *value*, never a live object: it is encoded into the record of each turn, because calls of one trajectory may run on
-        several workers, and a lost call runs again from the last record. None, bool, int, float, str, bytes, list and dict, or
-        the type that the return is annotated with: a dataclass, a msgspec.Struct, tuples, sets; at most ``max_state_bytes``
-        encoded. The same for the same prompt, so that the samples of a group begin alike.
+        The state is a value, never a live object: each turn's record has it, because calls of one
+        trajectory may run on several workers, and a lost call runs again from the last record. It
+        is None, bool, int, float, str, bytes, list and dict, or the annotated type of the return: a
+        dataclass, a msgspec.Struct, tuples, sets. Equal prompts give equal states, so that the
+        samples of a group start alike.
 
-        Tools with a keyword ``trajectory_state`` get a copy, and so does `step`. What they change in it stays if they return,
-        and is dropped if they raise. The grader reads the last one as ``episode.state``.
+        Tools with a keyword ``trajectory_state`` and `step` get a copy. Their changes stay if they
+        return, and are dropped if they raise. The grader reads the last state as ``episode.state``.
         """
         return None
 
     def step(self, text: str, state: Any) -> str | None:
-        """The user's next turn after the generated ``text``, which has no calls; None: the trajectory ends. May be ``async def``.
+        """The user's next turn after a ``text`` without calls, or None to end the trajectory. It
+        may be ``async def``.
 
-        Define it for environments that talk back, such as text games. ``state`` is a copy to change in place; None without a
-        `reset`. An error is a failure of the environment, after which a fresh draw begins.
+        Define it for environments that talk back, such as text games. ``state`` is a copy to change
+        in place, None without a `reset`. An error is a failure of the environment, after which a
+        fresh draw starts.
         """
         return None
 
     def prompt_id(self, split: str, index: int) -> str:
-        """``prompt_id`` of question ``index`` where the same question comes again at another index, without making the prompt.
+        """``prompt_id`` of question ``index`` without making the prompt; empty (the default) if no
+        question repeats.
 
-        Empty (the default): no question comes again. Lengths seen in one pass over the questions improve forecasts in the next.
+        Lengths seen in one pass over the questions improve the forecasts of the next.
         """
         return ""
 
     def num_prompts(self, split: str) -> int | None:
-        """Different questions of ``split``, which are asked again after the last one; None (the default): without limit."""
+        """Number of questions of ``split``, which repeat after the last one; None (the default)
+        without a limit."""
         return None
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
-        """The calls in a generated turn, in order; none: the turn is the answer. The default parser is that of ``tool_format``."""
+        """The calls in a generated turn, in order, by the parser of ``tool_format``. A turn without
+        calls is the answer."""
         return TOOL_FORMATS[self.tool_format].parse(text, self.tools)
 
     def check_split(self, split: str) -> None:
@@ -105,7 +124,7 @@ class Environment(ABC):
             raise ConfigError(f"split {split!r}: {self.name} has the splits 'train' and 'eval'")
 
     def session_limit_s(self, tool: str) -> float:
-        """Wall seconds within which an action that uses a session has ended."""
+        """Longest wall seconds of an action that uses a session."""
         limits = [each.timeout_s for each in self.tools if each.name == tool]
         return sum(limits) + (2 * self.session.timeout_s if self.session is not None else 0.0)
 
@@ -124,7 +143,7 @@ class Environment(ABC):
 
     @property
     def name(self) -> str:
-        """Name of this environment in messages and logs."""
+        """Its name in messages and logs."""
         return type(self).__name__
 
     @property
@@ -134,7 +153,8 @@ class Environment(ABC):
 
 
 class ScriptedTurn(NamedTuple):
-    """One turn: tokens to generate, at least 1, and the calls that follow; none: the trajectory ends."""
+    """One turn: tokens to generate, at least 1, and the calls after them; without calls the
+    trajectory ends."""
 
     new_tokens: int
     calls: tuple[ToolCall, ...]
@@ -145,9 +165,117 @@ class Scripted(Protocol):
     """An `Environment` whose turns are scripted. It needs ``rollout.ignore_eos``."""
 
     def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
-        """Turn ``turn``, from 0, of a trajectory; called for each in order, until one has no calls."""
+        """Turn ``turn``, from 0, of a trajectory; called for each in order, until one has no
+        calls."""
 
 
-def turn_by_script(environment: object, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn | None:
-    """A turn of an environment's script; None if the environment has no script."""
-    return environment.scripted(tid, prompt, turn) if isinstance(environment, Scripted) else None
+# ---------------------------------------------------------------- environments by name
+
+ENVIRONMENTS: dict[str, str] = {
+    "tool_arithmetic": "libra.envs.tool_arithmetic:ToolArithmetic",
+    "python_tests": "libra.envs.python_tests:PythonTests",
+    "jsonl": "libra.envs.function_environment:JsonLines",
+    "reasoning_gym": "libra.envs.reasoning_gym:ReasoningGym",
+    "openenv": "libra.envs.replayed_games:OpenEnvClient",
+}
+
+
+_METHODS = {"prompt": "def prompt(self, split, index)", "grade": "def grade(self, episode)"}
+
+
+def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environment:
+    """The environment ``name``, made with ``args``, and with ``seed`` where its constructor takes
+    one.
+
+    Raises
+    ------
+    ConfigError
+        The name is unknown, an argument is unknown or missing, or the factory does not return an
+        `Environment`.
+    """
+    factory, arguments = _with_arguments(name, args, seed)
+    try:
+        environment = factory(**arguments)
+    except LibraError:
+        raise
+    except (Exception, SystemExit) as error:  # the boundary to the user's constructor
+        typed = "".join(f" environment.args.{key}={one_line_yaml(value)}" for key, value in args.items())
+        raise ConfigError(
+            f"environment.name: {name!r} could not be made{' with' if typed else ''}{typed} ({error_text(error)}{raised_at(error)}"
+            "); correct it, or type other environment.args"
+        ) from error
+    if not isinstance(environment, Environment):
+        raise ConfigError(
+            f"environment.name: {name!r} made a {type(environment).__name__}, not a libra.envs.Environment; write class "
+            f"{type(environment).__name__}(libra.envs.Environment)"
+        )
+    check_tool_types(environment)
+    return environment
+
+
+def check_named(name: str, args: Mapping[str, Any]) -> None:
+    """Check the name, the arguments and the files for `make_environment` without making anything;
+    ConfigError.
+
+    Only a module that is not found is imported, for the message.
+    """
+    top = name.partition(":")[0].partition(".")[0]
+    if is_named(name) and (top in sys.modules or importlib.util.find_spec(top) is not None):
+        return
+    factory, arguments = _with_arguments(name, args, 0)
+    getattr(factory, "check_files", lambda **_: None)(**arguments)
+
+
+def _with_arguments(name: str, args: Mapping[str, Any], seed: int) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The factory of an environment and its arguments; ConfigError if the factory does not take
+    them."""
+    factory = _find(name)
+    parameters = inspect.signature(factory).parameters
+    arguments = dict(args)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "seed" not in arguments and ("seed" in parameters or takes_any):
+        arguments["seed"] = seed
+    for given in arguments:
+        if given not in parameters and not takes_any:
+            allowed = [each for each in parameters if each != "seed"]
+            raise ConfigError(
+                f"environment.args.{given}: {name!r} takes no such argument{nearest(given, allowed)}; "
+                f"it takes {', '.join(allowed) or 'none'}"
+            )
+    for key, parameter in parameters.items():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and key not in arguments:
+            raise ConfigError(
+                f"environment.args: {name!r} cannot be made with {sorted(arguments)}: missing a required argument: {key!r}; type "
+                f"environment.args.{key}=VALUE"
+            )
+    abstract = sorted(getattr(factory, "__abstractmethods__", ()))
+    if abstract:
+        lines = " and ".join(_METHODS.get(each, f"def {each}(self, ...)") for each in abstract)
+        raise ConfigError(f"environment.name: {name!r} does not define {' and '.join(abstract)}; write {lines}")
+    return factory, arguments
+
+
+def check_tool_types(environment: Environment) -> None:
+    """ConfigError for something among an environment's tools that is not a `Tool`."""
+    for each in environment.tools:
+        if not isinstance(each, Tool):
+            called = getattr(each, "__name__", "f")
+            raise ConfigError(
+                f"environment: {environment.name} has {repr_text(each)} among its tools; type libra.tool({called}) in its place"
+            )
+
+
+def _find(name: str) -> Callable[..., Any]:
+    path = ENVIRONMENTS.get(name, name)
+    if not is_named(path):
+        raise ConfigError(
+            f"environment.name: no environment {name!r}{nearest(name, ENVIRONMENTS)}; "
+            f"registered: {', '.join(sorted(ENVIRONMENTS))}; or type package.module:attribute"
+        )
+    found = named_part("environment.name", path)
+    if not callable(found):
+        raise ConfigError(
+            f"environment.name: {name!r} is a {type(found).__name__}; give a class or a function that makes one"
+        )
+    return found  # type: ignore[no-any-return]

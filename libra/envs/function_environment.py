@@ -1,4 +1,5 @@
-"""An environment from plain Python: a list of prompts, a reward function, and functions as tools."""
+"""An environment from plain Python: a list of prompts, a reward function, and functions as
+tools."""
 
 from __future__ import annotations
 
@@ -21,56 +22,51 @@ from libra.types import Episode, Prompt
 logger = logging.getLogger(__name__)
 
 HELD_OUT_EVERY = 10
-"""Without ``eval_prompts``, rows 9, 19, 29, ... are held out for evaluation and never trained on."""
-MOST_READ = 1_000_000
-"""Prompts that are read from an iterator, which may be endless. A list may have any number."""
-MOST_CHARS = 1 << 30
-"""Characters that are read from an iterator."""
+"""Without ``eval_prompts``, rows 9, 19, 29, ... are for evaluation only."""
+MOST_READ, MOST_CHARS = 1_000_000, 1 << 30
+"""Most prompts and characters from an iterator, which may be endless."""
 TRUTHS_READ = 64
-"""Prompts whose answers a named reward must be able to read: at least one of them."""
+"""Prompts of which a named reward must be able to read at least one answer."""
 
 
 class FunctionEnvironment(Environment):
     """The environment behind ``libra.train(prompts=..., reward=..., tools=[...])``.
 
-    Training prompts are cycled, in an order that the seed shuffles for each pass. Evaluation prompts are ``eval_prompts`` in
-    their order, else every tenth of ``prompts``; with fewer than ten there are none, and requesting one raises.
+    Training prompts repeat, in an order that the seed shuffles for each pass. Evaluation prompts
+    are ``eval_prompts`` in their order, or every tenth of ``prompts``; with fewer than ten there
+    are none.
 
     Parameters
     ----------
     prompts, eval_prompts : iterable, or a table of pandas, polars, pyarrow, datasets or Dask
-        Each row a str (one user message), a list of messages, or a mapping with "prompt" (either of those) and further
-        columns, which become the prompt's facts and must be JSON-able. An iterator is read to its end, up to `MOST_READ` rows.
-    reward : callable, the name of one, or a list of those
-        A name of `libra.envs.rewards`, such as "gsm8k", a mapping with "name" and options, or a list of those. A function
-        takes by name any of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode`` (`Episode`),
-        and any column that every row has. It returns one finite number, and may be ``async``. Functions in the form of TRL or
-        verifiers are recognised by their parameters (`libra.envs.rewards.signatures`), and may have weights. ``{"service":
-        "judge"}`` is the number that a service answers.
+        A row is a str (one user message), a list of messages, or a mapping with "prompt" (a str or
+        list of messages) and further columns, JSON-able facts of the prompt. An iterator has at
+        most `MOST_READ` rows.
+    reward : callable, str, mapping, or a list of them
+        A name of `libra.envs.rewards`, such as "gsm8k", a mapping with "name" and options,
+        ``{"service": "judge"}`` for the number from a service, or a function. A function takes by
+        name any of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode``
+        (`Episode`), and any column that every row has. It returns one finite number, and may be
+        ``async``. Forms of TRL and verifiers are recognised by their parameters
+        (`libra.envs.rewards.signatures`).
     tools : sequence of functions or `Tool`
     session : SessionKind, optional
-        What `libra.session` returns: a trajectory has one for its tools with a keyword ``session``.
+        Kind of session (`libra.session`) for tools with a keyword ``session``.
     system : str, optional
-        System message put before prompts that have none.
+        System message for prompts without one.
 
     Raises
     ------
     ConfigError
-        For a prompt of another shape, a parameter of ``reward`` that no row has, a named reward that can read none of the first
-        64 answers, or a tool without docstring or type hints.
+        A prompt of another shape, a parameter of ``reward`` that no row has, a named reward that
+        can read none of the first 64 answers, or a tool without docstring or type hints.
     """
 
     def __init__(
-        self,
-        *,
-        prompts: Iterable[Any],
-        reward: Given,
-        tools: Sequence[Callable[..., Any] | Tool] = (),
-        session: SessionKind | None = None,
-        system: str | None = None,
-        eval_prompts: Iterable[Any] | None = None,
+        self, *, prompts: Iterable[Any], reward: Given, tools: Sequence[Callable[..., Any] | Tool] = (),
+        session: SessionKind | None = None, system: str | None = None, eval_prompts: Iterable[Any] | None = None,
         seed: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         prompts = _listed_rows(prompts, "prompts")
         rows = _rows(prompts, "prompts", system)
         if not rows:
@@ -129,7 +125,7 @@ class FunctionEnvironment(Environment):
 
     @property
     def graders(self) -> tuple[Callable[..., Any], ...]:
-        """The reward functions as they were given, for messages."""
+        """The given reward functions, for messages."""
         return tuple(term.function for term in self._reward.terms)
 
     def grade(self, episode: Episode) -> float:
@@ -142,7 +138,6 @@ def _held_out(index: int) -> bool:
 
 @lru_cache(maxsize=4)
 def _order(seed: int, turn: int, num_rows: int) -> tuple[int, ...]:
-    """The order of rows in pass ``turn`` over them."""
     order = list(range(num_rows))
     random.Random(f"functional/{seed}/{turn}").shuffle(order)
     return tuple(order)
@@ -152,7 +147,7 @@ Row = tuple[tuple[Mapping[str, str], ...], Mapping[str, Any]]
 
 
 def _listed_rows(given: Any, where: str) -> list[Any]:
-    """The rows of a list, an iterator or a table; ConfigError if it has none or does not end."""
+    """The rows of a list, an iterator or a table; ConfigError if it has none, or too many."""
     if isinstance(given, str | bytes | Mapping | set | frozenset | io.IOBase):
         raise ConfigError(f"{where}: got one {type(given).__name__}; {_advice(given, where)}")
     for whole in ("compute", "collect"):  # a collection of Dask, a lazy frame of polars
@@ -188,7 +183,6 @@ def _rows_of_table(table: Any, where: str) -> Any:
 
 
 def _advice(given: Any, where: str) -> str:
-    """What to type instead of one object that is not a list of prompts."""
     if isinstance(given, io.IOBase):
         return f"give its lines, as {where}=[json.loads(line) for line in FILE]"
     if isinstance(given, Mapping) and given and not any(isinstance(value, str) for value in given.values()):
@@ -235,7 +229,6 @@ def _row(given: Any, where: str, system: str | None) -> Row:
 
 
 def _plain(value: Any) -> Any:
-    """A value of numpy, torch or pandas as Python's own."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -244,7 +237,6 @@ def _is_message(item: object) -> bool:
 
 
 def _listed(tools: Any) -> Sequence[Any]:
-    """ConfigError unless tools are given as a list or another sequence."""
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
         name = getattr(tools, "__name__", repr(tools)[:60])
         raise ConfigError(f"tools: got {name} ({type(tools).__name__}); give a list of functions: tools=[FUNCTION]")
@@ -281,35 +273,30 @@ class JsonLines(FunctionEnvironment):
     Parameters
     ----------
     path : str
-        A file with one JSON object a line: "prompt" (a str or a list of messages), "answer", and further columns. All workers
-        must be able to read it.
+        A file with one JSON object a line: "prompt" (a str or a list of messages), "answer", and
+        further columns. All workers must be able to read it.
     reward : str, mapping or list
-        A name of `libra.envs.rewards`, with options, or "module:function" of a function of yours in Libra's, TRL's or verifiers'
-        form, or ``{function: module:function, weight: 0.5, form: trl}``; a list is a sum.
+        A name of `libra.envs.rewards` with options, "module:function" of a function in the form of
+        Libra, TRL or verifiers, or ``{function: module:function, weight: 0.5, form: trl}``; a list
+        is a sum.
     eval_path : str, optional
-        Held-out questions. None: every tenth line of ``path``.
+        Held-out questions instead of every tenth line of ``path``.
     prompt, answer : str
-        The columns that hold question and answer.
+        Columns of question and answer.
     system : str, optional
-        System message put before questions that have none.
+        System message for questions without one.
 
     Raises
     ------
     ConfigError
-        For a file that cannot be read, a line that is not an object or lacks a column, and a wrong reward.
+        The file cannot be read, a line is not an object or misses a column, or the reward is wrong.
     """
 
     def __init__(
-        self,
-        *,
-        path: str,
-        reward: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
-        eval_path: str | None = None,
-        prompt: str = "prompt",
-        answer: str = "answer",
-        system: str | None = None,
+        self, *, path: str, reward: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
+        eval_path: str | None = None, prompt: str = "prompt", answer: str = "answer", system: str | None = None,
         seed: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         columns = {"prompt": prompt, "answer": answer}
         rows = _file_rows(path, "path", columns)
         held_out = None if eval_path is None else _file_rows(eval_path, "eval_path", columns)

@@ -1,12 +1,14 @@
-"""Tools of an MCP server: a command is started once per process, and its tools are the environment's beside its own.
+"""Tools of an MCP server beside an environment's own.
 
 Invariants
 ----------
-1. A process asks at most one server for each command and its variables, whatever runs use it; it ends with its last environment, or
-   with the process, and so does all that it started (Linux, `libra.processes.keeper`).
-2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call starts a new server.
-3. Calls of several trajectories are under way at once, as far as the server takes them.
-4. A call has `TIMEOUT_S`. A server that answered nothing all that time is killed, and the next call starts another.
+1. A process has at most one server for each command and its variables, for all runs. The server and
+   its processes end with the last environment, or with the process (Linux,
+   `libra.processes.keeper`).
+2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call
+   starts a new server.
+3. A call has `TIMEOUT_S`. A server that answered nothing all that time is killed, and the next call
+   starts another.
 """
 
 from __future__ import annotations
@@ -39,23 +41,21 @@ logger = logging.getLogger(__name__)
 ENV_SETTING = "environment.tools_env"
 EXTRA = "pip install 'libra-rl[mcp]'"
 START_S = 180.0
-IDLE_S = 60.0
-"""Seconds after which a process that was only asked for its tools ends, as on the driver."""
 TIMEOUT_S = 60.0
 """Wall seconds of a call."""
 SLACK_S = 1.0
-"""Seconds by which a call's end may seem to come before `TIMEOUT_S`: another thread's loop counts them."""
-MOST_TOOLS = 4096
+"""Seconds by which the clock of the caller's event loop may be ahead."""
 _servers: dict[tuple[str, tuple[str, ...]], McpServer] = {}
 _lock = threading.Lock()
 
 
 class _Life:
-    """One process of a server: a task, because `mcp` wants a connection ended by the task that began it. Made in the loop."""
+    """One process of a server: a task, because the task that starts a connection of `mcp` must end
+    it."""
 
     def __init__(self, command: str, env: Sequence[str]) -> None:
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.stop, self.called, self.answered_s = asyncio.Event(), False, 0.0
+        self.stop, self.answered_s = asyncio.Event(), 0.0
         self.task = asyncio.ensure_future(self._live(command, env))
 
     async def _live(self, command: str, env: Sequence[str]) -> None:
@@ -66,11 +66,7 @@ class _Life:
             words = ["-I", "-S", keeper.__file__, *_found(shlex.split(command), given)]
             async with Client(StdioServerParameters(command=sys.executable, args=words, env=given)) as client:
                 self.ready.set_result(client)
-                while not self.stop.is_set():
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self.stop.wait(), IDLE_S)
-                    if not self.called:
-                        self.stop.set()  # the next call starts another
+                await self.stop.wait()
         except Exception as error:  # boundary to the server's command
             if self.ready.done():
                 raise
@@ -78,7 +74,8 @@ class _Life:
 
 
 class McpServer:
-    """A server of one command, which a thread of its own talks to; it is started when something is asked of it."""
+    """A server of one command. A thread of its own talks to it, and starts it for the first
+    request."""
 
     def __init__(self, command: str, env: Sequence[str] = ()) -> None:
         self.command, self.env, self.users = command, tuple(env), 0
@@ -87,13 +84,8 @@ class McpServer:
         self._life: _Life | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
-    @property
-    def identity(self) -> tuple[str, tuple[str, ...]]:
-        """Its command and variables, for which a process has one server."""
-        return self.command, self.env
-
     def tools(self) -> list[Any]:
-        """What it offers, as `mcp` describes it; ConfigError if it cannot be started."""
+        """Its tools in the form of `mcp`; ConfigError if it cannot be started."""
         asked = self._submit(self._list())
         try:
             return list(asked.result(START_S))
@@ -105,7 +97,8 @@ class McpServer:
             ) from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text that a tool returns; RuntimeError with the text if the tool says that it failed, ToolFault if the server did."""
+        """The text from a tool; RuntimeError with the text if the tool failed, ToolFault if the
+        server did."""
         return str(await asyncio.wrap_future(self._submit(self._call(name, arguments, time.monotonic()))))
 
     def close(self) -> None:
@@ -123,21 +116,17 @@ class McpServer:
         while True:
             page = await client.list_tools(cursor=cursor)
             found += page.tools
-            cursor = page.next_cursor
-            if cursor is None:
+            if (cursor := page.next_cursor) is None:
                 return found
-            if len(found) > MOST_TOOLS or not page.tools:
-                raise ValueError(f"its list of tools does not end: {len(found)} so far, and more to come")
 
     async def _call(self, name: str, arguments: Mapping[str, Any], began_s: float) -> str:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
         life = self._alive()
-        life.called = True
         calling = asyncio.ensure_future(self._asked(life, name, arguments))
         try:
-            await asyncio.wait({calling})  # whose own end, where this is cancelled, would wait for the server
+            await asyncio.wait({calling})  # cancelling the call itself would wait for the server
             result = calling.result()
         except MCPError as error:
             if error.error.code != CONNECTION_CLOSED:  # about the request: the model reads it
@@ -164,7 +153,7 @@ class McpServer:
         return await (await asyncio.shield(life.ready)).call_tool(name, dict(arguments))
 
     def _lose(self, life: _Life) -> None:
-        """End a process that has ended or does not answer, unless another call did; the next call starts another."""
+        """End a process that has ended or does not answer, unless another call already did."""
         if self._life is life:
             self._life = None
             ending = asyncio.ensure_future(self._end(life))
@@ -183,11 +172,11 @@ class McpServer:
         await asyncio.gather(*self._ending, *([] if life is None else [self._end(life)]))
 
     async def _end(self, life: _Life) -> None:
-        """End one process of the server; one that does not read is killed by `mcp`, after some seconds."""
+        """End one process of the server; `mcp` kills it if it does not read."""
         life.stop.set()
-        if not life.ready.done():  # it is still being started
+        if not life.ready.done():
             life.task.cancel()
-        with contextlib.suppress(Exception, asyncio.CancelledError):  # who waited for it was told
+        with contextlib.suppress(Exception, asyncio.CancelledError):
             await asyncio.wait_for(asyncio.shield(life.task), 15.0)
 
 
@@ -199,14 +188,15 @@ def _found(words: Sequence[str], env: Mapping[str, str]) -> Sequence[str]:
 
 
 def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = ()) -> Environment:
-    """A copy of ``environment`` that has the tools of a server beside its own; ``env`` names variables that the server is given
-    beside those of `libra.processes.child_environment`.
+    """A copy of ``environment`` with the tools of a server beside its own.
+
+    ``env`` names variables for the server beside `libra.processes.child_environment`.
 
     Raises
     ------
     ConfigError
-        The package is not installed, one of ``env`` is not set, the server cannot be started, or one of its tools has the name of
-        another tool.
+        The package is not installed, one of ``env`` is not set, the server cannot be started, or
+        two tools have one name.
     """
     try:
         import mcp  # noqa: F401
@@ -215,7 +205,7 @@ def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = 
     child_environment(env, where=ENV_SETTING)
     with _lock:
         server = _servers.get((command, tuple(env))) or McpServer(command, env)
-        _servers[server.identity] = server
+        _servers[command, tuple(env)] = server
         server.users += 1
     try:
         offered = server.tools()
@@ -223,8 +213,7 @@ def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = 
         for each in offered:
             if each.name in names:
                 raise ConfigError(
-                    f"environment.tools.mcp: {command!r} has a tool {each.name!r}, and so has {environment.name}; rename one of "
-                    "them"
+                    f"environment.tools.mcp: {command!r} has a tool {each.name!r}, and so has {environment.name}; rename one"
                 )
     except BaseException:
         if _left(server):
@@ -243,17 +232,17 @@ async def _close(server: McpServer, own: Any) -> None:
 
 
 def _left(server: McpServer) -> bool:
-    """One environment has the server no longer; whether that was the last."""
+    """Take one environment from the server; whether it was the last."""
     with _lock:
         server.users -= 1
         if server.users == 0:
-            _servers.pop(server.identity, None)
+            _servers.pop((server.command, server.env), None)
         return server.users == 0
 
 
 def _checkable(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A server's schema in which every argument has one that calls can be checked against: JSON schema also knows true for
-    anything, and a server may write nonsense."""
+    """A server's schema, with a checkable schema for every argument: JSON schema also allows
+    ``true``, and a server may write nonsense."""
     schema = dict(given)
     own, required = schema.get("properties"), schema.get("required")
     schema["properties"] = {name: _one(each) for name, each in own.items()} if isinstance(own, Mapping) else {}

@@ -1,12 +1,14 @@
-"""Tasks to write a Python function: a tool runs programs, and hidden tests in a sandbox grade the answer.
+"""Tasks to write a Python function: a tool runs programs, and hidden tests in a sandbox grade the
+answer.
 
 Invariants
 ----------
-1. A program gets the arguments of one hidden test at a time, in its own process, and no expected result: results leave the sandbox
-   as JSON and are compared here.
-2. Hidden tests of the families are drawn when an answer is graded, from a key that only the grading process has; no seed reveals
-   them. Those of a file stay in the file.
-3. Whatever a program does to its sandbox is a failed test; a sandbox that cannot be started is a failure of the environment.
+1. A program gets the arguments of one hidden test in its own process, and no expected result:
+   results leave the sandbox as JSON and are compared here.
+2. Hidden tests of the families are drawn at grading from a key of the grading process, so no seed
+   reveals them. Hidden tests of a file stay in the file.
+3. Any damage to its sandbox is a failed test; a sandbox that cannot start is a failure of the
+   environment.
 """
 
 from __future__ import annotations
@@ -36,17 +38,8 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A family of functions with one free number.
-
-    Attributes
-    ----------
-    text : str
-        The task of ``solve``, with ``{k}`` for the number.
-    solution : callable (k, *arguments)
-        The right result.
-    arguments : callable (generator)
-        Arguments of one hidden test, JSON-able.
-    """
+    """A family of functions with one free number ``{k}``: its text, ``solution(k, *arguments)``,
+    and a function that draws JSON-able arguments of one hidden test."""
 
     text: str
     solution: Callable[..., Any]
@@ -116,41 +109,32 @@ def _digits(number: int, radix: int) -> list[int]:
 class PythonTests(Environment):
     """The environment registered as ``python_tests``.
 
-    Reward is 1.0 if the function passes all hidden tests, else 0.0; with ``partial``, the share that it passes. A hash of (task,
-    number) or of the problem's text decides the split; 1 in 8 is evaluation. Facts: ``task``, ``k``; of a file ``split`` and
-    ``problem``, the place in it.
+    The reward is 1.0 if the function passes all hidden tests, else 0.0; with ``partial``, the share
+    of passed tests. A hash of (task, number) or of the problem's text decides the split; 1 in 8 is
+    evaluation. Facts: ``task`` and ``k``, or of a file ``split`` and ``problem``, its index.
 
     Parameters
     ----------
     problems : str, optional
-        A file of JSON lines with "prompt", "function" and "tests", a list of ``[arguments, result]``. All workers must be able to
-        read it; the model sees the prompt only. None: functions of the families `TASKS`.
+        A file of JSON lines with "prompt", "function" and "tests", a list of ``[arguments,
+        result]``, which all workers can read; the model sees the prompt only. Without it, functions
+        of the families `TASKS`.
     num_tests : int
         Hidden tests per question of the families.
     timeout_s : float
         Wall seconds of one program, and of one hidden test.
     memory_mb : int
-        Address space of one process, 2**20 bytes each.
-    partial : bool
-        Whether the reward is the share of passed tests.
+        Address space of one process, in 2**20 bytes.
     isolation : str
-        What confines programs: "bubblewrap", "none", or a function of yours (`libra.envs.sandbox`).
+        "bubblewrap", "none", or a function of yours (`libra.envs.sandbox`).
     key : str, optional
-        Seed of hidden tests, for tests and comparisons. None: a random one for each process.
+        Seed of hidden tests, for tests and comparisons; by default random for each process.
     """
 
     def __init__(
-        self,
-        *,
-        problems: str | None = None,
-        num_tests: int = 8,
-        timeout_s: float = 5.0,
-        memory_mb: int = 512,
-        partial: bool = False,
-        seed: int = 0,
-        isolation: str = "bubblewrap",
-        key: str | None = None,
-    ) -> None:
+        self, *, problems: str | None = None, num_tests: int = 8, timeout_s: float = 5.0, memory_mb: int = 512,
+        partial: bool = False, seed: int = 0, isolation: str = "bubblewrap", key: str | None = None,
+    ) -> None:  # fmt: skip
         for name, value, least in (("num_tests", num_tests, 1), ("memory_mb", memory_mb, 64)):
             if value < least:
                 raise ConfigError(f"environment.args.{name}: got {value!r}; at least {least}")
@@ -162,7 +146,7 @@ class PythonTests(Environment):
         self.isolation = isolation
         self.limits = Limits(memory_bytes=memory_mb * MEGABYTE, cpu_s=int(timeout_s) + 2)
         self._key = secrets.token_hex(16) if key is None else key
-        # The tool's own limit is above the program's, so that the process is killed and no thread hangs.
+        # Above the program's limit, so that its process is killed and no thread hangs.
         self.tools = (tool(self.run_python, timeout_s=2 * timeout_s + 25.0),)
 
     def prompt(self, split: str, index: int) -> Prompt:
@@ -235,7 +219,7 @@ class PythonTests(Environment):
 
 
 def _same(result: str | None, expected: Any) -> bool:
-    """Whether a program's JSON is the expected value, types included: ``true`` is not 1."""
+    """Whether a program's JSON is the expected value of the same type: ``true`` is not 1."""
     try:
         return result is not None and json.dumps(json.loads(result)) == json.dumps(expected)
     except (ValueError, RecursionError):
@@ -256,12 +240,13 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether it is for evaluation: 1 in 8, by a hash of its text."""
+        """Whether the problem is for evaluation: 1 in 8 by a hash of its text."""
         return question_class(self.text) == 0
 
 
 def read_problems(path: str) -> dict[str, list[Problem]]:
-    """The problems of a file of JSON lines, by split; ConfigError if it is none, or a split is empty."""
+    """Problems of a file of JSON lines, by split; ConfigError for a malformed file or an empty
+    split."""
     problems = []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()

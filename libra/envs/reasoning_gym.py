@@ -1,4 +1,5 @@
-"""Word problems and puzzles of the package reasoning-gym, with a calculator, graded by each dataset's own rules."""
+"""Word problems and puzzles of the package reasoning-gym, with a calculator, graded by each
+dataset's own rules."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 EXTRA = "pip install 'libra-rl[reasoning-gym]'"
 _HELD_OUT, _SHOWN = 0, 1
-"""Classes of questions: evaluation, and worked examples; the others are training."""
+"""Classes of questions for evaluation and worked examples; the others are for training."""
 _MAX_ATTEMPTS = 2000
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _OPEN, _CLOSE = "<answer>", "</answer>"
@@ -36,7 +37,7 @@ ENDINGS = {
     "tags": "give the final answer between <answer> and </answer>.",
     "text": "reply with the final answer only.",
 }
-"""How to answer, by the part of the last turn that is graded."""
+"""Instruction to the model, by the graded part of the last turn."""
 CALL = "Write one call of the calculator and read its result. Then "
 
 _EXAMPLES = (
@@ -50,44 +51,38 @@ _EXAMPLES = (
 class ReasoningGym(Environment):
     """The environment registered as ``reasoning_gym``; needs the package reasoning-gym.
 
-    The reward is the dataset's ``score_answer``, 0 to 1. A hash of a question's text decides its split (1 in 8 is evaluation),
-    so no run trains on a question that another holds out. Facts: ``dataset``, ``seed`` (of the question: the dataset of size 1
-    with this seed holds just it), ``answer``.
+    The reward is the dataset's ``score_answer``, 0 to 1. A hash of a question's text decides its
+    split (1 in 8 is evaluation), so no run trains on a question that another holds out. Facts:
+    ``dataset``, ``answer``, and ``seed``: the dataset of size 1 with this seed has only this
+    question.
 
     Parameters
     ----------
     dataset : str, list of str, or mapping
-        Names such as "gsm_symbolic" or "chain_sum"; a mapping gives each its configuration, ``{"chain_sum": {"max_terms": 3}}``.
-        With several, each question draws one evenly.
+        Names such as "gsm_symbolic" or "chain_sum", of which each question draws one evenly; a
+        mapping gives each its configuration, ``{"chain_sum": {"max_terms": 3}}``.
     calculator : bool
         Whether the model has the calculator.
     answer : str
-        The graded part of the last turn: the last "number", the text between <answer> "tags", or its whole "text". A turn that
-        ends in a call has no answer.
+        Graded part of the last turn: the last "number", the text between <answer> "tags", or its
+        whole "text". A turn that ends in a call has no answer.
     examples : int
-        Worked examples shown before the question, as a conversation with calls. Small models need some.
+        Worked examples before the question, as a conversation with calls. Small models need some.
     size : int, optional
-        Different training questions, which are then repeated. None: no limit.
+        Number of training questions, which then repeat; unlimited by default.
     inline : bool
         Whether calls run inside the generation quantum.
 
     Raises
     ------
     ConfigError
-        The package is not installed; no such dataset; a configuration it refuses.
+        The package is not installed, the dataset is unknown, or it refuses the configuration.
     """
 
     def __init__(
-        self,
-        *,
-        dataset: str | Sequence[str] | Mapping[str, Mapping[str, Any]] = "chain_sum",
-        calculator: bool = True,
-        answer: str = "number",
-        examples: int = 0,
-        size: int | None = None,
-        inline: bool = False,
-        seed: int = 0,
-    ) -> None:
+        self, *, dataset: str | Sequence[str] | Mapping[str, Mapping[str, Any]] = "chain_sum", calculator: bool = True,
+        answer: str = "number", examples: int = 0, size: int | None = None, inline: bool = False, seed: int = 0,
+    ) -> None:  # fmt: skip
         where = "environment.args"
         one_of(f"{where}.answer", answer, tuple(ENDINGS))
         if size is not None and size < 1:
@@ -132,7 +127,7 @@ class ReasoningGym(Environment):
             return 0.0
 
     def answered(self, episode: Episode) -> str | None:
-        """The graded text, None if the trajectory has no answer."""
+        """The graded text; None without an answer."""
         if not episode.turns or episode.turns[-1].calls:
             return None
         text = episode.answer
@@ -152,7 +147,7 @@ class ReasoningGym(Environment):
         return calculate(expression)
 
     def _drawn(self, split: str, index: int, name: str | None = None) -> tuple[str, int, dict[str, Any]]:
-        """The dataset, seed and entry of a question that belongs to ``split``."""
+        """Dataset, seed and entry of a question in ``split``."""
         draw = random.Random(f"reasoning_gym/{self.seed}/{split}/{index}/{name}")
         name = name or draw.choice(sorted(self.datasets))
         for _ in range(_MAX_ATTEMPTS):
@@ -166,7 +161,7 @@ class ReasoningGym(Environment):
         )
 
     def _example(self, name: str, number: int) -> list[dict[str, str]]:
-        """A worked question: of the dataset if it has an expression, else one of `_EXAMPLES`."""
+        """A worked question of the dataset if it has an expression, else one of `_EXAMPLES`."""
         question, expression = _EXAMPLES[number % len(_EXAMPLES)]
         entry = self._drawn("example", number, name)[2]
         if isinstance(entry.get("metadata", {}).get("expression"), str):
@@ -188,7 +183,7 @@ class ReasoningGym(Environment):
 
 
 def _datasets(given: str | Sequence[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Configuration, as JSON, by dataset; each is made once as a check."""
+    """Configurations as JSON by dataset, checked by making each dataset once."""
     where = "environment.args.dataset"
     named = (
         {given: {}} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {n: {} for n in given}
@@ -217,7 +212,7 @@ def _datasets(given: str | Sequence[str] | Mapping[str, Mapping[str, Any]]) -> d
 
 @lru_cache(maxsize=8192)
 def _entry(name: str, config: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    """The dataset of the one question that ``seed`` gives, and its entry."""
+    """The dataset of the one question of ``seed``, and its entry."""
     from reasoning_gym.factory import create_dataset
 
     dataset = create_dataset(name, size=1, seed=seed, **json.loads(config))
@@ -225,7 +220,8 @@ def _entry(name: str, config: str, seed: int) -> tuple[Any, dict[str, Any]]:
 
 
 def _last_tagged(text: str) -> str | None:
-    """What the last closed pair of answer tags holds. Searched for, because a pattern is quadratic in tags that nobody closes."""
+    """The content of the last closed pair of answer tags. A pattern would be quadratic in open
+    tags."""
     found, position = None, 0
     while (start := text.find(_OPEN, position)) >= 0 and (end := text.find(_CLOSE, start + len(_OPEN))) >= 0:
         found, position = text[start + len(_OPEN) : end].strip(), end + len(_CLOSE)
@@ -243,30 +239,24 @@ def _split_of(name: str, question: str) -> str:
 
 MAX_CHARS = 200
 MAX_DIGITS = 60
-"""Maximum digits of a numerator or denominator, intermediate ones included."""
+"""Most digits of a numerator or denominator, also in between."""
 MAX_EXPONENT = 100
 
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "**"})
 
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
 
 
 def calculate(expression: str) -> str:
-    """The value of ``expression``: a whole number, or a decimal with at most twelve significant digits.
+    """The value of ``expression``: a whole number, or a decimal with at most twelve significant
+    digits.
 
-    Takes + - * / // % ** (or ^), brackets, and numbers, which may have commas between thousands, e.g. "1,200 * (3 + 4.5)".
-
-    Raises
-    ------
-    ValueError
-        Anything else, a division by zero, or a number of more than `MAX_DIGITS` digits; the message is for the model to read.
+    It takes + - * / // % ** (or ^), brackets, and numbers with optional commas between thousands:
+    "1,200 * (3 + 4.5)". ValueError, with a message for the model, for anything else, a division by
+    zero, or more than `MAX_DIGITS` digits.
     """
     if len(expression) > MAX_CHARS:
         raise ValueError(f"the expression has {len(expression)} characters, of at most {MAX_CHARS}")
@@ -291,7 +281,7 @@ def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         if node.value in (math.inf, -math.inf):
             raise ValueError(f"a number of more than {MAX_DIGITS} digits")
-        return _bounded(Fraction(str(node.value)))  # from the text: the float is only near it
+        return _bounded(Fraction(str(node.value)))  # the text is exact, the float is not
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
         inner = _value(node.operand)
         return -inner if isinstance(node.op, ast.USub) else inner

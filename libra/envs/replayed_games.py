@@ -1,13 +1,14 @@
-"""Games whose objects stay in one process, as environments with a state; and the client of OpenEnv servers.
+"""Games whose objects stay in one process, as environments with a state; and the client of OpenEnv
+servers.
 
-The state of a trajectory is the seed of its game and the replies so far: a value. Whoever runs the next step goes on with the
-live game if it has it, and otherwise begins it again with the seed and repeats the replies. So a game must do the same for the
-same seed and replies; one that does not is a failure of the environment.
+The state of a trajectory is the seed of its game and the replies so far. The worker of the next
+step continues its live game, or starts the game again with the seed and repeats the replies. So a
+game must depend on its seed and replies alone; otherwise it is a failure of the environment.
 
 Invariants
 ----------
-1. A live game is used by one step at a time, and kept under exactly the seed and replies that led to it.
-2. A step that fails leaves no game behind that has seen its reply.
+1. One step at a time uses a live game, which is kept under exactly its seed and replies.
+2. A failed step leaves no game that has seen its reply.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from libra.types import Episode, Prompt
 from libra.untrusted import error_text
 
 MOST_LIVE = 512
-"""Live games that a process keeps between steps; the oldest are ended."""
+"""Most live games of a process between steps; the oldest end first."""
 EXTRA = "pip install 'libra-rl[openenv]'"
 TIMEOUT_S = 60.0
 """Seconds for one request to an OpenEnv server."""
 
 
 class Observed(NamedTuple):
-    """What a game answers to a reply: text for the model, reward of the step, and whether the game is over."""
+    """A game's answer to a reply: text for the model, reward of the step, and whether the game is
+    over."""
 
     text: str
     reward: float
@@ -43,10 +45,10 @@ class Observed(NamedTuple):
 
 
 class ReplayedGame(Environment):
-    """Subclasses say how a game begins, acts and ends, and what the model is told before (``system``).
+    """Subclasses define how a game starts, acts and ends, and the ``system`` message.
 
-    Reward of a trajectory is the sum of the rewards of its steps. Facts: ``seed``. With ``size`` there are so many different
-    games for training, which are then repeated.
+    The reward of a trajectory is the sum over its steps. Facts: ``seed``. ``size`` is the number of
+    training games, which then repeat.
     """
 
     system: str = ""
@@ -61,14 +63,14 @@ class ReplayedGame(Environment):
 
     @abstractmethod
     def begin(self, seed: int) -> tuple[Any, str]:
-        """A new game, and what the model sees first."""
+        """A new game, and its first text for the model."""
 
     @abstractmethod
     def act(self, game: Any, reply: str) -> Observed:
         """The game's answer to a reply."""
 
     def end(self, game: Any) -> None:
-        """Free what a game holds."""
+        """Free a game."""
 
     def prompt(self, split: str, index: int) -> Prompt:
         self.check_split(split)
@@ -85,7 +87,8 @@ class ReplayedGame(Environment):
         return f"train-{index % self.size}" if split == "train" and self.size is not None else ""
 
     def reset(self, prompt: Prompt) -> dict[str, Any]:
-        """Seed, digest of the first observation, replies so far, their reward, and whether the game is over."""
+        """Seed, digest of the first observation, replies, their reward, and whether the game is
+        over."""
         return {**{key: prompt.facts[key] for key in ("seed", "first")}, "replies": [], "reward": 0.0, "done": False}
 
     def step(self, text: str, state: dict[str, Any]) -> str | None:
@@ -124,7 +127,7 @@ class ReplayedGame(Environment):
                 return seed
 
     def _keep(self, seed: int, replies: Any, game: Any) -> None:
-        """Keep a live game for the step that follows these replies."""
+        """Keep a live game for the step after these replies."""
         with self._lock:
             self._live.setdefault(_key(seed, replies), []).append(game)
             oldest = self._live.popitem(last=False)[1] if len(self._live) > MOST_LIVE else []
@@ -132,7 +135,7 @@ class ReplayedGame(Environment):
             self.end(each)
 
     def _game_at(self, state: Mapping[str, Any]) -> Any:
-        """The game after the replies of a state, live or repeated."""
+        """The live or repeated game after the replies of a state."""
         key = _key(state["seed"], state["replies"])
         with self._lock:
             games = self._live.get(key, [])
@@ -163,47 +166,40 @@ def _digest(text: str) -> str:
 
 
 class OpenEnvClient(ReplayedGame):
-    """The environment registered as ``openenv``; the server runs where you start it (a container, a process), the package openenv
-    is not needed here.
+    """The environment registered as ``openenv``, for a server that you start; it does not need the
+    package openenv here.
 
-    A reply is the action: JSON of an object is taken as it is, anything else becomes ``{action: REPLY}`` with the field that
-    ``action`` names. The model reads the field ``observation`` of an observation, else the whole as JSON. Reward is the sum over
-    the steps. Each trajectory has a session of the server, begun with a seed; the server must do the same for the same seed.
+    A reply that is a JSON object is the action; any other reply becomes ``{action: REPLY}``. Each
+    trajectory has a session of the server, started with a seed; equal seeds must give equal
+    sessions.
 
     Parameters
     ----------
     url : str
         E.g. "http://127.0.0.1:8000". All workers must reach it.
     action : str
-        Field of an action that a plain reply fills, e.g. "message" or "code".
+        Field of an action for a plain reply, e.g. "message" or "code".
     observation : str, optional
-        Field of an observation that the model reads. None: all of it, as JSON.
+        Field of an observation for the model, which otherwise reads all of it as JSON.
     args : mapping
         Further arguments of ``reset``.
     system : str
         System message.
     size : int, optional
-        Different seeds for training, which are then repeated. None: no limit.
+        Number of training seeds, which then repeat; unlimited by default.
 
     Raises
     ------
     ConfigError
-        The package websockets is not installed, or the url is none.
+        The package websockets is not installed, or ``url`` is not an address.
     """
 
     step_timeout_s = 2 * TIMEOUT_S
 
     def __init__(
-        self,
-        *,
-        url: str,
-        action: str,
-        observation: str | None = None,
-        args: Mapping[str, Any] | None = None,
-        system: str = "",
-        size: int | None = None,
-        seed: int = 0,
-    ) -> None:
+        self, *, url: str, action: str, observation: str | None = None, args: Mapping[str, Any] | None = None,
+        system: str = "", size: int | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(size=size, seed=seed)
         self.url, self.action, self.observation = _socket_url(url), action, observation
         self.args, self.system = dict(args or {}), system
@@ -244,7 +240,7 @@ class OpenEnvClient(ReplayedGame):
             raise EnvironmentFault(f"openenv: {self.url} broke off a {kind} ({error_text(error)})") from error
         if answer.get("type") != "error":
             return data
-        if kind == "step":  # an action that the server does not take: the model reads why
+        if kind == "step":  # the model reads why the server refuses its action
             return {"observation": f"error: {data.get('message', 'not an action')}"}
         self.end(game)
         raise EnvironmentFault(f"openenv: {self.url} refused a reset: {data.get('message')}")
@@ -264,7 +260,7 @@ class OpenEnvClient(ReplayedGame):
 
 
 class _Session(NamedTuple):
-    """A session of the server: its connection, and what closes it."""
+    """A session of the server: its connection, and the stack that closes it."""
 
     opened: ExitStack
     socket: Any

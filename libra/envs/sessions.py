@@ -1,16 +1,17 @@
-"""Sessions: live objects that outlive actions, trajectories and iterations, such as a browser or a shell.
+"""Sessions: live objects that outlive actions, trajectories and iterations, such as a browser or a
+shell.
 
-An environment declares one kind (``Environment.session``). A worker with TOOL slots keeps a pool of them: a trajectory leases one
-at its first action that needs it and keeps it to its end; then it is reset and goes to the next one. A state (`Environment.reset`)
-is a value and travels with the records; a session stays in its process, and the actions come to it
-(`libra.worker.trajectory.session_leases`).
+An environment declares one kind (``Environment.session``). A worker with TOOL slots keeps a pool of
+sessions: a trajectory leases one from its first action that needs it to its end, and a reset makes
+it ready for the next. A state (`Environment.reset`) travels with the records; a session stays in
+its process, and actions go there (`libra.worker.trajectory.session_leases`).
 
 Invariants
 ----------
-1. A session is leased by one trajectory at a time, and was reset (or is new) when the lease began.
-2. No code of the user's runs longer than ``timeout_s`` for us: what hangs is abandoned with its session.
-3. A session that is dead, or whose reset failed, is closed and never given out again.
-4. Of one action under one lease the function runs once: a repeated request gets the first return.
+1. One trajectory at a time leases a session, which is new or reset when the lease starts.
+2. The user's code runs at most ``timeout_s``: a call that hangs is abandoned with its session.
+3. A session that is dead, or whose reset failed, is closed and never leased again.
+4. The function of an action runs once under a lease: a repeated request gets the first return.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra.envs.actions import run_bounded
 from libra.envs.tool import SessionKind
+from libra.envs.tool_calls import run_bounded
 from libra.errors import EnvironmentFault, SessionLost, ToolTimeout
 from libra.named_parts import raised_at
 from libra.untrusted import error_text
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Lease:
-    """A session and the trajectory that has it. ``returns``: what actions of its last turn returned, by their names."""
+    """A session and its trajectory; ``returns`` has the returns of its last turn's actions by
+    name."""
 
     lease_id: str
     trajectory_id: str
@@ -47,8 +49,8 @@ class Lease:
 
 @dataclass(slots=True)
 class SessionCounts:
-    """What a pool has done: sessions made, leases given to one that was there already, resets, sessions found dead or whose reset
-    failed, and leases that ended before their trajectory."""
+    """Numbers of sessions made, leases of existing sessions, resets, replaced sessions, and leases
+    that expired."""
 
     made: int = 0
     reused: int = 0
@@ -58,25 +60,23 @@ class SessionCounts:
 
 
 class SessionPool:
-    """The sessions of one worker and one run; one event loop. ``clock`` gives seconds."""
+    """Sessions of one worker and one run, in one event loop. ``clock`` gives seconds."""
 
     def __init__(self, kind: SessionKind, clock: Callable[[], float]) -> None:
         self.kind, self.clock, self.counts = kind, clock, SessionCounts()
         self.leases: dict[str, Lease] = {}
         self.free: list[Any] = []
-        self._name = uuid.uuid4().hex[:12]  # another pool at the same address knows none of this one's leases
+        self._name = uuid.uuid4().hex[:12]  # a later pool at the same address must not know these leases
         self._numbers = itertools.count()
         self._pending = 0  # sessions being made or reset
         self._changed = asyncio.Condition()
         self._closing = False
 
     async def lease(self, trajectory_id: str) -> str:
-        """Lease a session, new or reset; returns the lease's name.
+        """Lease a session; returns the lease's name.
 
-        Raises
-        ------
-        EnvironmentFault
-            The factory raised, or none was free in time; ToolTimeout if the factory did not return.
+        EnvironmentFault if the factory raised, or no session was free in time; ToolTimeout if the
+        factory hangs.
         """
         value = await self._ready(trajectory_id)
         name = f"{self._name}-{next(self._numbers)}"
@@ -95,7 +95,7 @@ class SessionPool:
         return lease
 
     async def release(self, lease_id: str) -> None:
-        """End a lease: its session is reset for the next one, or closed. Of an unknown one no effect."""
+        """End a lease, if it exists, and reset or close its session."""
         lease = self.leases.pop(lease_id, None)
         if lease is None:
             return
@@ -107,7 +107,7 @@ class SessionPool:
             await self._tell()
 
     async def close(self) -> None:
-        """Close all sessions, those under lease too."""
+        """Close all sessions, leased ones included."""
         self._closing = True
         values = [*self.free, *(lease.value for lease in self.leases.values())]
         self.free.clear()
@@ -116,7 +116,7 @@ class SessionPool:
 
     @property
     def size(self) -> int:
-        """Sessions that exist, or are being made or reset."""
+        """Number of sessions, with those that are being made or reset."""
         return len(self.free) + len(self.leases) + self._pending
 
     async def _ready(self, trajectory_id: str) -> Any:

@@ -1,14 +1,15 @@
 """The state of a trajectory: a value that travels with its records.
 
-Calls of one trajectory may run on several workers, and a lost one runs again. So the state is no live object: it is encoded into
-the record of each turn, and whoever runs the next one decodes it from there.
+Calls of one trajectory may run on several workers, and a lost call runs again. So the record of
+each turn has the encoded state, and the worker of the next turn decodes it.
 
 Invariants
 ----------
-1. The environment's code gets a copy of its own. What it changes there counts only if its call returned: after an error, a
-   time-out or a lost worker the next one begins with the state of the last record, so nothing acts on it twice.
-2. A state that differs after encoding and decoding is refused when the trajectory begins, and one above ``max_state_bytes`` at
-   any time; both are failures of the environment.
+1. The environment's code gets a copy. Its changes count only if the call returned: after an error,
+   a time-out or a lost worker the next call starts with the state of the last record, so nothing
+   acts on it twice.
+2. A state that differs after encoding and decoding fails when the trajectory starts, and a state
+   above ``max_state_bytes`` at any time; both are failures of the environment.
 """
 
 from __future__ import annotations
@@ -19,39 +20,36 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from libra.envs.actions import run_bounded
-from libra.envs.environment import Environment
-from libra.envs.tool import MAX_PAYLOAD_CHARS, SessionKind, Tool
+from libra.envs.environment import Environment, check_tool_types
+from libra.envs.tool import MAX_PAYLOAD_CHARS, SessionKind
+from libra.envs.tool_calls import run_bounded
 from libra.errors import ConfigError, EnvironmentFault, ToolTimeout
 from libra.named_parts import raised_at
 from libra.types import Prompt
 from libra.untrusted import error_text, storable
 
 STATE_FORM = (
-    "None, bool, int, float, str, bytes, list and dict, or what the annotation of reset's return says (a dataclass, a "
+    "None, bool, int, float, str, bytes, list and dict, or the type that annotates the return of reset (a dataclass, a "
     "msgspec.Struct, tuples, sets)"
 )
 
 
 def has_state(environment: Environment) -> bool:
-    """Whether its trajectories have a state."""
+    """Whether the environment's trajectories have a state."""
     return type(environment).reset is not Environment.reset
 
 
 def has_steps(environment: Environment) -> bool:
-    """Whether it answers turns without calls, as a text game does."""
+    """Whether the environment answers turns without calls, as a text game does."""
     return type(environment).step is not Environment.step
 
 
 def check_state(environment: Environment) -> Environment:
-    """``environment``; ConfigError if something among its tools is none, if they take a state or session that it does not have, or
-    if its session or the type of its state is unknown."""
-    for index, tool in enumerate(environment.tools):
-        if not isinstance(tool, Tool):
-            raise ConfigError(
-                f"environment: tools[{index}] of {environment.name} is {str(tool)[:60]!r} ({type(tool).__name__}), not a tool; "
-                "type libra.envs.tool(FUNCTION)"
-            )
+    """``environment``; ConfigError for something among its tools that is not one, for a tool that
+    takes a state or session that the environment does not have, and for an unknown kind of session
+    or type of state."""
+    check_tool_types(environment)
+    for tool in environment.tools:
         if tool.takes_state and not has_state(environment):
             raise ConfigError(
                 f"tool {tool.name!r}: it takes trajectory_state, and {environment.name} has none; define "
@@ -83,12 +81,13 @@ def check_state(environment: Environment) -> Environment:
 
 
 def decode_state(environment: Environment, data: bytes | None) -> Any:
-    """A state of its own from the bytes of a record; None without any."""
+    """A copy of the state in the bytes of a record."""
     return None if data is None else _decoder(type(environment)).decode(data)
 
 
 class StateCopy:
-    """The state of one trajectory while a turn's code runs: ``data`` are its bytes as of the last call that returned."""
+    """The state of one trajectory while a turn's code runs; ``data`` has its bytes after the last
+    call that returned."""
 
     def __init__(self, environment: Environment, data: bytes | None, where: str) -> None:
         self._environment, self.data, self._where = environment, data, where
@@ -98,7 +97,7 @@ class StateCopy:
         return decode_state(self._environment, self.data)
 
     def keep(self, value: Any) -> None:
-        """Make ``value``, as a call left it, the state; EnvironmentFault if it is too large, or of a kind that has no form."""
+        """Make ``value`` the state; EnvironmentFault if it is too large or cannot be encoded."""
         name, where = self._environment.name, self._where
         try:
             data = msgspec.msgpack.encode(value)
@@ -116,12 +115,13 @@ class StateCopy:
 
 
 async def begin_state(environment: Environment, prompt: Prompt, where: str) -> bytes | None:
-    """The state with which a trajectory begins, as bytes; None: the environment has none.
+    """The encoded first state of a trajectory; None if the environment has no state.
 
     Raises
     ------
     EnvironmentFault
-        ``reset`` raised, or its state has no form; ToolTimeout if it took longer than ``step_timeout_s``.
+        ``reset`` raised, or its state cannot be encoded; ToolTimeout if it took longer than
+        ``step_timeout_s``.
     """
     if not has_state(environment):
         return None
@@ -143,7 +143,8 @@ async def begin_state(environment: Environment, prompt: Prompt, where: str) -> b
 
 
 async def run_step(environment: Environment, text: str, copy: StateCopy, where: str) -> str | None:
-    """The user's next turn after ``text``, storable and cut to `MAX_PAYLOAD_CHARS`; None: the trajectory ends.
+    """The user's next turn after ``text``, storable and cut to `MAX_PAYLOAD_CHARS`, or None at the
+    trajectory's end.
 
     EnvironmentFault if ``step`` raised or returned something else; ToolTimeout if it took too long.
     """
@@ -187,7 +188,7 @@ async def _called(environment: Environment, name: str, arguments: dict[str, Any]
 
 @cache
 def _decoder(kind: type[Environment]) -> msgspec.msgpack.Decoder[Any]:
-    """Of the states of a class; ConfigError if their annotation cannot be used."""
+    """Decoder of the states of a class; ConfigError if their annotation cannot be used."""
     try:
         annotation = get_type_hints(kind.reset).get("return", Any)
         return msgspec.msgpack.Decoder(annotation)

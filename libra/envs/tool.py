@@ -14,16 +14,14 @@ from libra.errors import ConfigError
 from libra.types import ToolStatus
 
 ACTION_ID = "action_id"
-"""A tool with a keyword of this name gets the action's id; the model does not see it."""
 STATE = "trajectory_state"
-"""A tool with a keyword of this name gets the trajectory's state, to change in place; the model does not see it."""
 SESSION = "session"
-"""A tool with a keyword of this name gets the trajectory's session (`libra.envs.sessions`); the model does not see it."""
+"""Keywords, hidden from the model, of tools that take the action's id, the trajectory's state,
+which they may change in place, or its session (`libra.envs.sessions`)."""
 
 TIMEOUT_S = 10.0
 MAX_PAYLOAD_CHARS = 8000
 FATAL = (str(ToolStatus.ERROR), str(ToolStatus.TIMEOUT))
-"""Outcomes that may be fatal for a tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,43 +30,44 @@ class Tool:
 
     Attributes
     ----------
-    name : str
-        Its name for the model.
     function : callable
-        Takes the arguments by keyword; may be ``async``. Other functions run in a thread of their own. An ``async`` one shares
-        the event loop and must await: while it blocks it cannot be timed out.
+        Takes the arguments by keyword. A plain function runs in a thread of its own; an ``async``
+        one shares the event loop and must await, since it cannot be timed out while it blocks.
     schema : mapping
-        ``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates take it.
+        ``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat
+        templates take it.
     timeout_s : float
         Wall seconds of a call.
     max_payload_chars : int
-        Characters of a return that the model sees; the rest is dropped, with a note.
+        Characters of a return that the model sees; a note replaces the rest.
     inline : bool
-        Whether calls run inside the generation quantum; for cheap tools.
+        Whether cheap calls run inside the generation quantum.
     fatal : tuple of str
-        Those of "error" and "timeout" that end the trajectory with a failure that the model did not cause, to be sampled
-        again (``trainer.resample``). Others are observations: the model reads them and continues. For single cases a tool
-        raises
-        `libra.errors.ToolFault`.
+        Outcomes, "error" and "timeout", that end the trajectory with a failure which the model did
+        not cause, to be sampled again (``trainer.resample``). The model reads all other outcomes. A
+        tool raises `libra.errors.ToolFault` for single cases.
     cores : tuple of (int, int)
-        Least and most cores of a call, which it has alone; (0, 0): it shares those that no call has. Then, and with ``memory_gib``,
-        each call runs in a process of its own (`libra.envs.action_process`): what it changes in memory is lost with it.
+        Least and most cores that a call has alone; with (0, 0) it shares the others. With cores,
+        memory or a GPU each call has a process (`libra.envs.action_process`), and its changes in
+        memory are lost.
     memory_gib : float
-        Memory that a call may take; beyond it the call is killed, and its trajectory ends as class ``tool``. 0: not bounded.
+        Memory above which a call is killed and its trajectory ends as class ``tool``; 0 is
+        unbounded.
     gpu : int
         GPUs of a call.
     elastic : sequence of float, mapping of int to float, "measure" or None
-        Speeds of a call by cores, relative to the least: of every number of cores, or of those that make sense; "measure": learned
-        from calls. None: a call gets its least.
+        Speeds of a call by cores, relative to the least, for every number of cores or for some;
+        "measure" learns them from calls. None gives a call its least.
     quota : str
-        The limit of calls that it counts for, a name of ``environment.quotas``; empty: none.
+        Limit for its calls, a name of ``environment.quotas``, or empty.
     revocable : bool
-        Whether a call may be stopped, and called again later, so that others which wait can begin. Only where it has no effects
-        outside of its process, or these may happen twice.
+        Whether a call may be stopped and called again later, so that waiting calls can start. Its
+        effects outside of its process may then happen twice.
     types : mapping of str to type
-        Hints of arguments that are more than plain JSON, such as an Enum or a dataclass: pydantic makes the value of a call's JSON.
+        Hints beyond plain JSON, such as an Enum or a dataclass: pydantic converts the call's JSON.
     services : tuple of str
-        Services that it asks (`libra.ask`), names of ``services.named``; they are checked before anything runs.
+        Services that it asks (`libra.ask`), names of ``services.named``, checked before a run
+        starts.
     """
 
     name: str
@@ -127,11 +126,11 @@ class Tool:
         object.__setattr__(self, "takes_session", SESSION in parameters and SESSION not in self.parameters)
 
     def call(self, /, **arguments: Any) -> Any:
-        """Call the function, with each argument in the type of its hint."""
+        """Call the function with each argument in the type of its hint."""
         return self.function(**{name: self.typed(name, value) for name, value in arguments.items()})
 
     def typed(self, name: str, value: Any) -> Any:
-        """The value of an argument in a call in the type of its hint; ValidationError."""
+        """An argument of a call in the type of its hint; ValidationError."""
         return TypeAdapter(self.types[name]).validate_python(value) if name in self.types else value
 
     def _check_resources(self) -> None:
@@ -163,7 +162,7 @@ class Tool:
 
     @property
     def declares(self) -> bool:
-        """Whether calls take more than a slot."""
+        """Whether calls need more than a slot."""
         return bool(self.cores[1] or self.memory_gib or self.gpu or self.quota)
 
     @property
@@ -173,7 +172,7 @@ class Tool:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """JSON schema of each argument by name."""
+        """JSON schemas of the arguments by name."""
         return self.schema["function"]["parameters"].get("properties", {})
 
     @property
@@ -183,7 +182,8 @@ class Tool:
 
     @property
     def usage(self) -> str:
-        """The shape of a right call, e.g. ``{"name": "calculator", "arguments": {"expression": ...}}``."""
+        """The shape of a valid call, e.g. ``{"name": "calculator", "arguments": {"expression":
+        ...}}``."""
         arguments = ", ".join(f'"{name}": ...' for name in self.parameters)
         return f'{{"name": "{self.name}", "arguments": {{{arguments}}}}}'
 
@@ -204,14 +204,12 @@ def tool(
     services: str | tuple[str, ...] = (),
     revocable: bool = False,
 ) -> Tool:
-    """The `Tool` of a plain function with type hints and a Google-style docstring (what ``get_json_schema`` reads).
+    """The `Tool` of a function with type hints and a Google-style docstring, which
+    ``get_json_schema`` reads.
 
-    Hints may be whatever pydantic has a JSON schema of: an Enum, a dataclass, a model, ``Annotated[int, Field(ge=1)]``, ...
-
-    Raises
-    ------
-    ConfigError
-        If a hint or a description is missing; the message has the line to add. If a hint is a type that JSON cannot express.
+    A hint may be any type with a JSON schema in pydantic: an Enum, a dataclass, ``Annotated[int,
+    Field(ge=1)]``, ... ConfigError if a hint or a description is missing, or a hint has no JSON
+    schema.
     """
     shown = name or str(getattr(function, "__name__", type(function).__name__))
     pair = (cores, cores) if isinstance(cores, int) else cores
@@ -223,7 +221,7 @@ def tool(
 
 
 def _schema(function: Callable[..., Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a tool, and the hints of its arguments that are more than plain JSON."""
+    """The schema of a tool, and its hints beyond plain JSON."""
     from transformers.utils import get_json_schema
 
     where = f"tool {name!r}"
@@ -253,7 +251,7 @@ def _schema(function: Callable[..., Any], name: str) -> tuple[dict[str, Any], di
 
     def stub() -> None: ...
 
-    # The model must not see action_id, trajectory_state and session, so the schema is read from a substitute without it.
+    # A substitute hides action_id, trajectory_state and session from the model.
     stub.__name__, stub.__doc__ = name, doc
     types = {key: hint for key, hint in hints.items() if key in shown and not _is_plain(hint)}
     stub.__annotations__ = {key: dict if key in types else hint for key, hint in hints.items() if key in shown}
@@ -274,7 +272,8 @@ def _schema(function: Callable[..., Any], name: str) -> tuple[dict[str, Any], di
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether a hint is made of JSON's own types, whose schema transformers writes as models have seen it."""
+    """Whether a hint has only JSON's own types, whose schema transformers writes as models have
+    seen it."""
     origin = get_origin(hint)
     if origin in (list, tuple, dict, Union, UnionType):
         return all(each is Ellipsis or _is_plain(each) for each in get_args(hint))
@@ -282,7 +281,7 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _type_schema(hint: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of a hint by pydantic, without titles and references."""
+    """Pydantic's JSON schema of a hint, without titles and references."""
     try:
         given = TypeAdapter(hint).json_schema()
         schema: dict[str, Any] = _inlined(given, given.get("$defs", {}))
@@ -318,26 +317,28 @@ SESSION_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class SessionKind:
-    """How sessions are made, made ready for another trajectory, and closed. Each function may be ``async``; others have a thread.
+    """Functions for the sessions of an environment. Each may be ``async``; others run in a thread.
 
     Attributes
     ----------
     factory : callable
-        ``factory()`` makes one.
+        ``factory()`` makes a session.
     reset : callable, optional
-        ``reset(session)`` after each trajectory. None: a session serves one trajectory and is closed.
+        ``reset(session)`` runs after each trajectory. Without it a session serves one trajectory
+        and is closed.
     close : callable, optional
         ``close(session)``.
     alive : callable, optional
-        ``alive(session)`` is false of one that has died; called before each action. None: all are alive.
+        ``alive(session)`` runs before each action, and is false for a dead session.
     most : int or None
-        Sessions of a worker at once; further trajectories wait up to ``timeout_s`` for one. None: as many as trajectories need.
+        Most sessions of a worker at once; further trajectories wait up to ``timeout_s`` for one.
     idle : int
-        Sessions kept between trajectories; further ones are closed.
+        Most sessions kept between trajectories.
     timeout_s : float
-        Wall seconds of each call, and of the wait for one.
+        Wall seconds of each call, and of the wait for a session.
     lease_s : float
-        Seconds without an action after which a lease ends, where ``most`` are leased and another trajectory wants one.
+        Seconds without an action after which another trajectory may take the session, where
+        ``most`` are leased.
     """
 
     factory: Callable[[], Any]
@@ -366,5 +367,5 @@ class SessionKind:
 
 
 def session(factory: Callable[[], Any], **options: Any) -> SessionKind:
-    """The `SessionKind` of a function that makes one; options are its other fields."""
+    """The `SessionKind` of a factory; options are its other fields."""
     return SessionKind(factory, **options)

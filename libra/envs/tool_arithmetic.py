@@ -1,5 +1,4 @@
-"""Chains of 1 to 8 operations, each on the result of another, in shuffled lines, with a calculator that computes one at a
-time.
+"""Chains of 1 to 8 operations in shuffled lines, with a calculator for one line at a time.
 
 A question reads::
 
@@ -7,8 +6,8 @@ A question reads::
     d -> ans: * 3
     k -> d: + 5
 
-Every operation needs its own call, so a trajectory has one turn per operation and one for the answer, and more after mistakes:
-malformed calls, overflow and injected time-outs are shown to the model, which may try again.
+Every operation needs a call, so a trajectory has one turn per operation and one for the answer.
+After a malformed call, an overflow or an injected time-out the model may try again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from libra.types import Episode, Prompt
 
 MAX_OPERATIONS = 8
 LIMIT = 999
-"""Largest magnitude of a result; no right answer exceeds it, but a wrong operation may."""
+"""Largest magnitude of a result, which only wrong operations exceed."""
 
 SYSTEM = (
     "Work out ans. Each line leads from one name to the next by one operation; the lines are in no order. "
@@ -39,17 +38,17 @@ _LINE = re.compile(r"\s*[A-Za-z_]\w{0,20}\s*->\s*([A-Za-z_]\w{0,20})\s*:\s*([-+*
 _INTEGER = re.compile(r"-?\d+")
 
 TRAIN_SHARES = (0.20, 0.19, 0.16, 0.13, 0.11, 0.08, 0.07, 0.06)
-"""Share of training questions with 1, 2, ... 8 operations: most are short, the tail is long."""
+"""Shares of training questions with 1, 2, ... 8 operations: most are short, the tail is long."""
 
 
 class ToolArithmetic(Environment):
     """The environment registered as ``tool_arithmetic``.
 
-    Reward is 1.0 if the last integer of the last turn is the answer, else 0.0. Training questions have 1 to
-    ``max_operations`` operations with the shares of `TRAIN_SHARES`; evaluation question ``i`` has ``i %
-    max_operations + 1``, so any multiple of ``max_operations`` questions has equal shares. A hash of its text puts a
-    question into the evaluation split (1 in 8), independent of the seed, so no run ever trains on a question that another
-    run holds out. Facts: ``num_operations``, ``answer``.
+    The reward is 1.0 if the last integer of the last turn is the answer, else 0.0. Training
+    questions have 1 to ``max_operations`` operations with the shares of `TRAIN_SHARES`; evaluation
+    question ``i`` has ``i % max_operations + 1``. A hash of the text puts 1 in 8 questions into the
+    evaluation split for every seed, so no run trains on a question that another holds out. Facts:
+    ``num_operations``, ``answer``.
 
     Parameters
     ----------
@@ -57,27 +56,19 @@ class ToolArithmetic(Environment):
         Share of calls, drawn by action id, that hang until their time-out.
     timeout_s : float
         Wall seconds of a call.
-    max_operations : int
-        1 to 8.
     spare_lines : int
-        Maximum number of superfluous lines of a question; the number is drawn evenly from 0 to this.
+        Most superfluous lines of a question, drawn evenly from 0 on.
     calculator : bool
-        Whether it has the calculator itself; without, one of the same name has to come from elsewhere, such as an MCP server.
+        Whether it has the calculator; otherwise a tool of the same name must come from elsewhere,
+        such as an MCP server.
     inline : bool
-        Whether calls may run inside the generation quantum (a hang then holds the engine's slot).
+        Whether calls may run inside the generation quantum, where a hang holds the engine's slot.
     """
 
     def __init__(
-        self,
-        *,
-        timeout_rate: float = 0.02,
-        timeout_s: float = 0.2,
-        max_operations: int = MAX_OPERATIONS,
-        spare_lines: int = 0,
-        calculator: bool = True,
-        inline: bool = False,
-        seed: int = 0,
-    ) -> None:
+        self, *, timeout_rate: float = 0.02, timeout_s: float = 0.2, max_operations: int = MAX_OPERATIONS,
+        spare_lines: int = 0, calculator: bool = True, inline: bool = False, seed: int = 0,
+    ) -> None:  # fmt: skip
         if not 0.0 <= timeout_rate < 1.0:
             raise ConfigError(
                 f"environment.args.timeout_rate: got {timeout_rate!r}; a share of calls, at least 0 and below 1"
@@ -135,9 +126,9 @@ class ToolArithmetic(Environment):
 
 
 def question(generator: random.Random, num_operations: int, num_spare: int = 0) -> tuple[str, int]:
-    """Text of a chain of ``num_operations`` operations, and its answer. Every result is from 0 to `LIMIT`.
+    """Text and answer of a chain of ``num_operations`` operations with results from 0 to `LIMIT`.
 
-    ``num_spare`` further lines are a separate chain that begins with a name without a value.
+    ``num_spare`` further lines are a separate chain that starts with a name without a value.
     """
     value = generator.randint(2, 99)
     shuffled = generator.sample(NAMES, num_operations + num_spare + bool(num_spare))
@@ -164,12 +155,8 @@ def _step(generator: random.Random, value: int) -> tuple[str, int]:
 def calculate(line: str, value: int) -> str:
     """``"k -> d: + 5"`` with 17 for k gives ``"d = 22"``.
 
-    Raises
-    ------
-    ValueError
-        If the line is not one operation on a name and a whole number, with a name for the result.
-    OverflowError
-        If ``value`` or the result is above `LIMIT` in magnitude.
+    ValueError for a malformed line; OverflowError if ``value`` or the result is above `LIMIT` in
+    magnitude.
     """
     match = _LINE.fullmatch(line)
     if match is None:

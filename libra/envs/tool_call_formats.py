@@ -1,11 +1,11 @@
-"""Tool calls as models write them, read from generated text.
+"""Readers of tool calls in generated text.
 
-Invariants, for every format
-----------------------------
-1. Any text is read without raising, in time linear in its length.
-2. Each opening tag gives at most one malformed call, with ``error`` set; the model reads the error and may try again. No call is
-   dropped silently.
-3. A well-formed call is read as it was written, also with closing tags in its arguments.
+Invariants of every format
+--------------------------
+1. Reading any text raises nothing and takes time linear in its length.
+2. Each opening tag gives at most one malformed call, with ``error`` set; the model reads the error
+   and may try again. No call is dropped silently.
+3. A well-formed call keeps its text, also with closing tags in its arguments.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Places:
-    """Positions of a mark in a text: found once, then looked up.
-
-    ``str.find`` from every opening tag on is quadratic where the mark is far away or nowhere.
-    """
+    """Positions of a mark in a text, found once: ``str.find`` from every opening tag would be
+    quadratic."""
 
     def __init__(self, text: str, mark: str) -> None:
         self._at: list[int] = []
@@ -35,13 +33,13 @@ class Places:
             position = text.find(mark, position + len(mark))
 
     def after(self, start: int) -> int:
-        """The first place at or after ``start``, or -1."""
+        """The first position at or after ``start``, or -1."""
         index = bisect_left(self._at, start)
         return self._at[index] if index < len(self._at) else -1
 
 
 def skip_space(text: str, position: int) -> int:
-    """The first position at or after ``position`` that is not white space."""
+    """The first position at or after ``position`` without white space."""
     while position < len(text) and text[position].isspace():
         position += 1
     return position
@@ -49,14 +47,14 @@ def skip_space(text: str, position: int) -> int:
 
 _DECODER = json.JSONDecoder()
 _WINDOW_CHARS = 512
-_LONGEST_WORD_CHARS = 16  # "-Infinity" or "\\ud83d\\ude00", cut by the end of a window, are reported where they begin
+_LONGEST_WORD_CHARS = 16  # `json` reports "-Infinity" or "\\ud83d\\ude00" at its start, if the window's end cuts it
 
 
 def parse_hermes(text: str) -> tuple[ToolCall, ...]:
     """The calls in ``text``, in order.
 
-    The JSON is decoded, not searched for its end, so an argument may contain ``</tool_call>``. A malformed call is returned with
-    ``error`` set, and reading continues after its closing tag.
+    Decoding finds the end of the JSON, so an argument may contain ``</tool_call>``. After a
+    malformed call reading continues behind its closing tag.
     """
     calls: list[ToolCall] = []
     closing = Places(text, CLOSE)
@@ -69,7 +67,7 @@ def parse_hermes(text: str) -> tuple[ToolCall, ...]:
 
 
 def _one_call(text: str, start: int, closing: Places) -> tuple[ToolCall, int]:
-    """The call whose JSON begins at or after ``start``, and the position behind it."""
+    """The call whose JSON starts at or after ``start``, and the position behind it."""
     close = closing.after(start)
     resume = close + len(CLOSE) if close >= 0 else start
     try:
@@ -83,11 +81,12 @@ def _one_call(text: str, start: int, closing: Places) -> tuple[ToolCall, int]:
 
 
 def _decode(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at ``start``, and where it ends.
+    """The JSON value at ``start``, and its end.
 
-    Decoded from windows that grow only while the value may continue: an error of `json` counts the lines before it, which would be
-    quadratic over many bad calls. All calls of a text together are linear too: reading passes a tag only inside a string, and a
-    call that begins at this tag is outside one, so it ends at the next tag at the latest.
+    Windows grow only while the value may continue: an error of `json` counts the lines before it,
+    which would be quadratic over many bad calls. All calls of a text are linear, too: reading
+    passes a tag only inside a string, and a call from this tag on is outside of it, so that call
+    ends at the next tag.
     """
     size = _WINDOW_CHARS
     while True:
@@ -118,13 +117,8 @@ _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 
 
 def parse_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, ...]:
-    """The calls in ``text``, in order; one tag may hold several functions.
-
-    Parameters
-    ----------
-    tools : sequence of Tool
-        Their schemas say which values are not strings.
-    """
+    """The calls in ``text``, in order; one tag may hold several functions. Schemas of ``tools``
+    give the types of values."""
     reader = _Reader(text, {tool.name: tool.parameters for tool in tools})
     calls: list[ToolCall] = []
     position = text.find(OPEN)
@@ -136,13 +130,14 @@ def parse_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, 
 
 
 def _coder_usage(tool: Tool) -> str:
-    """The shape of a right call on one line, e.g. ``<function=run><parameter=code>...</parameter></function>``."""
+    """The shape of a valid call, e.g.
+    ``<function=run><parameter=code>...</parameter></function>``."""
     parameters = "".join(f"{_PARAMETER}{name}>...{_END_PARAMETER}" for name in tool.parameters)
     return f"{_FUNCTION}{tool.name}>{parameters}{_END_FUNCTION}"
 
 
 class _Malformed(Exception):
-    """A malformed call, and the position up to which it was read; internal."""
+    """A malformed call, and the position up to which it was read."""
 
     def __init__(self, reason: str, position: int) -> None:
         super().__init__(reason)
@@ -163,7 +158,7 @@ class _Reader:
                 position = text.find(_END_PARAMETER, after)
 
     def read(self, start: int) -> tuple[list[ToolCall], int]:
-        """The calls of the tag that opens before ``start``, and where to read on."""
+        """The calls of the tag before ``start``, and the next position."""
         calls: list[ToolCall] = []
         position = skip_space(self.text, start)
         try:
@@ -171,7 +166,7 @@ class _Reader:
                 call, position = self._function(position)
                 calls.append(call)
         except _Malformed as problem:
-            # Not from the start of the call: nothing is read twice, so all calls together take linear time.
+            # After the last read position: all calls together take linear time.
             close = self.closing.after(problem.position)
             resume = close + len(CLOSE) if close >= 0 else problem.position
             return [ToolCall("", {}, str(problem))], resume
@@ -224,7 +219,7 @@ def _converted(value: str, schema: Mapping[str, Any]) -> Any:
 
 
 class ToolFormat(NamedTuple):
-    """The parser of a format, and the shape of a right call to show after a malformed one."""
+    """The parser of a format, and the shape of a valid call for the model."""
 
     parse: Callable[[str, Sequence[Tool]], tuple[ToolCall, ...]]
     usage: Callable[[Tool], str]

@@ -15,7 +15,7 @@ import numpy as np
 from distributed import Reschedule
 
 from libra.envs import decode_state
-from libra.envs.services import asking
+from libra.envs.asked_services import asking
 from libra.errors import ActionRevoked, ConfigError, EngineAsleep, EnvironmentFault, LibraError, RecordExists
 from libra.facts import GroupCommitted, RowsKept
 from libra.named_parts import raised_at

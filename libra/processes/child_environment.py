@@ -1,6 +1,7 @@
-"""The environment of programs that Libra starts for a user's agent, tool server or sandbox: variables by name, and no others.
+"""The environment of programs that Libra starts for a user's agent, tool server or sandbox:
+variables by name, no others.
 
-A worker's own environment has keys that are nobody's business there: of clouds, of hubs, of trackers, of Slurm.
+A worker's own environment has keys for clouds, hubs, trackers and Slurm, which must not reach them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ THREAD_VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS",
     "RAYON_NUM_THREADS",
 )  # fmt: skip
-"""Variables by which libraries decide how many threads they use."""
+"""Variables that bound the threads of libraries."""
 PROXIES = tuple(
     spelt for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY") for spelt in (name, name.lower())
 )
@@ -27,13 +28,13 @@ INHERITED = frozenset({
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS",
     *PROXIES, *THREAD_VARIABLES,
 })  # fmt: skip
-"""What agents and tool servers get, where it is set; and every ``LC_...``."""
+"""Variables for agents and tool servers, beside every ``LC_...``."""
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def loopback_direct(environment: Mapping[str, str]) -> dict[str, str]:
-    """Both spellings of ``NO_PROXY`` with this machine in them, where ``environment`` has a proxy: Libra's own servers, such as the
-    gateway of agents, are reached directly."""
+    """Both spellings of ``NO_PROXY`` with this machine, where ``environment`` has a proxy: clients
+    reach Libra's own servers, such as the gateway, directly."""
     if not any(environment.get(name) for name in PROXIES if name.lower() != "no_proxy"):
         return {}
     given = environment.get("no_proxy") or environment.get("NO_PROXY") or ""  # clients prefer the lower case
@@ -43,12 +44,10 @@ def loopback_direct(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def child_environment(more: Collection[str] = (), *, where: str = "") -> dict[str, str]:
-    """`INHERITED` as this process has it, with `loopback_direct`, and the variables in ``more``, which the setting ``where`` names.
+    """This process's `INHERITED` variables, `loopback_direct`, and the variables ``more`` of the
+    setting ``where``.
 
-    Raises
-    ------
-    ConfigError
-        One of ``more`` is not set here.
+    ConfigError if one of ``more`` is not set here.
     """
     names = [name for name in os.environ if name in INHERITED or name.startswith("LC_")]
     found = chosen([*names, *more], where=where)
@@ -56,7 +55,7 @@ def child_environment(more: Collection[str] = (), *, where: str = "") -> dict[st
 
 
 def chosen(names: Collection[str], *, where: str = "") -> dict[str, str]:
-    """These variables of this process; ConfigError, with the setting ``where``, if one is not set."""
+    """These variables of this process; ConfigError with the setting ``where`` if one is not set."""
     unset = [name for name in names if name not in os.environ]
     if unset:
         raise ConfigError(

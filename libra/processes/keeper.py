@@ -1,13 +1,14 @@
-"""Processes below this one: those that it started, and on Linux what these leave behind, in whatever session.
+"""Processes below this one: its children, and on Linux the processes that these leave behind, in
+any session.
 
-``python keeper.py PROGRAM WORD ...`` starts a program that reads its standard input, and kills all that it
-started once it has ended. The program has `GRACE_S` to end once the other end of its input is closed, as
-by the death of whoever started it, and `TERM_S`
-once the keeper gets one of `ENDS`. Agents' own Pythons read this file by its name: it needs the standard library only.
+``python keeper.py PROGRAM WORD ...`` starts a program that reads its standard input, and kills all
+its processes at its end. The program has `GRACE_S` to end once its input is closed, as by the death
+of whoever started it, and `TERM_S` once the keeper gets one of `ENDS`. Agents' own Pythons read
+this file by its name, so it needs the standard library alone.
 
 Invariants
 ----------
-1. Only children are killed, whose pids are theirs until this process reaps them.
+1. Only children are killed: their pids are theirs until this process reaps them.
 """
 
 # mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, check_untyped_defs=False
@@ -21,7 +22,8 @@ import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S, TERM_S, KILL_S = 5.0, 1.0, 0.5
-"""The last is for what a program left behind. Whoever sends SIGTERM waits two seconds, and kills the keeper then."""
+"""`KILL_S` is for the processes that a program left. Whoever sends SIGTERM kills the keeper after
+two seconds."""
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -32,28 +34,29 @@ def prctl(option, value):
 
 
 def adopt():
-    """From now on what a process below this one leaves behind is a child of this one (Linux)."""
+    """Make processes that a process below this one leaves behind children of this one (Linux)."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with(parent):
-    """Have this process killed when its parent ends, however that does (Linux); elsewhere it ends by itself."""
+    """Have the kernel kill this process when its parent ends (Linux)."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def own_children():
-    """Pids of this process's children: those that it forked, and those that came to it. Empty where /proc does not tell."""
+    """Pids of this process's children, adopted ones included; empty outside Linux."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:  # noqa: PTH123
             return [int(word) for word in file.read().split()]
-    except OSError:  # not Linux: nothing comes to it
+    except OSError:
         return []
 
 
 def has_ended(child):
-    """Whether a child has ended, which is not reaped: its pid, and that of its group, are its own until then. Others are."""
+    """Whether a child has ended. It is not reaped, so its pid and its group's stay its own; other
+    children are reaped."""
     while True:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None or found.si_pid == child:
@@ -62,14 +65,14 @@ def has_ended(child):
 
 
 def kill(pid, *, group=False):
-    """Kill a child of this process, which has not been reaped, or its group."""
+    """Kill a child that has not been reaped, or its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         (os.killpg if group else os.kill)(pid, signal.SIGKILL)
 
 
 def end_children(within_s, child=0):
-    """Kill the children of this process, and what comes to it from them, for at most so many seconds. ``child`` is one where /proc
-    does not tell."""
+    """Kill the children of this process, and those that it adopts meanwhile; ``child`` is one
+    outside Linux."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s:
         for pid in {child, *own_children()} - {0}:
@@ -83,7 +86,7 @@ def end_children(within_s, child=0):
 
 
 def wake_pipe(*signals):
-    """A pipe in which a byte comes with each of these signals, and whenever a child of this process ends."""
+    """A pipe that gets a byte for each of these signals, and for each child that ends."""
     wake, write = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(write, False)
@@ -94,7 +97,6 @@ def wake_pipe(*signals):
 
 
 def started(words):
-    """The pid of a program."""
     pid = os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
@@ -110,14 +112,13 @@ def started(words):
 
 
 def keep(words):
-    """Until a program has ended, with all that it started."""
     adopt()
     wake = wake_pipe(*ENDS)
     program = started(words)
-    os.close(1)  # whose end tells that the program has ended
+    os.close(1)  # readers see the program's end
     poll = select.poll()
     poll.register(wake, select.POLLIN)
-    poll.register(0, 0)  # told by its end, which needs no reading
+    poll.register(0, 0)  # for its end alone
     until_s = float("inf")
     while not has_ended(program) and (left_s := until_s - time.monotonic()) > 0:
         for descriptor, _ in poll.poll(None if left_s == float("inf") else 1000 * left_s + 1):

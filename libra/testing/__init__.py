@@ -1,8 +1,47 @@
-"""For tests of your own parts: `libra.testing.engines.EngineContract`, the contracts of `libra.testing.parts`, and environments
-without a task."""
+"""For tests of your own parts: the contracts of `libra.testing.engines` and `libra.testing.parts`,
+hostile text, and `FixedTurns`, an environment without a task.
+"""
 
 from __future__ import annotations
 
-from libra.testing.environments import DriftingPrompts, FixedTurns, GrowingPrompts, TraceTurns
+import hashlib
 
-__all__ = ["DriftingPrompts", "FixedTurns", "GrowingPrompts", "TraceTurns"]
+from libra.envs import Environment, tool
+from libra.types import Episode, Prompt, ToolCall
+
+
+class FixedTurns(Environment):
+    """A tool answers every turn, so that each trajectory has ``rollout.max_turns`` turns.
+
+    The reward is a hash of the last turn's text in [0, 1): it varies within a group, and has no
+    meaning.
+
+    Parameters
+    ----------
+    prompt_chars, payload_chars : int
+        Length of each question and of each observation.
+    inline : bool
+        Whether the tool runs within the generation quantum.
+    """
+
+    def __init__(self, *, prompt_chars: int = 16, payload_chars: int = 8, inline: bool = False, seed: int = 0) -> None:
+        self.prompt_chars, self.payload_chars, self.seed = prompt_chars, payload_chars, seed
+        self.tools = (tool(self.echo, inline=inline),)
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        text = f"{split} {self.seed} {index} ".ljust(self.prompt_chars, "x")[: max(self.prompt_chars, 1)]
+        return Prompt(f"{split}-{index}", ({"role": "user", "content": text},))
+
+    def parse(self, text: str) -> tuple[ToolCall, ...]:
+        return (ToolCall("echo", {"text": "y" * self.payload_chars}),)
+
+    def grade(self, episode: Episode) -> float:
+        return hashlib.blake2b(episode.answer.encode(errors="surrogatepass"), digest_size=1).digest()[0] / 256
+
+    async def echo(self, text: str) -> str:
+        """Return the text.
+
+        Args:
+            text: The text.
+        """
+        return text

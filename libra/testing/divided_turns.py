@@ -1,4 +1,5 @@
-"""The part of `libra.testing.engines.EngineContract` for engines that declare ``continues_turns``."""
+"""The part of `libra.testing.engines.EngineContract` for engines that declare
+``continues_turns``."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class DividedTurns:
         raise NotImplementedError
 
     def test_a_turn_in_parts_is_the_turn_in_one_piece(self, run: Any, models: Models) -> None:
-        """Greedy and sampled, alone and among others, with a stop id; only for engines that declare ``continues_turns``."""
+        """Greedy and sampled, alone and among others, with a stop id; only for engines that declare
+        ``continues_turns``."""
 
         async def in_parts(engine: RolloutEngine, whole: TurnRequest, part: int) -> list[TurnOutput]:
             outputs: list[TurnOutput] = []

@@ -1,11 +1,13 @@
-"""Contract tests of rollout engines. Libra's own engines pass them; yours does with a test file like this one:
+"""Contract tests of rollout engines. Libra's own engines pass them; yours does with a test file
+like this one:
 
     class TestMyEngine(EngineContract):
         def make_engine(self, model_dir, **options):
             return MyEngine(model_dir, **options)
 
-Each class starts one engine, and its last test closes it; each test begins with weights of its own. No test sleeps: one that acts
-while a request runs polls the engine's counters. Invariants in comments are those of `libra.rollout.engine`.
+Each class starts one engine, and its last test closes it; each test begins with weights of its own.
+No test sleeps: one that acts while a request runs polls the engine's counters. Comments name the
+invariants of `libra.rollout.engine`.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class EngineContract(DividedTurns):
     """Tensor-parallel degrees that are tried; for those above 1 `make_engine` gets ``tp``."""
 
     def make_engine(self, model_dir: Path, *, slots: int, max_context_tokens: int) -> RolloutEngine:
-        """An engine that is not started: float32, version 0, an architecture with q, k, v and a tied head."""
+        """An engine that is not started: float32, version 0, an architecture with q, k, v and a
+        tied head."""
         raise NotImplementedError
 
     # -- the shared engine -------------------------------------------------------------------------------------------
@@ -90,7 +93,8 @@ class EngineContract(DividedTurns):
     # -- declared capacity (invariant 7) -----------------------------------------------------------------------------
 
     def test_it_declares_what_it_holds_and_the_seconds_of_its_own_passes(self, run: Any, models: Models) -> None:
-        """KV for a whole context at least, bytes that match its tokens, and the seconds of its own passes."""
+        """KV for a whole context at least, bytes that match its tokens, and the seconds of its own
+        passes."""
 
         async def body(engine: RolloutEngine) -> tuple[EngineCapacity, EngineCapacity, float]:
             await self.serve_first(engine, models)

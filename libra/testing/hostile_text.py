@@ -1,4 +1,5 @@
-"""Hostile text: what a model could write by accident, or because it pays. The same texts for the same seed.
+"""Hostile text: what a model could write by accident, or because it pays. The same texts for the
+same seed.
 
 For tests of your own tools, rewards and parsers::
 

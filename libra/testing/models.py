@@ -16,7 +16,8 @@ VOCAB = 48
 
 @dataclass
 class Models:
-    """Directories of random two-layer float32 models with a tied head: two of one shape, and one of another."""
+    """Directories of random two-layer float32 models with a tied head: two of one shape, and one of
+    another."""
 
     directory: Path
     _loaded: dict[Path, Any] = field(default_factory=dict)

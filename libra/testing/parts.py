@@ -1,12 +1,13 @@
-"""Contract tests of a user's own loss, advantage, learning rate schedule, model loader, policy and environment.
+"""Contract tests of a user's own loss, advantage, learning rate schedule, model loader, policy and
+environment.
 
 A test file of yours is like this one:
 
     class TestMyLoss(LossContract):
         name = "my_package.losses:one_sided"
 
-Each class names its part as the configuration does; `EnvironmentContract` makes its environment. The tests of engines are in
-`libra.testing.engines`.
+Each class names its part as the configuration does; `EnvironmentContract` makes its environment.
+The tests of engines are in `libra.testing.engines`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class LossContract:
     """``package.module:attribute``."""
 
     def losses(self, tokens: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses and gradients (N,) of ``tokens`` (3, N): logp, old logp and advantage of sequences of these lengths."""
+        """Losses and gradients (N,) of ``tokens`` (3, N): logp, old logp and advantage of sequences
+        of these lengths."""
         logp_N, old_N, advantage_N = tokens[0].clone().requires_grad_(), tokens[1], tokens[2]
         sequence_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         settings = TrainSettings(loss=self.name)
@@ -73,7 +75,8 @@ class LossContract:
         return loss_N.detach(), gradient_N
 
     def tokens(self, lengths: list[int]) -> torch.Tensor:
-        """Tokens (3, N) around a ratio of 1, of sequences of these lengths with advantages of both signs."""
+        """Tokens (3, N) around a ratio of 1, of sequences of these lengths with advantages of both
+        signs."""
         generator = torch.Generator().manual_seed(0)
         old_N = -3.0 * torch.rand(sum(lengths), generator=generator) - 0.01
         logp_N = (old_N + 0.5 * torch.randn(sum(lengths), generator=generator)).clamp(max=-1e-3)
@@ -204,7 +207,8 @@ class PolicyContract:
     """``package.module:attribute``."""
 
     def simulator(self, ordering: Ordering | None = None) -> Simulator:
-        """Two iterations of 8 groups of 4 on one small engine, under the policy, or under a given object."""
+        """Two iterations of 8 groups of 4 on one small engine, under the policy, or under a given
+        object."""
         sections = {
             "run": {"eta": 1},
             "trainer": {"prompts": 8, "group_size": 4},
@@ -225,7 +229,8 @@ class PolicyContract:
         assert first.digest() == again.digest()
 
     def test_it_goes_on_from_its_snapshot(self) -> None:
-        """At every 25th event a copy that was restored from JSON takes its place, which changes nothing."""
+        """At every 25th event a copy that was restored from JSON takes its place, which changes
+        nothing."""
         learns = isinstance(own_ordering(self.name), OnlineLearner)
         restored: Any = (_RestoredLearner if learns else _Restored)(self.name)
         assert self.simulator(restored).run().digest() == self.simulator().run().digest()
@@ -264,7 +269,8 @@ class _RestoredLearner(_Restored):
 
 
 class EnvironmentContract:
-    """Tests of a `libra.envs.Environment`; a subclass defines `make_environment`, and may change the rest."""
+    """Tests of a `libra.envs.Environment`; a subclass defines `make_environment`, and may change
+    the rest."""
 
     prompts = 16
     """Prompts of each split that are tried."""
@@ -301,7 +307,8 @@ class EnvironmentContract:
             assert decode_state(environment, first) == decode_state(other, again)
 
     def test_an_episode_of_given_turns_is_graded(self) -> None:
-        """Twice, with a new object in between, as if the worker had been lost: rewards are equal and finite."""
+        """Twice, with a new object in between, as if the worker had been lost: rewards are equal
+        and finite."""
         for prompt in self.given():
             assert asyncio.run(self.reward(prompt)) == asyncio.run(self.reward(prompt))
 

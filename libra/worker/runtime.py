@@ -27,8 +27,8 @@ from libra.cluster import worker_stacks
 from libra.cluster.device_lock import GpuTurns
 from libra.cluster.hardware_inventory import gpus_here, tool_gpus, tool_supply
 from libra.envs.action_process import ActionProcesses
-from libra.envs.actions import processes_for
-from libra.envs.services import services_here
+from libra.envs.asked_services import services_here
+from libra.envs.tool_calls import processes_for
 from libra.errors import EnvironmentFault, StoreError
 from libra.facts import SetupFailed, WorkerReady
 from libra.keys import host_name

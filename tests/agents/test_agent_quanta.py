@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from libra.envs.grading import own_reward
+from libra.envs.grader import own_reward
 from libra.errors import EngineAsleep, EngineError, EnvironmentFault
 from libra.types import EndReason, FailureClass, TrajectoryId
 

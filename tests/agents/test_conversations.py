@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.agents.conversation import Conversation
-from libra.agents.history import path_to, paths
-from libra.agents.messages import Call, Message
-from libra.agents.requests import forms, reply
+from libra.agents.conversation import Conversation, path_to, paths
+from libra.agents.messages import Call, Message, forms, reply
 from libra.envs.tool_call_formats import parse_hermes
 from libra.errors import RequestRefused
 

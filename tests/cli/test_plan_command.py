@@ -133,7 +133,7 @@ def test_trajectories_end_where_the_run_ends_them(repository):
 
 @pytest.mark.live
 def test_shipped_configurations_have_a_plan(repository):
-    for path in sorted((repository / "configs").glob("*.yaml")):
+    for path in sorted([*(repository / "configs").glob("*.yaml"), *(repository / "examples").glob("*.yaml")]):
         made = ("math_tools", "code_tests", "games", "repair", "search")  # their models are downloaded or made first
         prepared = ("model.path=Qwen/Qwen3-0.6B",) if path.stem in made else ()
         result = CliRunner().invoke(cli, ["plan", str(path), *prepared], catch_exceptions=False)

@@ -104,7 +104,7 @@ def test_machine_client_and_options_count():
 
 
 def test_shipped_files_have_no_setting_that_does_nothing(repository):
-    for path in sorted((repository / "configs").glob("*.yaml")):
+    for path in sorted([*(repository / "configs").glob("*.yaml"), *(repository / "examples").glob("*.yaml")]):
         config = load_config(path)
         for command in ("run", "plan", "simulate", "slurm", None):
             assert not ignored_settings(config, Situation(command)), path

@@ -20,8 +20,8 @@ def file_problem(directory, text, *overrides):
 
 
 def test_every_shipped_file_loads(repository):
-    paths = sorted((repository / "configs").glob("*.yaml"))
-    assert {"quickstart.yaml", "qwen3_4b.yaml"} <= {path.name for path in paths}
+    paths = sorted([*(repository / "configs").glob("*.yaml"), *(repository / "examples").glob("*.yaml")])
+    assert {"quickstart.yaml", "qwen3_4b.yaml", "repair.yaml"} <= {path.name for path in paths}
     for path in paths:
         assert isinstance(load_config(path), RunConfig)
 

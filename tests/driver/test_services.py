@@ -8,9 +8,9 @@ import pytest
 
 import factories
 from libra import facts
-from libra.driver.part_checks import check_services
+from libra.driver.part_checks import check_services, check_tools
 from libra.driver.run_session import Session
-from libra.envs import FunctionEnvironment
+from libra.envs import FunctionEnvironment, tool
 from libra.errors import BatchFailed, ConfigError, LibraError, ModelError
 from libra.store.event_log import EventReader
 from libra.store.trajectory_store import TrajectoryStore
@@ -126,3 +126,22 @@ def test_a_late_answer_needs_a_worker_that_stays_and_a_model_somebody_who_asks_i
     named["spare"]["function"] = "teach"
     with pytest.raises(ConfigError, match="spare"):
         check_services(make_config(services={"named": named}), asks)
+
+
+def test_limits_that_no_tool_takes_are_named(make_config, caplog):
+    def look_up() -> str:
+        """Look something up."""
+        return ""
+
+    config = make_config(environment={"quotas": {"search": "10/s", "other": 2}}, cluster={"tool_cores": 1})
+    for limits, named in (
+        ({}, {"quotas.search", "quotas.other", "tool_cores"}),
+        ({"cores": 1, "quota": "search"}, {"quotas.other"}),
+    ):
+        caplog.clear()
+        environment = FunctionEnvironment(
+            prompts=["a"] * 3, reward=lambda completion: 0.0, tools=[tool(look_up, **limits)]
+        )
+        check_tools(config, environment, started_here=False)
+        told = [record.getMessage().partition(" ")[0].partition(".")[2] for record in caplog.records]
+        assert set(told) == named and len(told) == len(named)

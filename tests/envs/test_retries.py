@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.envs import FunctionEnvironment, run_action, run_grader, tool
-from libra.envs.actions import processes_for
 from libra.envs.retries import TOTAL_S, BackOff, Refused, refused, with_retries
+from libra.envs.tool_calls import processes_for
 from libra.errors import RateLimited, RewardFault, ToolFault
 from libra.types import EndReason, Episode, Prompt, ToolCall, ToolStatus
 
@@ -124,14 +124,15 @@ def test_clients_of_http_are_understood(error, told):
     assert refused(error, 1000.0) == told
 
 
-class Clock:
-    """Virtual time."""
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time passes only in `wait`."""
 
     def __init__(self):
+        super().__init__()
         self.at_s = 0.0
         self.waits: list[float] = []
 
-    def now_s(self):
+    def time(self):
         return self.at_s
 
     async def wait(self, seconds):
@@ -146,13 +147,14 @@ class Clock:
     st.lists(st.none() | st.floats(0.0, 50.0), min_size=9, max_size=9),
 )
 def test_waits_double_are_as_long_as_the_api_says_and_end(retries, first_s, seed, said):
-    clock, back_off = Clock(), BackOff(retries, first_s, seed)
+    clock, back_off = VirtualLoop(), BackOff(retries, first_s, seed)
     answers = iter(said)
 
     async def call():
         return Refused(next(answers))
 
-    _, made = asyncio.run(with_retries(call, lambda each: each, back_off, "c", clock))
+    with asyncio.Runner(loop_factory=lambda: clock) as runner:
+        _, made = runner.run(with_retries(call, lambda each: each, back_off, "c", clock.wait))
     assert made == len(clock.waits) <= retries
     assert sum(clock.waits) <= TOTAL_S
     for n, waited_s in enumerate(clock.waits):

@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field, TypeAdapter, create_model
 
 from libra.envs import FunctionEnvironment, tool
-from libra.envs.actions import run_action
+from libra.envs.tool_calls import run_action
 from libra.errors import ConfigError
 from libra.types import Prompt, ToolCall, ToolStatus
 

@@ -8,6 +8,7 @@ from libra.envs import make_environment
 NEEDED = {"gymnasium_text": "gymnasium", "textarena_game": "textarena", "corpus": "bm25s"}
 
 
+EXAMPLES = ("repair", "search", "games")
 SANDBOXED = ("repair", "code_tests")
 WORKLOADS = [
     *(pytest.param(name, marks=pytest.mark.live) for name in SANDBOXED),
@@ -22,9 +23,9 @@ WORKLOADS = [
 def test_two_cores_and_gpus_have_a_configuration_each(workload, repository, request):
     if workload in SANDBOXED:
         request.getfixturevalue("needs_sandbox")
-    configs = repository / "configs"
-    small = load_config(configs / f"{workload}.yaml")
-    large = load_config(configs / f"{workload}.yaml", [str(configs / "qwen3_4b.yaml")])
+    folder = repository / ("examples" if workload in EXAMPLES else "configs")
+    small = load_config(folder / f"{workload}.yaml")
+    large = load_config(folder / f"{workload}.yaml", [str(repository / "configs" / "qwen3_4b.yaml")])
     assert large.model.path == "Qwen/Qwen3-4B"
     assert large.trainer.layout == "fsdp2"
     assert (small.environment.name == large.environment.name) or workload == "games"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from attack_each import LIMITS, attack_each
 
+from benchmarks.live.sandbox_attacks import ATTACKS, Attack, why_not_contained
 from libra.envs.sandbox import Session
-from libra.testing.sandbox_attacks import ATTACKS, Attack, why_not_contained
 
 pytestmark = [pytest.mark.live, pytest.mark.usefixtures("needs_sandbox")]
 

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytestmark = pytest.mark.install
 
@@ -66,7 +67,7 @@ def _installed(wheel, tmp_path_factory):
 def test_the_sdist_has_all_that_its_own_tests_and_commands_need(sdist):
     for name in ("Makefile", "README.md", "LICENSE", "constraints.txt", "tests/conftest.py", "docs/configuration.md"):
         assert (sdist / name).read_bytes() == (CHECKOUT / name).read_bytes(), name
-    folders = ("libra", "tests", "docs", "benchmarks", "workflows", "configs", "docker", "requirements")
+    folders = ("libra", "tests", "docs", "benchmarks", "workflows", "configs", "examples", "docker", "requirements")
     assert not {f for f in folders if not any((sdist / f).iterdir())}
 
 
@@ -80,6 +81,9 @@ def test_the_wheel_has_every_module_and_file_of_the_package_and_nothing_else(whe
     }
     configs = {f"libra/assets/configs/{p.name}" for p in (CHECKOUT / "configs").iterdir()}
     assert shipped == package | configs
+    parts = {path.stem: yaml.safe_load(path.read_text()) for path in (CHECKOUT / "configs").glob("*.yaml")}
+    named = [each.get("environment", {}).get("name", "") for each in parts.values()]
+    assert not [name for name in named if name.startswith("examples.")], "the wheel does not have examples/"
 
 
 def test_an_installed_libra_is_the_wheels_and_runs_what_it_ships(installed, tmp_path):

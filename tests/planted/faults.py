@@ -111,10 +111,10 @@ FAULTS = (
     ),
     Fault(
         "reward_that_raises_is_0",
-        "envs/grading.py",
+        "envs/grader.py",
         '        raise RewardFault(f"{where}: the reward raised {error_text(error)}") from error\n',
         "        return 0.0\n",
-        ("envs/test_grading.py",),
+        ("envs/test_grader.py",),
     ),
     Fault(
         "tp_price_forgotten",

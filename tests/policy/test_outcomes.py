@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.orderings import Paper
 from libra.envs import tool
-from libra.envs.actions import run_action
+from libra.envs.tool_calls import run_action
 from libra.facts import QuantumFinished, TrajectoryParked
 from libra.policy.posterior.regression import NO_COUNTS, OUTCOMES, counted
 from libra.testing import FixedTurns

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import httpx2
 import numpy as np
 
+from libra.agents.agent_session import Ended, Pending, Session
 from libra.agents.gateway import Gateway
-from libra.agents.requests import ModelRequest, Reply, reply
-from libra.agents.session import Ended, Pending, Session
+from libra.agents.messages import ModelRequest, Reply, reply
 from libra.envs.tool_call_formats import parse_hermes
 from libra.errors import RequestRefused
 

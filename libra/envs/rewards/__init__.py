@@ -1,7 +1,7 @@
 """Rewards by name, for prompts whose rows have a column ``answer``.
 
-``reward="gsm8k"`` wherever a reward function is accepted; ``{"name": "gsm8k", "method": "flexible"}`` with options; a list
-of those for their sum, each times its ``weight`` (1 unless given). ``docs/rewards.md`` lists them all.
+A reward is ``"gsm8k"``, or ``{"name": "gsm8k", "method": "flexible"}`` with options, or a list of
+both for their sum, each times its ``weight`` (1 unless given). ``docs/rewards.md`` lists all names.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TAGS = ("think", "answer")
 def tag_format(text: str, *, tags: Sequence[str] = TAGS, trailing: bool = False) -> float:
     """1.0 if ``text`` is ``<think>...</think> <answer>...</answer>`` and nothing else, else 0.0.
 
-    Each tag opens and closes once, in order; white space may stand before, between and after. DeepSeek-R1,
-    arXiv:2501.12948 (format reward). ``trailing`` allows text after the last closing tag, so that ``tags=["think"]`` requires
-    one thought block before the answer.
+    Each tag opens and closes once, in order, with white space around it (DeepSeek-R1,
+    arXiv:2501.12948, format reward). ``trailing`` allows text after the last tag, so that
+    ``tags=["think"]`` requires one thought block before the answer.
     """
     marks = _marks(tags)
     position, between = 0, True
@@ -38,7 +38,8 @@ def tag_format(text: str, *, tags: Sequence[str] = TAGS, trailing: bool = False)
 
 
 def tag_count(text: str, *, tags: Sequence[str] = TAGS) -> float:
-    """The share of opening and closing tags that occur exactly once: partial credit on the way to `tag_format`."""
+    """The share of opening and closing tags that occur exactly once: partial credit for
+    `tag_format`."""
     marks = _marks(tags)
     return sum(text.count(mark) == 1 for mark in marks) / len(marks)
 
@@ -46,13 +47,9 @@ def tag_count(text: str, *, tags: Sequence[str] = TAGS) -> float:
 def overlong(num_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> float:
     """Penalty of a long response: DAPO, arXiv:2503.14476, eq. 13 (soft overlong punishment).
 
-    0 up to ``max_tokens - buffer_tokens``, falling linearly to ``-penalty`` at ``max_tokens``, and ``-penalty`` above. Up
-    to ``max_tokens`` it equals verl 0.9.1 (``overlong_buffer``: len, penalty_factor), whose penalty keeps growing above.
-
-    Raises
-    ------
-    ConfigError
-        Unless 1 <= ``buffer_tokens`` <= ``max_tokens``.
+    0 up to ``max_tokens - buffer_tokens``, then linear to ``-penalty`` at ``max_tokens`` and above.
+    Up to ``max_tokens`` it equals verl 0.9.1 (``overlong_buffer``: len, penalty_factor), whose
+    penalty keeps growing above. ConfigError unless 1 <= ``buffer_tokens`` <= ``max_tokens``.
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise ConfigError(
@@ -74,7 +71,6 @@ _READS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "answer": lambda given: truth(given["answer"]),
     "episode": lambda given: given["episode"].num_tokens,
 }
-"""The value of each parameter that a term reads."""
 
 REWARDS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
     "gsm8k": (gsm8k.score, ("completion", "answer")),
@@ -85,7 +81,7 @@ REWARDS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
     "tag_count": (tag_count, ("completion",)),
     "overlong": (overlong, ("episode",)),
 }
-"""Function and the parameters it reads, by name; its keyword-only parameters, and "method", are the options."""
+"""Function and the parameters that it reads, by name; its other parameters are the options."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,8 @@ class _Term:
 
 @dataclass(frozen=True)
 class NamedReward:
-    """A sum of rewards chosen by name. Its signature has only what its terms read, so no other column can become an option."""
+    """A sum of rewards by name. Its signature has only the parameters of its terms, so no column
+    can become an option."""
 
     terms: tuple[_Term, ...]
 
@@ -109,7 +106,7 @@ class NamedReward:
         return sum(term(given) for term in self.terms)
 
     def check_truths(self, answers: Sequence[Any]) -> None:
-        """ConfigError if a term can read none of these answers, unless there are none."""
+        """ConfigError if there are answers and a term can read none of them."""
         for name in (term.name for term in self.terms if "answer" in REWARDS[term.name][1]):
             read = gsm8k.wanted if name == "gsm8k" else str
             if answers and not any(read(truth(answer)) for answer in answers):
@@ -126,18 +123,16 @@ class NamedReward:
 
 
 def make_reward(given: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> NamedReward:
-    """The reward of a name, of a mapping with "name" and options, or of a list of those.
+    """The reward of a name, of a mapping with "name" and options, or of a list of both.
 
-    Raises
-    ------
-    ConfigError
-        For an unknown name, an unknown, missing or wrong option, and a package that is not installed.
+    ConfigError for an unknown name, an unknown, missing or wrong option, and a package that is not
+    installed.
     """
     several = [given] if isinstance(given, str | Mapping) else list(given)
     if not several:
         raise ConfigError(f"reward: got an empty list; name at least one of {', '.join(REWARDS)}")
     reward = NamedReward(tuple(_term(each) for each in several))
-    # An empty completion costs nothing to grade, and reports impossible options before a run starts.
+    # Grading an empty completion finds impossible options before a run starts.
     episode = Episode("", Prompt("", ()), (), EndReason.ANSWERED)
     reward(completion="", answer="0", episode=episode)
     return reward

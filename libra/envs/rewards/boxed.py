@@ -1,36 +1,28 @@
-r"""Answers of competition problems: the content of the last ``\boxed{}``, compared as normalised LaTeX.
+r"""Answers of competition problems: the content of the last ``\boxed{}``, compared as normalised
+LaTeX.
 
-The convention of the MATH dataset (Hendrycks et al., arXiv:2103.03874), in the version of verl 0.9.1
-(``math_reward.compute_score``), with which every score agrees. It is a comparison of text: ``\frac12``, ``1/2`` and ``0.5``
-are one half, but ``1,000`` is not ``1000`` and ``\fbox{7}`` is not an answer. `libra.envs.rewards.symbolic` compares values.
+The convention of the MATH dataset (Hendrycks et al., arXiv:2103.03874) as in verl 0.9.1
+(``math_reward.compute_score``), with equal scores. It compares text: ``\frac12``, ``1/2`` and
+``0.5`` are one half, but ``1,000`` is not ``1000`` and ``\fbox{7}`` is not an answer.
+`libra.envs.rewards.symbolic` compares values.
 """
 
 from __future__ import annotations
 
 import re
 
-from libra.envs.rewards import boxed
-
 _BOX, _BOX_SPACE, _FRAME = "\\boxed", "\\boxed ", "\\fbox"
 _BEFORE_UNITS = (
-    ("\n", ""),
-    ("\\!", ""),
-    ("\\\\", "\\"),
-    ("tfrac", "frac"),
-    ("dfrac", "frac"),
-    ("\\left", ""),
-    ("\\right", ""),
-    ("^{\\circ}", ""),
-    ("^\\circ", ""),
-    ("\\$", ""),
-)
+    ("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""), ("\\right", ""),
+    ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", ""),
+)  # fmt: skip
 _AFTER_UNITS = (("\\\\%", ""), ("\\%", ""), (" .", " 0."), ("{.", "{0."))
 _UNITS = "\\text{ "
 _INTEGER_RATIO = re.compile(r"(0|-?[1-9][0-9]{0,999})/(0|-?[1-9][0-9]{0,999})")
 
 
 def closed_brace(text: str, start: int) -> int:
-    """Position of the ``}`` that closes the first brace from ``start`` on, or -1."""
+    """Position of the ``}`` for the first brace from ``start`` on, or -1."""
     depth = 0
     for match in re.finditer(r"[{}]", text[start:]):
         depth += 1 if match.group() == "{" else -1
@@ -40,10 +32,8 @@ def closed_brace(text: str, start: int) -> int:
 
 
 def extract(text: str) -> str | None:
-    r"""The content of the last box, None without one.
-
-    A box written ``\boxed 5`` holds everything up to the next dollar sign, and wins over boxes with braces.
-    """
+    r"""The content of the last box, or None. ``\boxed 5`` ends at a dollar sign, and wins over
+    boxes with braces."""
     _, spaced, held = text.rpartition(_BOX_SPACE)
     if spaced:
         return held.partition("$")[0]
@@ -55,13 +45,8 @@ def extract(text: str) -> str | None:
 
 
 def normalised(latex: str) -> str:
-    r"""One spelling for simple answers that mean the same.
-
-    Raises
-    ------
-    ValueError
-        Where the rules do not apply: two ``\text{ `` or nothing after ``\sqrt`` or ``\frac``.
-    """
+    r"""One spelling for simple equal answers; ValueError for two ``\text{ ``, or nothing after
+    ``\sqrt`` or ``\frac``."""
     for before, after in _BEFORE_UNITS:
         latex = latex.replace(before, after)
     if latex.count(_UNITS) > 1:
@@ -84,7 +69,7 @@ def normalised(latex: str) -> str:
 
 
 def equal(one: str, other: str) -> bool:
-    """Whether two answers are equal, normalised where both can be."""
+    """Whether two answers are equal, normalised if both can be."""
     try:
         return normalised(one) == normalised(other)
     except ValueError:
@@ -126,7 +111,8 @@ _IN_MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 
 
 def truth(published: object) -> str:
-    """The answer in the value of a column, "" without one. Commas after ``####`` are left out, as verl's preparation does."""
+    """The answer in a value of a column, or "". Commas after ``####`` are left out as in verl's
+    preparation."""
     if isinstance(published, list | tuple) and len(published) == 1:
         published = published[0]
     if isinstance(published, float) and published.is_integer():  # an integer, in a column that lacks others
@@ -136,7 +122,7 @@ def truth(published: object) -> str:
     text = str(published).strip()
     if marked := _MARKED.findall(text):
         text = str(marked[-1]).replace(",", "")
-    elif box := boxed.extract(text):
+    elif box := extract(text):
         text = box
     elif found := _TAGGED.findall(text) or _TOLD.findall(text):
         text = str(found[-1])

@@ -1,8 +1,10 @@
-r"""Answers after ``Answer:``, else in ``\boxed{}``, scored +1 or -1: the convention of DAPO, arXiv:2503.14476.
+r"""Answers after ``Answer:``, else in ``\boxed{}``, scored +1 or -1: the convention of DAPO,
+arXiv:2503.14476.
 
-Normalisation is that of Minerva (Lewkowycz et al., arXiv:2206.14858, appendix). Agrees with verl 0.9.1
-(``math_dapo.compute_score``) in every case, its surprises included: words such as "ways" or "sue" vanish anywhere in an
-answer, "34.0" is not 34, and a box counts only within the last 100 characters and is compared letter by letter.
+Answers are normalised as by Minerva (Lewkowycz et al., arXiv:2206.14858, appendix). Scores equal
+verl 0.9.1 (``math_dapo.compute_score``), with its surprises: words such as "ways" or "sue" vanish
+anywhere in an answer, "34.0" is not 34, and a box counts only in the last 100 characters and is
+compared letter by letter.
 """
 
 from __future__ import annotations
@@ -18,17 +20,9 @@ NONE_GIVEN = "[INVALID]"
 
 _GIVEN = re.compile(r"(?i:answer)\s*:\s*([^\n]+)")
 _REPLACED = (
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    ("\\$", ""),
-    ("\\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-    (",\\text{and}", ","),
-    ("\\text{and}", ","),
-    ("\\text{m}", "\\text{}"),
-)
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
+    ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
 # fmt: off
 _REMOVED = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet",
@@ -49,7 +43,7 @@ _PATTERNS = (
 
 
 class MathVerdict(NamedTuple):
-    """``score`` is 1.0 or -1.0; ``given`` the answer found, None if a box was required and there is none."""
+    """``score`` is 1.0 or -1.0; ``given`` is the answer found, None without the required box."""
 
     score: float
     correct: bool
@@ -57,7 +51,8 @@ class MathVerdict(NamedTuple):
 
 
 def normalised(answer: str) -> str:
-    """One spelling for answers that mean the same: no words, units, dollar signs or spaces, braces around arguments."""
+    """One spelling for equal answers: no words, units, dollar signs or spaces, and braces around
+    arguments."""
     answer = answer.rpartition("=")[2]
     for before, after in _REPLACED:
         answer = answer.replace(before, after)
@@ -70,35 +65,23 @@ def normalised(answer: str) -> str:
     return (digits if digits.isdigit() else answer).strip()
 
 
-def verdict(text: str, answer: str, *, box_only: bool = False, box_within: int | None = None) -> MathVerdict:
-    """Whether ``text`` ends with ``answer``.
-
-    Parameters
-    ----------
-    box_only : bool
-        Only a box counts (verl: ``strict_box_verify``).
-    box_within : int, optional
-        Look for the box from 100 characters before this position of the text's last 300 (verl: the last of
-        ``pause_tokens_index``); None: in the last 100 characters.
-    """
+def verdict(text: str, answer: str, *, box_only: bool = False) -> MathVerdict:
+    """Whether ``text`` ends with ``answer``; with ``box_only`` only in a box (verl:
+    ``strict_box_verify``)."""
     text = text[-TAIL_CHARS:]
-    boxed = _box(text[-BOX_TAIL_CHARS:] if box_within is None else text[box_within - BOX_TAIL_CHARS :])
-    if box_only:
-        return _verdict(boxed == answer, boxed)
+    boxed = _box(text[-BOX_TAIL_CHARS:])
     answers = _GIVEN.findall(text)
     given = normalised(answers[-1] if answers else NONE_GIVEN)
-    if given == NONE_GIVEN and boxed is not None:
-        return _verdict(boxed == answer, boxed)
-    return _verdict(given == normalised(answer), given)
+    if box_only or (given == NONE_GIVEN and boxed is not None):
+        correct, found = boxed == answer, boxed
+    else:
+        correct, found = given == normalised(answer), given
+    return MathVerdict(1.0 if correct else -1.0, correct, found)
 
 
 def score(text: str, answer: str, *, box_only: bool = False) -> float:
     """1.0 if ``text`` ends with ``answer``, else -1.0."""
     return verdict(text, answer, box_only=box_only).score
-
-
-def _verdict(correct: bool, given: str | None) -> MathVerdict:
-    return MathVerdict(1.0 if correct else -1.0, correct, given)
 
 
 def _box(text: str) -> str | None:

@@ -1,11 +1,11 @@
 """Answers of grade-school problems: the number after ``#### ``, or the last number of the text.
 
-Cobbe et al., arXiv:2110.14168, write solutions that end in ``#### 42``. Numbers are compared as numbers: "1,234" is 1234,
-"3.50" is 3.5, and a full stop after a number ends the sentence.
+Solutions of Cobbe et al., arXiv:2110.14168, end in ``#### 42``. Answers are compared as numbers:
+"1,234" is 1234, "3.50" is 3.5, and a full stop after a number ends the sentence.
 
-Differs with ``like="verl"``, which reproduces verl 0.9.1: only the last 300 characters are read and answers are compared
-as text, where strict extraction keeps a full stop ("1000000.") and flexible extraction keeps commas too, so that the right
-answer 1,234 is never equal to 1234.
+``like="verl"`` reproduces verl 0.9.1: it reads only the last 300 characters and compares text.
+Strict extraction then keeps a full stop ("1000000."), and flexible extraction keeps commas too, so
+that 1,234 is never equal to 1234.
 """
 
 from __future__ import annotations
@@ -22,15 +22,8 @@ _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def extract(text: str, method: Method = "strict", *, like: Literal["verl"] | None = None) -> str | None:
-    """The answer in ``text``, None without one.
-
-    Parameters
-    ----------
-    method : "strict" or "flexible"
-        The last number that follows ``#### ``, or the last number wherever it stands.
-    like : "verl", optional
-        What verl 0.9.1 returns instead; see the module's docstring.
-    """
+    """The answer in ``text``, or None: the last number after ``#### `` (strict), or the last number
+    (flexible)."""
     one_of("reward option method", method, ("strict", "flexible"))
     one_of("reward option like", like, (None, "verl"))
     pattern = _MARKED if method == "strict" else _NUMERALS
@@ -45,7 +38,8 @@ def extract(text: str, method: Method = "strict", *, like: Literal["verl"] | Non
 
 
 def canonical(numeral: str) -> str | None:
-    """One spelling per number: without commas, final full stop and redundant zeros; None: no number."""
+    """One spelling per number, without commas, final full stop and redundant zeros; None without a
+    number."""
     whole, _, fraction = numeral.removeprefix("-").replace(",", "").rstrip(".").partition(".")
     digits = whole + fraction
     if not (digits.isascii() and digits.isdigit()):
@@ -56,23 +50,21 @@ def canonical(numeral: str) -> str | None:
 
 
 def wanted(answer: str) -> str | None:
-    """The number of a right answer, such as "... #### 1,000", "$18" or "9 (apples)"; None unless it has exactly one."""
+    """The one number in a right answer, such as "... #### 1,000", "$18" or "9 (apples)", or
+    None."""
     answer = answer.rpartition("####")[2]
     found = [number for numeral in _NUMERALS.findall(answer) if (number := canonical(numeral)) is not None]
     return canonical(answer.strip()) or (found[0] if len(found) == 1 else None)
 
 
 def score(
-    text: str,
-    answer: str,
-    method: Method = "strict",
-    *,
-    format_score: float = 0.0,
-    full_score: float = 1.0,
+    text: str, answer: str, method: Method = "strict", *, format_score: float = 0.0, full_score: float = 1.0,
     like: Literal["verl"] | None = None,
-) -> float:
-    """``full_score`` where the extracted answer is ``answer``, ``format_score`` for another answer, 0 for none. ValueError if
-    ``answer`` cannot be read, which is a failure of the reward."""
+) -> float:  # fmt: skip
+    """``full_score`` for the right answer, ``format_score`` for another, 0 for none.
+
+    ValueError if ``answer`` does not have one number, which is a failure of the reward.
+    """
     right = answer if like == "verl" else wanted(answer)
     if right is None:
         raise ValueError(f"the right answer {answer[:80]!r} does not have one number; give e.g. 18 or '#### 18'")

@@ -1,23 +1,27 @@
-"""Reward functions in the form of Libra, TRL or verifiers, recognised by their parameters and called as their library does.
+"""Reward functions in the form of Libra, TRL or verifiers, recognised by their parameters and
+called like in their library.
 
 Three forms
 -----------
 libra
-    ``reward(completion, ...)``: any of prompt, completion (text of the last turn), episode and columns, by name; one number.
+    ``reward(completion, ...)`` takes any of prompt, completion (text of the last turn), episode and
+    columns by name, and returns one number.
 trl
-    ``reward(prompts, completions, completion_ids, **columns)`` of TRL's GRPOTrainer (1.16): every argument is a list with one
-    entry per completion, and so is the result; None: the function does not apply. Recognised by ``completions``.
+    ``reward(prompts, completions, completion_ids, **columns)`` of TRL's GRPOTrainer (1.16):
+    arguments and result are lists with one entry per completion, where None does not apply.
+    Recognised by ``completions``.
 verifiers
-    ``reward(prompt, completion, answer, state, info, task)`` of verifiers' rubrics: messages in, one number out.
-    Recognised by a parameter ``state``, ``info`` or ``task`` that is not a column and has no default, by ``completion``
-    annotated as messages or a list, or by the mark of ``@vf.reward`` (0.4.0), whose weight is used.
+    ``reward(prompt, completion, answer, state, info, task)`` of verifiers' rubrics takes messages
+    and returns one number. Recognised by a parameter ``state``, ``info`` or ``task`` that is not a
+    column and has no default, by ``completion`` annotated as messages or a list, or by the mark of
+    ``@vf.reward`` (0.4.0), whose weight counts.
 
 All may be ``async``. Ambiguous parameters are an error that names ``form``.
 
-Differs from TRL: a function gets one completion per call, because groups are graded as they finish; ``completion_ids``
-are the generated tokens, without what tools returned; there is no ``trainer_state`` and no ``environments``. Differs
-from verifiers: group rewards are refused; ``state`` is a plain dict with the keys of `_state`. In both, the text of a
-call stays in ``content``.
+Unlike in TRL, a function gets one completion per call, because groups are graded as they finish;
+``completion_ids`` has generated tokens alone; there is no ``trainer_state`` and no
+``environments``. Unlike in verifiers, group rewards are refused, and ``state`` is a plain dict with
+the keys of `_state`. In both, the text of a call stays in ``content``.
 """
 
 from __future__ import annotations
@@ -31,9 +35,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra.envs.grading import plain_number
+from libra.envs.asked_services import ServiceReward, ServiceUse, service_reward
+from libra.envs.grader import plain_number
 from libra.envs.rewards import REWARDS, NamedReward, make_reward
-from libra.envs.services import ServiceReward, ServiceUse, service_reward
 from libra.errors import ConfigError
 from libra.types import EndReason, Episode
 from libra.untrusted import repr_text, shown_line
@@ -52,15 +56,8 @@ Given = Callable[..., Any] | str | Mapping[str, Any] | Sequence[Any]
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One reward function of a sum.
-
-    Attributes
-    ----------
-    names : tuple of str
-        Its arguments, passed by name.
-    objects : mapping
-        Further arguments that never change, such as a rubric's parser.
-    """
+    """One reward function of a sum: names of its arguments, and constant arguments, such as a
+    rubric's parser."""
 
     function: Callable[..., Any]
     form: str
@@ -71,24 +68,17 @@ class Term:
 
 @dataclass(frozen=True)
 class RewardSum:
-    """Reward functions and their weights; called with a finished trajectory.
-
-    Attributes
-    ----------
-    plain : bool
-        Whether prompts were given as text: functions in TRL's form then get text, else messages.
-    """
+    """A weighted sum of reward functions. ``plain`` prompts were given as text, which functions in
+    TRL's form then get."""
 
     terms: tuple[Term, ...]
     plain: bool
 
     def __call__(self, episode: Episode) -> Any:
-        """The weighted sum of the functions' values; the value of a single one unchanged.
+        """The weighted sum of the functions' values; the value of a single one stays unchanged.
 
-        Raises
-        ------
-        ValueError
-            Every function returned None, or one in TRL's form did not return a list of one.
+        ValueError if every function returned None, or one in TRL's form did not return a list of
+        one.
         """
         values = [term.function(**self._arguments(term, episode)) for term in self.terms]
         if any(inspect.isawaitable(value) for value in values):
@@ -109,7 +99,7 @@ class RewardSum:
 
     @property
     def services(self) -> tuple[ServiceUse, ...]:
-        """Services that its terms ask."""
+        """Services that the terms ask."""
         asked = [term.function for term in self.terms if isinstance(term.function, ServiceReward)]
         return tuple(ServiceUse(each.service, "reward", each.late) for each in asked)
 
@@ -140,10 +130,11 @@ def read_rewards(given: Given, columns: Collection[str], *, plain: bool) -> Rewa
 
     Parameters
     ----------
-    given : callable, str, mapping, rubric, or a list of those
-        A function of any form; a name of `REWARDS` or "module:function"; ``{"name": ...}`` with options, ``{"function": f,
-        "weight": 0.5, "form": "trl"}``, or ``{"service": "judge"}`` with ``weight``, ``late`` and ``fast`` (`libra.envs.services`);
-        an object with ``funcs`` and ``weights``, such as verifiers' Rubric.
+    given : callable, str, mapping, rubric, or a list of them
+        A function of any form; a name of `REWARDS` or "module:function"; ``{"name": ...}`` with
+        options; ``{"function": f, "weight": 0.5, "form": "trl"}``; ``{"service": "judge"}`` with
+        ``weight``, ``late`` and ``fast`` (`libra.envs.asked_services`); an object with ``funcs``
+        and ``weights``, such as verifiers' Rubric.
     columns : collection of str
         Columns that every prompt has.
 
@@ -163,7 +154,8 @@ def read_rewards(given: Given, columns: Collection[str], *, plain: bool) -> Rewa
 
 
 def completion_messages(episode: Episode) -> list[dict[str, Any]]:
-    """The trajectory after its prompt as chat messages: assistant turns with their calls, and what tools returned."""
+    """The trajectory after its prompt as chat messages: assistant turns with their calls, and
+    returns of tools."""
     messages: list[dict[str, Any]] = []
     for turn in episode.turns:
         said: dict[str, Any] = {"role": "assistant", "content": turn.text}
@@ -261,7 +253,6 @@ def _takes_messages(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def _names(function: Callable[..., Any], form: str, columns: Collection[str], bound: set[str]) -> tuple[str, ...]:
-    """Arguments to pass to ``function``, by name."""
     own = {"trl": _TRL, "verifiers": _VERIFIERS}.get(form, OWN)
     known = [*own, *sorted(set(columns) - set(own))]
     names: list[str] = []

@@ -1,12 +1,16 @@
-"""Answers compared as mathematics by math-verify: 1/2, 0.5 and 50/100 are one number, {1,2} and {2,1} one set.
+"""Answers compared as mathematics by math-verify: 1/2, 0.5 and 50/100 are one number, {1,2} and
+{2,1} one set.
 
-Needs the package math-verify (``pip install 'libra-rl[math]'``). Same extraction and comparison as verl 0.9.1
-(``math_verify.compute_score``): the truth is read as LaTeX in a box, the completion as LaTeX or a plain expression.
+It needs the package math-verify (``pip install 'libra-rl[math]'``). As in verl 0.9.1
+(``math_verify.compute_score``), the truth is LaTeX in a box, and the completion LaTeX or a plain
+expression.
 
 Invariants
 ----------
-1. A comparison takes at most ``timeout_s``; its process is then killed, and the next comparison gets a fresh one.
-2. At most `MAX_PROCESSES` comparisons run at once on a worker; time spent waiting for a process does not count.
+1. A comparison takes at most ``timeout_s``. Its process is then killed, and the next comparison
+   gets a new one.
+2. At most `MAX_PROCESSES` comparisons run at once on a worker; the wait for a process does not
+   count.
 """
 
 from __future__ import annotations
@@ -35,12 +39,10 @@ _idle: list[subprocess.Popen[bytes]] = []
 
 
 def score(text: str, answer: str, *, timeout_s: float = 30.0, timeout_score: float = 0.0) -> float:
-    """1.0 if ``text`` gives a value equal to ``answer``, else 0.0; ``timeout_score`` where that takes too long.
+    """1.0 if ``text`` gives a value equal to ``answer``, else 0.0; ``timeout_score`` after
+    ``timeout_s``.
 
-    Raises
-    ------
-    ConfigError
-        Where math-verify is not installed; the message says what to type.
+    ConfigError if math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError("reward math_verify: the package is not installed; type pip install 'libra-rl[math]'")
@@ -76,7 +78,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> dict[str, Any] | None:
-    """The reply to one request; None if none came in time."""
+    """The reply to one request; None after the time-out."""
     assert process.stdin is not None
     assert process.stdout is not None
     deadline_s = time.monotonic() + timeout_s

@@ -1,7 +1,8 @@
-"""The process in which math-verify runs: one JSON object a line on standard input, one answer a line on standard output.
+"""The process of math-verify, started by its path: one JSON object a line in, one answer a line
+out.
 
-It is started by its path and imports nothing of Libra. math-verify bounds its steps with ``SIGALRM``, which only a main thread has,
-and sympy can be killed only with its process.
+math-verify bounds its steps with ``SIGALRM``, which needs a main thread, and sympy can be killed
+only with its process.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Runs programs that a model wrote, confined by bubblewrap, or where a user's own function runs them.
-
-`opener` gives the function that opens a sandbox for a value of ``environment.args.isolation``:
+"""Runs programs that a model wrote. ``environment.args.isolation`` names the confinement:
 
 ``bubblewrap``
     Own mount, process, network and IPC namespaces, a system call filter and limits. The program
     sees an interpreter's standard library, the C libraries, an empty bounded /tmp, and nothing else
     of this machine.
 ``none``
-    Limits alone, as Libra's user. For code that you trust.
+    Limits alone, as Libra's user, for code that you trust.
 ``package.module:attribute``
-    Your own function, e.g. of a service elsewhere: called with `Limits`, it returns a `Sandbox`.
+    Your own function, such as a client of a remote service: called with `Limits`, it returns a
+    `Sandbox`.
 """
 
 from __future__ import annotations
@@ -20,28 +19,19 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from libra.envs.sandbox.confined import BUBBLEWRAP, MEGABYTE, NONE, Limits
-from libra.envs.sandbox.session import Finished, SandboxFailed, Session
+from libra.envs.sandbox.sandbox_session import Finished, SandboxFailed, Session
 from libra.errors import ConfigError
 from libra.named_parts import is_named, named_function
 
 __all__ = [
-    "BUBBLEWRAP",
-    "MEGABYTE",
-    "NONE",
-    "Finished",
-    "Limits",
-    "Sandbox",
-    "SandboxFailed",
-    "Session",
-    "opener",
-    "unavailable",
-]
+    "BUBBLEWRAP", "MEGABYTE", "NONE", "Finished", "Limits", "Sandbox", "SandboxFailed", "Session", "opener", "unavailable",
+]  # fmt: skip
 
 _WHERE = "environment.args.isolation"
 
 
 class Sandbox(Protocol):
-    """One sandbox, in which programs run one after another. `Session` is one."""
+    """One sandbox, which runs one program after another. `Session` is one."""
 
     def __enter__(self) -> Self: ...
 
@@ -55,16 +45,14 @@ class Sandbox(Protocol):
     def call(
         self, source: str, function: str, arguments: list[Any], *, timeout_s: float, result_bytes: int = 2**20
     ) -> Finished:
-        """Run a program, then call one of its functions; `Finished.result` is JSON of what it returned."""
+        """Run a program, then call one of its functions; `Finished.result` is JSON of what it
+        returned."""
 
 
 def opener(isolation: str) -> Callable[[Limits], Sandbox]:
-    """What opens a sandbox, by the value of ``environment.args.isolation``.
+    """The function that opens a sandbox, by the value of ``environment.args.isolation``.
 
-    Raises
-    ------
-    ConfigError
-        The value is not allowed, or bubblewrap does not work on this machine; the message says what to type.
+    ConfigError for another value, and where bubblewrap does not work on this machine.
     """
     if is_named(isolation):
         return named_function(_WHERE, isolation, "f(limits)", Limits())
@@ -82,7 +70,8 @@ def opener(isolation: str) -> Callable[[Limits], Sandbox]:
 
 @functools.cache
 def unavailable() -> str:
-    """Why bubblewrap does not work here, tried by running a program in it, and what to type; empty where it works."""
+    """Run a program in bubblewrap; returns the reason why that fails and its remedy, or "" if it
+    works."""
     try:
         with Session(Limits()) as session:
             finished = session.run("print(6 * 7)", timeout_s=20.0)

@@ -1,8 +1,8 @@
-"""A control group around one sandbox, where this process may make one: bounds on processes, memory and CPU that also bind root.
+"""A control group around one sandbox: bounds on processes, memory and CPU that also bind root.
 
-Version 1 hierarchies (`/sys/fs/cgroup/pids`, `memory`, `cpu`), the version 2 group of this process where it was delegated, and as
-root the version 2 root are used. On other machines there is no control group, and only the limits of each process
-apply.
+It uses version 1 hierarchies (`/sys/fs/cgroup/pids`, `memory`, `cpu`), the delegated version 2
+group of this process, or as root the version 2 root. On other machines only the limits of each
+process apply.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 EXTRA_PROCESSES = 8
-"""Of the sandbox itself: bubblewrap and the supervisor."""
+"""Processes of the sandbox itself: bubblewrap and the supervisor."""
 PERIOD_US = 100_000
-"""In which a group may use its share of the cores."""
+"""Period of a group's share of the cores."""
 KILL_S = 20.0
-"""Seconds in which killed processes end. The kernel takes half a second to free some GiB, and longer on a loaded machine."""
+"""Longest seconds for the end of killed processes: the kernel frees some GiB slowly on a loaded
+machine."""
 _left: set[Path] = set()
 _removing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """Directories of one group; empty if none can be made."""
+    """Directories of one group, empty if this process cannot make groups."""
 
     places: tuple[Path, ...]
 
@@ -60,7 +61,7 @@ class ControlGroup:
         return cls(tuple(made))
 
     def around(self, command: list[str]) -> list[str]:
-        """``command`` as one that enters the group before it runs."""
+        """A command that enters the group and then runs ``command``."""
         if not self.places:
             return command
         enter = "; ".join(f'echo $$ > "${{{index}}}" || exit 97' for index in range(1, len(self.places) + 1))
@@ -68,7 +69,7 @@ class ControlGroup:
         return ["/bin/sh", "-c", script, "sh", *(str(place / "cgroup.procs") for place in self.places), *command]
 
     def kill(self) -> None:
-        """Kill every process in the group, again until no thread of one is left, for `KILL_S` at most."""
+        """Kill the group's processes until no thread is left, for at most `KILL_S`."""
         until_s = time.monotonic() + KILL_S
         while self._has_threads() and time.monotonic() < until_s:
             for process in (int(word) for place in self.places for word in _read(place / "cgroup.procs").split()):
@@ -77,8 +78,8 @@ class ControlGroup:
             time.sleep(0.005)
 
     def remove(self) -> None:
-        """Delete the group, and those that could not be deleted before; one in which something still ends is deleted with a later
-        one."""
+        """Delete this group and earlier ones that still had a process; a group that still has one
+        waits for the next."""
         with _removing:
             _left.update(self.places)
             for place in tuple(_left):
@@ -91,12 +92,13 @@ class ControlGroup:
                 _left.discard(place)
 
     def _has_threads(self) -> bool:
-        """Whether a thread is left; processes that end are not listed any more, while a thread of theirs keeps the group."""
+        """Whether a thread is left: it keeps the group when its ending process is no longer
+        listed."""
         return any(_read(place / file) for place in self.places for file in ("tasks", "cgroup.threads"))
 
 
 def can_make_groups() -> bool:
-    """Whether a group can be made here."""
+    """Whether this process can make groups."""
     return bool(_parents())
 
 
@@ -109,7 +111,6 @@ def _read(path: Path) -> str:
 
 @functools.cache
 def _parents() -> tuple[Path, ...]:
-    """Where groups can be made."""
     found = [ROOT / kind for kind in ("pids", "memory") if os.access(ROOT / kind / "cgroup.procs", os.W_OK)]
     if found:
         cpu = ROOT / "cpu"

@@ -1,4 +1,5 @@
-"""The command that starts a supervisor in a sandbox: bubblewrap's arguments, its system call filter, and a user of its own."""
+"""The command that starts a supervisor in a sandbox: bubblewrap's arguments, its system call
+filter, and a user of its own."""
 
 from __future__ import annotations
 
@@ -18,28 +19,26 @@ from pathlib import Path
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 UIDS = range(61_184, 65_520)
-"""User ids of sandboxes where Libra runs as root: those that systemd sets aside for services without a user."""
+"""User ids of sandboxes under root, which systemd reserves for services without a user."""
 MEGABYTE = 2**20
 BUBBLEWRAP, NONE = "bubblewrap", "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a sandbox may use.
+    """Limits of a sandbox.
 
     Attributes
     ----------
-    memory_bytes : int
-        Address space of one process.
+    memory_bytes, cpu_s : int
+        Address space and CPU seconds of one process.
     file_bytes, disk_bytes : int
-        Of one file, and of all files together (bubblewrap only).
+        Size of one file, and of all files together (bubblewrap only).
     processes : int
-        Processes and threads at once, the supervisor's included. Does not bind root, hence the user ids.
-    cpu_s : int
-        CPU seconds of one process.
-    open_files : int
+        Processes and threads at once, with the supervisor's. The kernel does not bind root, hence
+        the user ids.
     cpus : float
-        Cores that all processes together may use, where a control group can be made.
+        Cores for all processes together, where a control group can be made.
     """
 
     memory_bytes: int = 512 * MEGABYTE
@@ -51,22 +50,18 @@ class Limits:
     cpus: float = 1.0
 
     def rlimits(self) -> dict[str, int]:
-        """By the name of the constant in the module ``resource``."""
+        """Limits by the constants of the module ``resource``."""
         return {
-            "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_FSIZE": self.file_bytes,
-            "RLIMIT_NPROC": self.processes,
-            "RLIMIT_CPU": self.cpu_s,
-            "RLIMIT_NOFILE": self.open_files,
-            "RLIMIT_CORE": 0,
-        }
+            "RLIMIT_AS": self.memory_bytes, "RLIMIT_FSIZE": self.file_bytes, "RLIMIT_NPROC": self.processes,
+            "RLIMIT_CPU": self.cpu_s, "RLIMIT_NOFILE": self.open_files, "RLIMIT_CORE": 0,
+        }  # fmt: skip
 
 
 def reserve_uid() -> tuple[int, socket.socket] | None:
-    """A user id that no other sandbox of this machine has while the socket is open; None where Libra does not run as root.
+    """A user id for this sandbox alone while the socket is open; None unless Libra runs as root.
 
-    The socket's abstract name is the reservation: the kernel gives it to one process, and frees it when that process
-    ends.
+    The socket's abstract name is the reservation: the kernel gives it to one process, and frees it
+    at that process's end.
     """
     if os.geteuid() != 0:
         return None
@@ -82,26 +77,14 @@ def reserve_uid() -> tuple[int, socket.socket] | None:
 
 
 def command(limits: Limits, requests: int, answers: int, *, uid: int | None, filtered: int | None) -> list[str]:
-    """The command line of a supervisor.
+    """The command line of a supervisor with descriptors for requests and answers, which becomes the
+    user ``uid``.
 
-    Parameters
-    ----------
-    requests, answers : int
-        Descriptors to pass on to it.
-    uid : int or None
-        The user that it becomes.
-    filtered : int or None
-        A descriptor of the system call filter, to pass on, too. None: without bubblewrap.
+    ``filtered`` is a descriptor of the system call filter; None runs it without bubblewrap.
     """
-    orders = json.dumps(
-        {
-            "requests": requests,
-            "answers": answers,
-            "alone": filtered is not None,
-            "uid": uid,
-            "limits": limits.rlimits(),
-        }
-    )
+    orders = json.dumps({
+        "requests": requests, "answers": answers, "alone": filtered is not None, "uid": uid, "limits": limits.rlimits(),
+    })  # fmt: skip
     if filtered is None:
         return [sys.executable, "-I", "-S", "-u", str(SUPERVISOR), orders]
     inside = ["/py/bin/python", "-I", "-S", "-u", "-B", "/supervisor.py", orders]
@@ -109,7 +92,8 @@ def command(limits: Limits, requests: int, answers: int, *, uid: int | None, fil
 
 
 def interpreter_paths() -> tuple[Path, Path, tuple[Path, ...]]:
-    """The interpreter itself, its standard library, and what of it a program must not see (packages of this machine)."""
+    """The interpreter, its standard library, and directories of packages that a program must not
+    see."""
     base = Path(sys.base_prefix).resolve()
     python = Path(os.path.realpath(sys.executable))
     stdlib = Path(sysconfig.get_path("stdlib", vars={"base": str(base), "installed_base": str(base)})).resolve()
@@ -121,7 +105,7 @@ def _bubblewrap(limits: Limits, *, as_root: bool) -> Sequence[str]:
     python, stdlib, hidden = interpreter_paths()
     library = f"/py/lib/{stdlib.name}"
     words = [str(_program()), *(f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try"))]
-    # As process 1 the supervisor cannot be killed or stopped from inside, and there is no process of bubblewrap's to attack.
+    # Programs cannot kill or stop the supervisor as process 1, and no process of bubblewrap is left to attack.
     words += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
     if as_root:  # a user namespace would keep the supervisor root outside, whom no limit on processes binds
         words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -171,7 +155,8 @@ sched_setscheduler sched_setattr sched_setparam sched_setaffinity setpriority io
 kexec_load kexec_file_load init_module finit_module delete_module reboot syslog iopl ioperm
 settimeofday clock_settime adjtimex clock_adjtime sethostname setdomainname
 """
-"""Not even Unix sockets: they lead to daemons. A machine without one of these calls has no rule for it."""
+"""Even Unix sockets, which lead to daemons. A machine without one of these calls has no rule for
+it."""
 _NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 """Flags CLONE_NEW... of clone."""
 _ALLOW, _EPERM, _ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
@@ -186,7 +171,7 @@ class _Argument(ctypes.Structure):
 
 @functools.cache
 def system_call_filter() -> bytes:
-    """The filter as BPF, made by libseccomp; OSError where that is not installed."""
+    """The filter as BPF from libseccomp; OSError without that library."""
     try:
         made = ctypes.CDLL("libseccomp.so.2")
     except OSError as error:
@@ -203,7 +188,7 @@ def system_call_filter() -> bytes:
 
     for name in _REFUSED.split():
         refuse(name)
-    refuse("clone3", action=_ENOSYS)  # C libraries fall back to clone, whose flags can be read
+    refuse("clone3", action=_ENOSYS)  # C libraries fall back to clone, whose flags a filter can read
     refuse("prlimit64", _Argument(0, _NOT_EQUAL, 0, 0))  # of another process
     for flag in _NEW_NAMESPACES:
         refuse("clone", _Argument(0, _MASKED_EQUAL, flag, flag))

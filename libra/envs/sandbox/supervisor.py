@@ -1,14 +1,17 @@
-"""The process inside a sandbox that runs programs: it forks once for each program.
+"""The process inside a sandbox, which forks for each program.
 
-Python runs this file with ``-I -S``; it imports the standard library alone and never Libra. Its command line is one JSON object
-(`Orders`). It reads requests on descriptor ``requests`` and writes answers on ``answers``: 4 bytes of length, then JSON.
+Python runs this file with ``-I -S``; it imports the standard library alone. Its command line is one
+JSON object. It reads requests from descriptor ``requests`` and writes answers to ``answers``: 4
+bytes of length, then JSON.
 
 Invariants
 ----------
 1. A program has neither of those descriptors, and no privilege to trace or read the supervisor.
-2. After an answer every process that its program started is dead.
-3. Output and result beyond their limits are dropped, and a program is killed at its deadline: no request waits for ever.
-4. Limits are each program's own: one that uses up its CPU seconds takes none from the supervisor or from the next program.
+2. After an answer every process of its program is dead.
+3. Output and result beyond their limits are dropped, and a program is killed at its deadline: no
+   request waits for ever.
+4. Each program has its own limits: its CPU seconds do not count for the supervisor or the next
+   program.
 """
 
 # ruff: noqa: PTH123, SIM105, SIM115, BLE001, ANN
@@ -42,13 +45,12 @@ def prctl(option, value=0, *more):
 
 
 def run_forked(request, alone, limits):
-    """Fork, run the program of ``request``, and return how it ended; every process that it started is dead
-    afterwards."""
+    """Run the program of ``request`` in a fork and kill all its processes; returns its end."""
     output, output_end = os.pipe()
     result, result_end = os.pipe()
     try:
         child = os.fork()
-    except OSError as error:  # nothing of a program is left here: the machine has no room
+    except OSError as error:  # the machine has no room, since nothing of a program is left
         for end in (output, output_end, result, result_end):
             os.close(end)
         return {"fault": f"no process can be started: {error}"}
@@ -87,7 +89,7 @@ def run_forked(request, alone, limits):
             status = os.waitpid(child, 0)[1]
     os.close(ended)
     killed = kill_all(child, alone)
-    for end in list(waiting):  # what it had written before it ended; no process remains that could write more
+    for end in list(waiting):  # no process is left that could write more
         os.set_blocking(end, False)
         try:
             while got := os.read(end, 65536):
@@ -103,12 +105,12 @@ def run_forked(request, alone, limits):
 
 
 def kill_all(child, alone):
-    """Kill the processes that ``child`` started and left behind; returns their exit statuses by process id."""
+    """Kill the processes of ``child``; returns their exit statuses by process id."""
     ended = {}
     for _ in range(200):
         if alone:
             try:
-                os.kill(-1, signal.SIGKILL)  # this process namespace has nothing but the supervisor and programs
+                os.kill(-1, signal.SIGKILL)  # this process namespace has only the supervisor and programs
             except ProcessLookupError:
                 pass
         else:  # orphans come to this process, their subreaper
@@ -131,7 +133,6 @@ def kill_all(child, alone):
 
 
 def children():
-    """Children of this process."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
             return [int(word) for word in file.read().split()]
@@ -140,7 +141,7 @@ def children():
 
 
 def _become_program(request):
-    """In the fork: run the source, then call its function if one is requested."""
+    """In the fork, run the source, then call its function if the request has one."""
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stdin = open(0, encoding="utf-8", closefd=False)
@@ -180,7 +181,6 @@ def _become_program(request):
 
 
 def exactly(descriptor, count):
-    """``count`` bytes, or EOFError."""
     parts = bytearray()
     while len(parts) < count:
         got = os.read(descriptor, count - len(parts))
@@ -191,7 +191,6 @@ def exactly(descriptor, count):
 
 
 def send(descriptor, answer):
-    """One answer."""
     data = json.dumps(answer).encode()
     data = struct.pack("!I", len(data)) + data
     while data:
@@ -213,7 +212,7 @@ def main():
     prctl(PR_SET_DUMPABLE, 0)
     if not orders["alone"]:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as process 1 it is sent no signal that it does not handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # process 1 gets no signal that it does not handle
     os.umask(0o077)
     import traceback  # noqa: F401  # loaded once, not in every fork
 

@@ -37,9 +37,9 @@ from libra.cluster.hardware_inventory import gpus_here
 from libra.config import resolve_model
 from libra.config.service_devices import GPU_FRAC, service_workers
 from libra.config.services import MODEL_FUNCTIONS, ServiceEntry
-from libra.envs.actions import NoThread, run_bounded
-from libra.envs.grading import bounded_reward
+from libra.envs.grader import bounded_reward
 from libra.envs.retries import refused, with_retries
+from libra.envs.tool_calls import NoThread, run_bounded
 from libra.errors import ConfigError, RecordExists, ServiceFault, ServiceTimeout, ToolFault
 from libra.facts import ServiceAnswered
 from libra.named_parts import named_part
@@ -306,7 +306,7 @@ class ServiceHost:
 
 
 class RunServices:
-    """The services of one run on this worker: a `libra.envs.services.Asker`."""
+    """The services of one run on this worker: a `libra.envs.asked_services.Asker`."""
 
     def __init__(self, context: WorkerContext, host: ServiceHost) -> None:
         self._context, self._host = context, host
@@ -448,7 +448,7 @@ class BatchThreads:
     async def run(
         self, function: Callable[..., Any], timeout_s: float, name: str, **arguments: Any
     ) -> tuple[Any, BaseException | None] | None:
-        """`libra.envs.actions.run_bounded` of ``function(**arguments)`` in a thread."""
+        """`libra.envs.tool_calls.run_bounded` of ``function(**arguments)`` in a thread."""
         self._running += 1
 
         def call(**more: Any) -> Any:

@@ -31,12 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from libra.agents.conversation import TOO_LONG, Asked, Conversation, offers_tools
+from libra.agents.agent_session import Ended, Pending, Session, as_float, by_size
+from libra.agents.conversation import TOO_LONG, Asked, Conversation
 from libra.agents.gateway import Gateway
-from libra.agents.messages import Message, digest
+from libra.agents.messages import Message, ModelRequest, Reply, digest, forms, offers_tools, reply
 from libra.agents.processes import AgentProcesses
-from libra.agents.requests import ModelRequest, Reply, forms, reply
-from libra.agents.session import Ended, Pending, Session, as_float, by_size
 from libra.errors import EngineAsleep, RequestRefused, ToolFault, ToolTimeout
 from libra.store.quantum_records import AgentEndRecord, GenerationRecord, QuantumRecord, RequestRecord, RestartRecord
 from libra.store.run_records import group_path

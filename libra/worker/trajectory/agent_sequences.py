@@ -3,7 +3,7 @@ generation to the agent.
 
 The conversations of an agent may have branches. A `RequestRecord` names the turn that it continues,
 and the generation after it is its answer. Sequences follow each other in the token arrays
-(`libra.agents.history`).
+(`libra.agents.conversation`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.agents.history import paths
-from libra.agents.requests import split_reasoning
+from libra.agents.conversation import paths
+from libra.agents.messages import split_reasoning
 from libra.envs import Environment
 from libra.envs.tool_call_formats import TOOL_FORMATS
 from libra.store.quantum_records import GenerationRecord, QuantumRecord, RequestRecord

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra.envs import Environment, run_grader
-from libra.envs.grading import bounded_reward, plain_number
+from libra.envs.grader import bounded_reward, plain_number
 from libra.envs.retries import BackOff
 from libra.errors import (
     ContextOverflow,

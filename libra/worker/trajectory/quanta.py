@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from libra.config.distil_checks import extra_draws
 from libra.envs import StateCopy, begin_state, run_step
 from libra.envs.action_process import ActionProcesses
-from libra.envs.environment import turn_by_script
+from libra.envs.environment import Scripted
 from libra.errors import ActionRevoked, EngineAsleep, EngineError, EnvironmentFault, FencedOff, ToolFault, Unstorable
 from libra.facts import FailureClassified, GivenBack, QuantumFinished, TrajectoryFoundEnded
 from libra.named_parts import raised_at
@@ -277,7 +277,8 @@ class QuantumRunner:
         prompt_ids = self._prompt_ids(state.prompt) if not state.context else None
         context_ids = state.context_ids if prompt_ids is None else prompt_ids
         temperature = self._temperature(state.tid)
-        script = turn_by_script(context.environment, state.tid, state.prompt, state.turns)
+        given = context.environment
+        script = given.scripted(state.tid, state.prompt, state.turns) if isinstance(given, Scripted) else None
         done = sum(map(len, state.unfinished))
         wanted = rollout.max_new_tokens if script is None else script.new_tokens
         if state.request is not None and state.request.max_tokens is not None:

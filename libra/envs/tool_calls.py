@@ -2,13 +2,16 @@
 
 Invariants
 ----------
-1. ``run_action`` returns a `ToolReturn` for everything that a call or a tool can do. It raises only if its own task is cancelled,
-   and `ToolFault` where the tool declares the outcome fatal, or its API refuses it for too long. Its text is storable
-   (`libra.untrusted`), and its ``tool`` is one of the environment's, or empty: a name that the model made up is no key for anybody.
-2. It returns within the tool's ``timeout_s`` plus scheduling, unless an ``async`` tool blocks the event loop; where an API refuses
-   the call for now, within `libra.envs.retries.TOTAL_S` more.
-3. ``content`` has at most ``max_payload_chars`` characters plus one note of how many were dropped.
-4. A thread that outlives its time-out is logged with its tool's name and counted by `hung_threads` until it ends.
+1. `run_action` returns a `ToolReturn` for everything that a call or a tool can do. It raises only
+   if its own task is cancelled, and `ToolFault` if the outcome is fatal for the tool or its API
+   refuses it for too long. Its text is storable (`libra.untrusted`), and its ``tool`` is one of the
+   environment's, or empty for a name that the model made up.
+2. It returns within the tool's ``timeout_s`` plus scheduling, unless an ``async`` tool blocks the
+   event loop; while an API refuses the call, within `libra.envs.retries.TOTAL_S` more.
+3. ``content`` has at most ``max_payload_chars`` characters plus one note with the number of dropped
+   ones.
+4. A thread that outlives its time-out is logged with its tool's name and counted by `hung_threads`
+   until it ends.
 """
 
 from __future__ import annotations
@@ -41,20 +44,15 @@ from libra.untrusted import error_text, shown_line, storable
 logger = logging.getLogger(__name__)
 
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,), "object": (dict,),
     "null": (type(None),),
-}
+}  # fmt: skip
 SMALL_CHARS = 1 << 18
-"""Text of at most as many characters has at most 1 MiB, and goes into its record."""
+"""Characters of at most 1 MiB, which stand in their record."""
 
 
 class StateOfCall(Protocol):
-    """The trajectory's state, for one call after the other; see `libra.envs.state.StateCopy`."""
+    """The trajectory's state; `libra.envs.state.StateCopy` is one."""
 
     def value(self) -> Any: ...
 
@@ -63,8 +61,7 @@ class StateOfCall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """One attempt of a call: what it was given, (value, error) or None (it was cut off), its seconds, and whether an API refused it
-    for now."""
+    """One attempt of a call; ``outcome`` is (value, error), or None after a time-out."""
 
     arguments: dict[str, Any]
     outcome: tuple[Any, BaseException | None] | None
@@ -85,33 +82,32 @@ async def run_action(
     cores: int | None = None,
     back_off: BackOff | None = None,
 ) -> ToolReturn:
-    """The return of ``call``, as the model reads it.
+    """The return of ``call`` for the model.
 
     Parameters
     ----------
     prompt : Prompt
-        The question the call belongs to, for the log.
+        The question of the call, for the log.
     action_id : str
-        Name of the action in its run, e.g. "train-3-0-7/4/0" (trajectory, turn, call), passed to tools with a keyword of that
-        name, as idempotency key and seed of injected faults.
-    state : StateOfCall, optional
-        For a tool that takes the trajectory's state; what it changed is kept if it returned.
-    session : object, optional
-        For a tool that takes the trajectory's session.
+        Name of the action in its run, e.g. "train-3-0-7/4/0" (trajectory, turn, call). Tools with a
+        keyword of that name get it as idempotency key and seed of injected faults.
+    state, session : object, optional
+        For tools that take the trajectory's state or session. Changes of the state are kept if the
+        tool returned.
     keep : callable, optional
-        Called with all that the tool returned, before it is cut; gives its reference, or "".
+        Stores the whole text before it is cut, and returns its reference, or "".
     processes : ActionProcesses, optional
-        Where calls of tools with resources of their own run; None: beside the others.
+        Runs calls of tools with resources of their own.
     cores : int, optional
-        Those that the call has; None: the tool's least.
+        Cores of the call; None stands for the tool's least.
     back_off : BackOff, optional
-        How a call is tried again that an API refuses for now (HTTP 429); None: as the defaults of a run.
+        Retries while an API refuses the call for now (HTTP 429).
 
     Raises
     ------
     ToolFault
-        The tool raised it, failed in a way that is ``fatal`` for it (`ToolTimeout` where that was its time-out), or was refused by
-        its API until retries were used up.
+        The tool raised it, its outcome is ``fatal`` (`ToolTimeout` for a time-out), or its API
+        refused it until retries were used up.
     """
     fault = _malformed(environment, call)
     if fault is not None:
@@ -130,17 +126,13 @@ async def run_action(
     if tried.outcome is None:
         return _timed_out(tool, tried, prompt, action_id)
     payload, status = _payload(tool, tried, tried.outcome, state, action_id)
-    reference = "" if keep is None else await _kept(keep, payload)
+    reference = ""
+    if keep is not None:  # a thread writes text that may become a file
+        reference = keep(payload) if len(payload) <= SMALL_CHARS else await asyncio.to_thread(keep, payload)
     return replace(_bounded_return(tool, status, payload, tried.latency_s), reference=reference)
 
 
-async def _kept(keep: Callable[[str], str], payload: str) -> str:
-    """The reference of what a tool returned; a thread writes text that may become a file."""
-    return keep(payload) if len(payload) <= SMALL_CHARS else await asyncio.to_thread(keep, payload)
-
-
 def _arguments(tool: Tool, call: ToolCall, action_id: str, state: StateOfCall | None, session: Any) -> dict[str, Any]:
-    """What one attempt of a call is given; each has a state of its own."""
     arguments = dict(call.arguments)
     if tool.takes_action_id:
         arguments[ACTION_ID] = action_id
@@ -152,7 +144,6 @@ def _arguments(tool: Tool, call: ToolCall, action_id: str, state: StateOfCall | 
 
 
 async def _tried(tool: Tool, arguments: dict[str, Any], processes: ActionProcesses | None, cores: int | None) -> _Tried:
-    """Call the tool once: in a process of its own if it has resources, else beside others."""
     if tool.own_process and processes is not None:
         bounds = Bounds(tool.cores[0] if cores is None else cores, round(tool.memory_gib * 2**30), tool.gpu)
         started_s = time.perf_counter()
@@ -167,7 +158,6 @@ async def _tried(tool: Tool, arguments: dict[str, Any], processes: ActionProcess
 
 
 def _timed_out(tool: Tool, tried: _Tried, prompt: Prompt, action_id: str) -> ToolReturn:
-    """What the model reads of a call that was cut off; ToolTimeout where that is fatal."""
     prompt_id = shown_line(prompt.prompt_id)
     logger.info("tool %s timed out after %g s (%s, prompt %s)", tool.name, tool.timeout_s, action_id, prompt_id)
     content = f"timed out after {tool.timeout_s:g} s"
@@ -177,13 +167,10 @@ def _timed_out(tool: Tool, tried: _Tried, prompt: Prompt, action_id: str) -> Too
 
 
 def _payload(
-    tool: Tool,
-    tried: _Tried,
-    outcome: tuple[Any, BaseException | None],
-    state: StateOfCall | None,
-    action_id: str,
+    tool: Tool, tried: _Tried, outcome: tuple[Any, BaseException | None], state: StateOfCall | None, action_id: str
 ) -> tuple[str, ToolStatus]:
-    """What a call returned or raised as text, and how it ended; the state is kept if it returned. ToolFault as of `run_action`."""
+    """Text and status of an outcome; keeps the state if the call returned. `ToolFault` as in
+    `run_action`."""
     value, error = outcome
     if isinstance(error, ToolFault) or (error is not None and ToolStatus.ERROR in tool.fatal):
         raise ToolFault(f"tool {tool.name}: {error_text(error)}{raised_at(error)} ({action_id})") from error
@@ -200,13 +187,14 @@ def _payload(
 def processes_for(
     environment: Environment, cores: Sequence[int], gpus: GpusOfCalls | None = None
 ) -> ActionProcesses | None:
-    """The processes of calls of ``environment`` on a worker with these cores and GPUs; None: none of its tools needs one."""
+    """Processes for calls of ``environment`` on a worker with these cores and GPUs; None if no tool
+    needs one."""
     functions = {tool.name: tool.call for tool in environment.tools if tool.own_process}
     return ActionProcesses(functions, cores, _as_text, gpus) if functions else None
 
 
 def _as_outcome(ran: Ran) -> tuple[Any, BaseException | None]:
-    """What a call in its own process came to, as `run_bounded` gives it."""
+    """The outcome of a call in its own process, in the form of `run_bounded`."""
     if not ran.error:
         return ran.text, None
     return None, ToolFault(ran.text) if ran.fault else type(ran.error, (Exception,), {})(ran.text)
@@ -215,8 +203,11 @@ def _as_outcome(ran: Ran) -> tuple[Any, BaseException | None]:
 async def run_bounded(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float, *, is_async: bool, name: str
 ) -> tuple[Any, BaseException | None] | None:
-    """(value, None) or (None, exception) of ``function(**arguments)``, which is `NoThread` where the call could not be begun; None
-    if it took longer than ``timeout_s``. A thread's function may return an awaitable, which the event loop awaits."""
+    """Call ``function(**arguments)``, in a thread unless it is ``async``.
+
+    Returns (value, None) or (None, exception), which is `NoThread` if the call could not start, or
+    None after ``timeout_s``. The event loop awaits an awaitable that a thread's function returned.
+    """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + timeout_s
     thread: CallThread | None = None
@@ -225,7 +216,7 @@ async def run_bounded(
         waiting = loop.create_task(_guarded(function, arguments))
     else:
         waiting = loop.create_future()
-        # No pool of a fixed size: a hung call must not take a slot of it, or keep the process from exiting.
+        # Not a pool of fixed size: a hung call must not hold a slot of it, or keep the process from exiting.
         try:
             thread = CallThread.call(lambda: _in_thread(function, arguments, loop, waiting), name)
         except NoThread as error:
@@ -280,7 +271,7 @@ def _in_thread(
 
 
 def _malformed(environment: Environment, call: ToolCall) -> str | None:
-    """What is wrong with the call and what would be right, or None."""
+    """The fault of a call and the right form; None for a well-formed call."""
     usage_of = TOOL_FORMATS[environment.tool_format].usage
     usage = " or ".join(usage_of(tool) for tool in environment.tools) or "no tools here"
     if call.error is not None:
@@ -306,7 +297,8 @@ def _malformed(environment: Environment, call: ToolCall) -> str | None:
 
 
 def _refusal(tool: Tool, name: str, value: object) -> str:
-    """What is wrong with an argument for pydantic, or for a validator of the user's type; "" if nothing."""
+    """The fault of an argument for pydantic or a validator of the user's type; empty without
+    one."""
     try:
         tool.typed(name, value)
     except ValidationError as error:
@@ -324,7 +316,8 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _fits(value: object, schema: Mapping[str, Any]) -> bool:
-    """Whether the top level of ``value`` fits ``schema``; the tool checks what is inside lists and objects."""
+    """Whether the top level of ``value`` fits ``schema``; the tool checks the inside of lists and
+    objects."""
     if "enum" in schema and value not in schema["enum"] and not (value is None and schema.get("nullable")):
         return False
     names = _types(schema)
@@ -336,7 +329,8 @@ def _fits(value: object, schema: Mapping[str, Any]) -> bool:
 
 
 def _as_text(value: object) -> str:
-    """A str unchanged, None as "", anything else as JSON, or as ``str()`` where JSON cannot express it."""
+    """A str unchanged, None as "", anything else as JSON, or ``str()`` if JSON cannot express
+    it."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -359,7 +353,7 @@ def _bounded_return(tool: Tool, status: ToolStatus, payload: str, latency_s: flo
 
 
 KEPT_IDLE = 64
-"""Idle threads kept for the next calls: starting one costs more than most rewards."""
+"""Most idle threads; starting one costs more than most rewards."""
 IDLE = "libra-call-idle"
 
 _idle: list[CallThread] = []
@@ -372,7 +366,7 @@ class NoThread(ToolFault):
 
 
 class CallThread(threading.Thread):
-    """A thread that runs calls one after the other."""
+    """A thread that runs one call after another."""
 
     def __init__(self) -> None:
         super().__init__(name=IDLE, daemon=True)
@@ -380,8 +374,11 @@ class CallThread(threading.Thread):
 
     @classmethod
     def call(cls, work: Callable[[], None], name: str) -> Self:
-        """Run ``work``, which must not raise, on an idle thread or a new one, in the context of the caller; returns the thread,
-        called ``name`` meanwhile. `NoThread`."""
+        """Run ``work``, which must not raise, in the caller's context on an idle or new thread with
+        this ``name``.
+
+        `NoThread` if the machine starts none.
+        """
         with _lock:
             thread = _idle.pop() if _idle else None
         if thread is None:
@@ -395,12 +392,12 @@ class CallThread(threading.Thread):
         return thread
 
     def run(self) -> None:
-        """Run calls, until there are enough idle threads without this one."""
+        """Run calls until there are enough idle threads without this one."""
         while True:
             work, self.name = self._calls.get()
             work()
             self.name = IDLE
-            del work  # it holds the arguments of the call
+            del work  # frees the arguments of the call
             with _lock:
                 _hung.discard(self)
                 if len(_idle) >= KEPT_IDLE:

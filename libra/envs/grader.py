@@ -1,7 +1,5 @@
-"""Grades one finished trajectory: a finite number, or a `RewardFault` that names environment, trajectory and value.
-
-A number that comes later is a `libra.types.Late`, whose provisional value is checked alike.
-"""
+"""Grades a finished trajectory: a finite number, a `libra.types.Late` with finite numbers, or a
+`RewardFault`."""
 
 from __future__ import annotations
 
@@ -11,9 +9,9 @@ import numbers
 import time
 from typing import Any
 
-from libra.envs.actions import run_bounded
 from libra.envs.environment import Environment
 from libra.envs.retries import BackOff, refused, with_retries
+from libra.envs.tool_calls import run_bounded
 from libra.errors import RewardFault, RewardTimeout
 from libra.named_parts import defined_at, users_place
 from libra.types import EndReason, Episode, Late
@@ -26,14 +24,14 @@ MAX_REWARD = 1e9
 async def run_grader(
     environment: Environment, episode: Episode, timeout_s: float = 60.0, back_off: BackOff | None = None
 ) -> float | Late:
-    """``environment.grade(episode)``, bounded by ``timeout_s`` wall seconds, and tried again as ``back_off`` says while an API
-    refuses it for now (HTTP 429).
+    """``environment.grade(episode)`` within ``timeout_s`` wall seconds, with retries by
+    ``back_off`` after HTTP 429.
 
     Raises
     ------
     RewardFault
-        If the reward raises, hangs (`RewardTimeout`), is NaN or infinite, is not a number, or is refused until retries are used
-        up. There is no default: a trajectory without a reward does not count as one with reward 0.
+        The reward raises, hangs (`RewardTimeout`), is not one finite number, or is refused until
+        retries are used up. A trajectory without a reward never counts as one with reward 0.
     """
     where = f"environment {environment.name}, trajectory {episode.trajectory_id}"
 
@@ -65,7 +63,6 @@ async def run_grader(
 
 
 def _checked(outcome: tuple[Any, BaseException | None] | None, where: str, timeout_s: float) -> float | Late:
-    """The reward that an attempt came to; RewardFault."""
     if outcome is None:
         raise RewardTimeout(f"{where}: the reward did not return within {timeout_s:g} s")
     value, error = outcome
@@ -88,7 +85,8 @@ def _checked(outcome: tuple[Any, BaseException | None] | None, where: str, timeo
 
 
 def plain_number(value: Any) -> Any:
-    """A number of numpy, torch, decimal or another library as Python's own; anything else unchanged."""
+    """A number of numpy, torch, decimal or another library as Python's own; other values stay
+    unchanged."""
     if hasattr(value, "item"):
         try:
             value = value.item()
@@ -98,7 +96,6 @@ def plain_number(value: Any) -> Any:
 
 
 def _checked_late(late: Late, where: str) -> Late:
-    """``late``, whose numbers are finite; RewardFault."""
     try:
         fast = None if late.fast is None else plain_number(late.fast) * 1.0  # of text that raises
         late = Late(fast, plain_number(late.offset) * 1.0, plain_number(late.factor) * 1.0)
@@ -111,7 +108,8 @@ def _checked_late(late: Late, where: str) -> Late:
 
 
 def bounded_reward(reward: float, where: str) -> float:
-    """``reward``; RewardFault, which begins with ``where``, unless it is finite and at most `MAX_REWARD` in magnitude."""
+    """``reward``; RewardFault with ``where`` unless it is finite and at most `MAX_REWARD` in
+    magnitude."""
     if not math.isfinite(reward):
         raise RewardFault(f"{where}: the reward is {reward}; it must be one finite number")
     if abs(reward) > MAX_REWARD:
@@ -123,8 +121,11 @@ def bounded_reward(reward: float, where: str) -> float:
 
 
 def own_reward(episode: Episode) -> float:
-    """What the agent returned as its reward, or posted to its gateway; 0 if it failed without one for the length of an answer or of
-    the conversation, or its turns. ValueError if it ended by itself without one."""
+    """The reward that the agent returned or posted to its gateway; 0 for an agent without one that
+    ran out of length or turns.
+
+    ValueError if the agent ended by itself without a reward.
+    """
     if episode.own_reward is None and episode.end_reason in (EndReason.LENGTH, EndReason.MAX_TURNS):
         return 0.0
     if episode.own_reward is None:

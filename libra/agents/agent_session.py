@@ -1,11 +1,11 @@
-"""What one trajectory's agent asks: its requests in order, until it has ended. Without HTTP.
+"""The requests of one trajectory's agent in order, until it has ended. Without HTTP.
 
 Invariants
 ----------
-1. A request has one answer, however many connections wait for it: a retry joins the request that is under way, and is given the
-   answer of one that was answered.
-2. A request that nobody waits for any more is dropped, unless the model writes its answer already.
-3. After its end a session takes no request.
+1. A request has one answer, however many connections wait for it: a retry joins the request under
+   way, or gets the answer that was given before.
+2. A request for which nobody waits is dropped, unless the model already writes its answer.
+3. A session takes no request after its end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from libra.agents.messages import ModelRequest, Reply
 from libra.agents.request_bodies import Known
-from libra.agents.requests import ModelRequest, Reply
 from libra.errors import RequestRefused
 
 KEPT_REPLIES = 64
@@ -27,7 +27,7 @@ KEPT_REPLIES = 64
 
 
 def as_float(value: float) -> float:
-    """A number of JSON as a float; infinite where it is a whole number too large for one, which no reward may be."""
+    """A number of JSON as a float; a whole number too large for one is infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -36,7 +36,8 @@ def as_float(value: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A request that waits. ``waiting`` connections want its answer; ``taken``: the model writes it."""
+    """A request, the number of connections that wait for its answer, and whether the model writes
+    it."""
 
     request: ModelRequest
     answer: asyncio.Future[Reply]
@@ -44,12 +45,12 @@ class Pending:
     taken: bool = False
 
     def resolve(self, reply: Reply) -> None:
-        """Answer it."""
+        """Answer the request."""
         if not self.answer.done():
             self.answer.set_result(reply)
 
     def refuse(self, error: RequestRefused) -> None:
-        """Answer it with an error."""
+        """Answer the request with an error."""
         if not self.answer.done():
             self.answer.set_exception(error)
             self.answer.exception()  # nobody may wait for it
@@ -57,10 +58,8 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The agent has ended: what it returned, or the error that ended it.
-
-    ``lost``: it is not the agent that failed, but what runs it.
-    """
+    """The end of an agent: its result or its error; ``lost`` if the program that runs agents
+    failed."""
 
     result: Any = None
     error: str | None = None
@@ -69,7 +68,7 @@ class Ended:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """The requests of one agent; ``name`` is its trajectory, for messages."""
+    """The requests of one agent; ``name`` is its trajectory."""
 
     name: str
     max_model_len: int
@@ -84,7 +83,7 @@ class Session:
     # ---------------------------------------------------------------- for the gateway
 
     def take(self, request: ModelRequest, *, retry: bool) -> Pending:
-        """Take a request; with ``retry`` it may be one that was taken before."""
+        """Take a request, which with ``retry`` may have come before."""
         if self.ended is not None:
             raise RequestRefused(f"{self.name} has ended", status=409, code="trajectory_ended")
         if retry:
@@ -105,7 +104,7 @@ class Session:
         return pending
 
     def leave(self, pending: Pending) -> None:
-        """A connection does not wait for a request any more, answered or not."""
+        """A connection stops waiting for a request."""
         pending.waiting -= 1
         if pending.answer.done() and pending in self._open:
             self._open.remove(pending)
@@ -130,7 +129,6 @@ class Session:
                     return event
 
     def _here(self) -> Pending | Ended | None:
-        """The next request that somebody waits for, or the end, if there is one."""
         while self._queue:
             pending = self._queue.popleft()
             if pending.waiting > 0:
@@ -140,14 +138,14 @@ class Session:
         return self.ended
 
     def answered(self, pending: Pending, reply: Reply) -> None:
-        """A request has its answer."""
+        """Answer a request that `next` gave."""
         self._answered.append((pending.request.fingerprint, reply))
         pending.resolve(reply)
         if pending.waiting <= 0 and pending in self._open:
             self._open.remove(pending)
 
     def close(self, error: str) -> None:
-        """No request will be answered any more."""
+        """End the session and refuse its open requests."""
         self.end(Ended(None, error))
         for pending in self._open:
             pending.refuse(RequestRefused(error, status=409, code="trajectory_ended"))
@@ -156,12 +154,13 @@ class Session:
 
 
 LONG = 32 << 10
-"""Characters, or bytes, of which the work is done by a thread."""
+"""Characters or bytes from which `by_size` uses a thread."""
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="libra-agents")
 
 
 async def by_size(size: int, work: Callable[[], Any]) -> Any:
-    """What ``work`` returns: called here where ``size`` is below `LONG`, else by one of two threads, in the order of asking."""
+    """Call ``work`` here if ``size`` is below `LONG`, else in one of two threads, in order; returns
+    its value."""
     if size < LONG:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work)

@@ -1,12 +1,14 @@
-"""A persistent sandbox: one supervisor runs one program after another and keeps files in /tmp between them.
+"""A persistent sandbox: one supervisor runs one program after another and keeps files in /tmp
+between them.
 
 Invariants
 ----------
-1. `Session.run` returns within its ``timeout_s`` plus `GRACE_S`, whatever the program does, and leaves no process of
-   it.
-2. Whatever goes wrong inside is the program's failure, a `Finished`; only what the machine refuses raises: a sandbox that cannot be
-   started, a supervisor that cannot fork while nothing runs in it.
-3. At most ``output_bytes`` and ``result_bytes`` of a program's output and result are ever in memory here.
+1. `Session.run` returns within its ``timeout_s`` plus `GRACE_S` for every program, and leaves no
+   process of it.
+2. Every failure inside is the program's, a `Finished`. Only faults of the machine raise: a sandbox
+   that cannot start, or a supervisor that cannot fork.
+3. At most ``output_bytes`` and ``result_bytes`` of a program's output and result are in memory
+   here.
 """
 
 from __future__ import annotations
@@ -30,33 +32,34 @@ from typing import Any, Self
 
 from libra.envs.sandbox.cgroups import ControlGroup
 from libra.envs.sandbox.confined import BUBBLEWRAP, Limits, command, reserve_uid, system_call_filter
-from libra.processes.child_environment import chosen
 
 GRACE_S = 2.0
-"""Seconds after a program's deadline until the whole sandbox is killed, if its supervisor has not answered."""
+"""Seconds after a program's deadline at which a sandbox without an answer is killed."""
 START_S = 20.0
-"""Seconds that a supervisor may take to start, on a loaded machine too."""
+"""Longest start of a supervisor, on a loaded machine."""
 MAX_ANSWER_BYTES = 64 * 2**20
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="libra-sandbox")
-"""Starts supervisors: the kernel ends them with the thread that started them, and threads of tool calls end."""
+"""Starts supervisors: the kernel ends them with their starting thread, and threads of tool calls
+end."""
 
 
 class SandboxFailed(OSError):
-    """The sandbox could not be started, or not start a program; a fault of the machine, never of a program."""
+    """The sandbox or a program in it could not start: a fault of the machine, never of a
+    program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a program ended.
+    """The end of a program.
 
     Attributes
     ----------
     exit_code : int or None
-        Negative where a signal ended it; None if it was cut off, or took its supervisor with it.
+        Negative after a signal; None if the program was cut off, or ended its supervisor.
     output : str
         Standard output and error together.
     result : str or None
-        JSON of what the called function returned; None if nothing was called, or it did not return.
+        JSON of the called function's value; None without a call, or if the function did not return.
     """
 
     exit_code: int | None
@@ -65,13 +68,8 @@ class Finished:
 
 
 class Session:
-    """One sandbox on this machine, `BUBBLEWRAP` or `NONE`. A context manager; `close` kills everything in it and deletes its files.
-
-    Raises
-    ------
-    SandboxFailed
-        It cannot be started.
-    """
+    """One sandbox on this machine, `BUBBLEWRAP` or `NONE`, as a context manager. `SandboxFailed` if
+    it cannot start."""
 
     def __init__(self, limits: Limits, isolation: str = BUBBLEWRAP) -> None:
         self.limits, self.isolation = limits, isolation
@@ -101,12 +99,12 @@ class Session:
     def call(
         self, source: str, function: str, arguments: list[Any], *, timeout_s: float, result_bytes: int = 2**20
     ) -> Finished:
-        """Run a program, then call one of its functions; `Finished.result` is JSON of what it returned."""
+        """Run a program, then call one of its functions; `Finished.result` is JSON of its value."""
         request = {"source": source, "call": {"function": function, "arguments": json.dumps(arguments)}}
         return self._ask(request, timeout_s, 20_000, result_bytes)
 
     def close(self) -> None:
-        """Kill every process in it, and delete its files; never raises because of what a program left behind."""
+        """Kill all processes in it and delete its files."""
         process, self._process = self._process, None
         if process is not None:
             for descriptor in (self._requests, self._answers):
@@ -127,8 +125,6 @@ class Session:
         if work is not None:
             _delete(work)
 
-    # ---------------------------------------------------------------- inside
-
     def _start(self) -> None:
         confined, limits = self.isolation == BUBBLEWRAP, self.limits
         inside_requests, self._requests = os.pipe()
@@ -146,16 +142,10 @@ class Session:
             uid = None if self._uid is None else self._uid[0]
             words = command(limits, inside_requests, inside_answers, uid=uid, filtered=filtered)
             self._process = _STARTER.submit(
-                subprocess.Popen,
-                self._group.around(words),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                cwd=self._work or "/",
-                env={"PATH": os.defpath} | chosen({"PATH"} & os.environ.keys()),
-                pass_fds=inside,
-                start_new_session=True,
-            ).result()
+                subprocess.Popen, self._group.around(words), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE, cwd=self._work or "/", env={"PATH": os.environ.get("PATH", os.defpath)},
+                pass_fds=inside, start_new_session=True,
+            ).result()  # fmt: skip
         except OSError as error:
             os.close(self._requests)
             os.close(self._answers)
@@ -183,7 +173,7 @@ class Session:
         with contextlib.suppress(OSError):
             if self._send(struct.pack("!I", len(data)) + data, deadline):
                 answer = self._answer(deadline)
-        if answer is None:  # the program killed or stopped its supervisor, or filled what that needs
+        if answer is None:  # the program killed or stopped its supervisor
             self.close()
             return Finished(None, "[the program ended the sandbox that it ran in]", None)
         if "fault" in answer:
@@ -204,7 +194,7 @@ class Session:
         return True
 
     def _answer(self, deadline: float) -> dict[str, Any] | None:
-        """The next answer; None if none comes before the deadline, or it is not an answer."""
+        """The next answer; None if none comes before the deadline, or if it is malformed."""
         head = self._read(4, deadline)
         if head is None:
             return None
@@ -229,8 +219,8 @@ class Session:
 
 
 def _ready(descriptor: int, what: int, deadline: float) -> bool:
-    """Whether ``descriptor`` can be read or written before the deadline; of any number, which select cannot."""
-    poll = select.poll()
+    """Whether ``descriptor`` can be read or written before the deadline."""
+    poll = select.poll()  # select takes no descriptor above 1,023
     poll.register(descriptor, what)
     return bool(poll.poll(max(0.0, 1000.0 * (deadline - time.monotonic()))))
 
@@ -241,8 +231,9 @@ def _text(raw: Any) -> str:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder whatever a program made in it: folders nested deeper than paths may be long, or that may not be entered."""
-    try:  # Python's own removal recurses too far in deep folders
+    """Delete a folder, also with folders that are nested too deeply for a path, or that cannot be
+    entered."""
+    try:  # shutil.rmtree recurses too far in deep folders
         subprocess.run(["rm", "-rf", "--one-file-system", str(folder)], capture_output=True, timeout=60, check=False)
     except subprocess.SubprocessError:
         return

@@ -1,7 +1,8 @@
-"""`libra.ask`: what rewards and tools ask of the services of their run (section ``services``), on the worker where they run.
+"""`libra.ask`: requests of rewards and tools to the services of their run (section ``services``),
+on their worker.
 
-A call knows its run by the context in which it was begun (`asking`); where there is none, such as in a thread of a user's own, it
-is the only run of this process.
+A call finds its run by the context in which it started (`asking`). Without one, as in a thread of
+the user's, it is the only run of this process.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ class Asker(Protocol):
 
     @property
     def names(self) -> Collection[str]:
-        """What the run calls them."""
+        """Names of the services."""
 
     loop: asyncio.AbstractEventLoop
-    """Where `answer` runs."""
+    """Event loop of `answer`."""
     pid: int
-    """The process of that loop."""
+    """Process of that loop."""
 
     async def answer(self, service: str, given: Any) -> Any:
-        """What a service says; ServiceFault."""
+        """The answer of a service; ServiceFault."""
 
     def answer_later(self, service: str, given: Any, trajectory_id: str) -> None:
-        """Have what it says delivered as the reward of a trajectory."""
+        """Deliver the answer later, as the reward of a trajectory."""
 
 
 _HERE: list[Asker] = []
@@ -44,7 +45,7 @@ _ASKER: ContextVar[Asker | None] = ContextVar("libra_services", default=None)
 
 @contextmanager
 def services_here(asker: Asker) -> Iterator[None]:
-    """Within it, this process has these services."""
+    """Give this process these services."""
     _HERE.append(asker)
     try:
         yield
@@ -54,7 +55,7 @@ def services_here(asker: Asker) -> Iterator[None]:
 
 @contextmanager
 def asking(asker: Asker | None) -> Iterator[None]:
-    """Within it, and in the calls that begin in it, `ask` asks these services."""
+    """Let `ask` use these services here and in calls that start here."""
     token = _ASKER.set(asker)
     try:
         yield
@@ -63,21 +64,21 @@ def asking(asker: Asker | None) -> Iterator[None]:
 
 
 def ask(service: str, given: Any) -> Any:
-    """The answer of a service of this run to ``given``; waits for it. For rewards and tools that are plain functions.
+    """Wait for the answer of a service of this run to ``given``, in a plain reward or tool.
 
     Parameters
     ----------
     service : str
         A name of ``services.named``.
     given : Any
-        What its function gets as one of its inputs. The functions for models take a text, or a mapping with "prompt" or "messages",
-        and "completion".
+        One input of its function. The functions for models take a text, or a mapping with "prompt"
+        or "messages", and "completion".
 
     Raises
     ------
     ServiceFault
-        It failed, its API refused it until retries were used up, the run has none of that name, or this call runs where services
-        cannot be asked.
+        The service failed, its API refused it until retries were used up, the run does not have it,
+        or this call runs where no service can be asked.
     """
     asker = _asker(service)
     try:
@@ -101,7 +102,7 @@ def _asker(service: str) -> Asker:
     if asker is None:
         why = "of several runs" if _HERE else "of a run with services"
         raise ServiceFault(
-            f"service {service!r}: this is no reward or tool {why}; ask it in one, and name it in services.named"
+            f"service {service!r}: this call is not in a reward or tool {why}; ask it there, and name it in services.named"
         )
     if asker.pid != os.getpid():
         raise ServiceFault(
@@ -126,21 +127,22 @@ def service(
     answer_s: float | None = None,
     **args: Any,
 ) -> dict[str, Any]:
-    """A service for ``libra.train(services={"judge": libra.service(...)})``; the same as an entry of ``services.named``.
+    """An entry of ``services.named`` for ``libra.train(services={"judge": libra.service(...)})``.
 
     Parameters
     ----------
     function : str or callable
-        "judge", "logprob", "score" or "embed", which ask ``model``; "teach" for ``distil.teacher``; or a function at the top of a
-        module: ``f(inputs)``, with a model ``f(model, tokenizer, inputs)``, which returns one value for each input.
+        "judge", "logprob", "score" or "embed", which ask ``model``; "teach" for ``distil.teacher``;
+        or a function at the top of a module, ``f(inputs)`` or with a model ``f(model, tokenizer,
+        inputs)``, with one value for each input.
     model : str, optional
-        Named as ``model.path`` is.
+        A name as in ``model.path``.
     max_batch, max_wait_s : int, float
-        Requests that are answered together, and seconds that one waits for others.
+        Most requests in one batch, and longest seconds that a request waits for others.
     timeout_s : float
         Seconds after which a batch fails.
     answer_s : float, optional
-        Seconds of the device for one answer, for ``libra plan``.
+        Device seconds for one answer, for ``libra plan``.
     **args
         Further keyword arguments of the function.
 
@@ -158,7 +160,8 @@ def service(
 
 @dataclass(frozen=True, slots=True)
 class ServiceUse:
-    """A service that an environment asks; ``late``: without waiting for it. ``where`` is who asks, for messages."""
+    """A service that an environment asks, and the asking part; ``late`` does not wait for the
+    answer."""
 
     service: str
     where: str
@@ -167,16 +170,10 @@ class ServiceUse:
 
 @dataclass(frozen=True, slots=True)
 class ServiceReward:
-    """A reward that is the number a service answers: ``{service: judge}``.
+    """The number from a service as the reward: ``{service: judge}``.
 
-    Attributes
-    ----------
-    service : str
-    late : bool
-        Do not wait: the reward is `libra.Late`, and is delivered when the service has answered (``trainer.late``). Held-out
-        questions wait.
-    fast : float or None
-        The provisional reward of a late one; None: there is none.
+    With ``late`` the reward is `libra.Late`, and its value comes with the answer
+    (``trainer.late``); held-out questions wait. ``fast`` is the provisional reward of a late one.
     """
 
     service: str
@@ -192,15 +189,15 @@ class ServiceReward:
 
 
 def question(prompt: Prompt, completion: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reward sends to a service: the last message of the prompt, all of them, the last turn of the model, and the columns of
-    the row."""
+    """The input of a service for a reward: the prompt's last message and all messages, the model's
+    last turn, and columns."""
     messages = [dict(message) for message in prompt.messages]
     last = messages[-1]["content"] if messages else ""
     return {**columns, "prompt": last, "messages": messages, "completion": completion}
 
 
 def service_reward(options: Mapping[str, Any]) -> ServiceReward:
-    """The reward of ``{service: NAME, late: true, fast: 0.0}``; ConfigError for anything else in it."""
+    """The reward of ``{service: NAME, late: true, fast: 0.0}``; ConfigError for other options."""
     known = ("service", "late", "fast", "weight")
     for option in options:
         if option not in known:

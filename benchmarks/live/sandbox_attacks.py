@@ -1,5 +1,4 @@
-"""Programs that attack the sandbox they run in, each with its permitted endings; for tests, and to probe a machine's
-sandbox.
+"""Programs that attack the sandbox they run in, each with its permitted endings.
 
 A program prints ``BREACH`` if it obtained something forbidden. `contained` runs one: it is contained if it did not print
 that, ended in a permitted way, and the next program runs normally.
