@@ -27,7 +27,7 @@ def calibrate_command(run_dir: Path, *, save: Path | None, as_json: bool) -> Non
         click.echo(json.dumps(json.loads(found.to_json())))
         return
     click.echo("\n".join(_run_lines(found)))
-    use = "use it with simulation.calibration=FILE (libra simulate) or planner.calibration=FILE (libra plan)"
+    use = "use it with planner.calibration=FILE (libra plan, libra simulate)"
     click.echo(f"\nwritten: {save}; {use}" if save is not None else f"\nType --save FILE.json to keep it; {use}.")
 
 

@@ -74,15 +74,15 @@ def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
 @click.option("--save-workload", type=click.Path(path_type=Path), metavar="FILE", help="Save the simulated workload.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
-    """Simulate CONFIG, or a recorded run, in virtual time: its policy, model and engines, or those of section `simulation`.
+    """Simulate CONFIG, or a recorded run, in virtual time.
     Engines, tools and training take measured seconds, or those of the hardware model.
 
     \b
     libra simulate libra/quickstart
-    libra simulate libra/quickstart simulation.model=Qwen3-14B 'simulation.layout={tp4: 4}'
-    libra simulate libra/quickstart --from-run runs/NAME                         # predict its time
-    libra simulate libra/quickstart --from-run runs/NAME simulation.policy=fifo  # predict it under another policy
-    libra simulate libra/quickstart simulation.calibration=FILE 'simulation.layout={tp1: 4}'
+    libra simulate libra/quickstart model.path=Qwen3-14B rollout.engine=vllm 'cluster.engines=[{tp: 4, count: 4}]'
+    libra simulate libra/quickstart --from-run runs/NAME                     # predict its time
+    libra simulate libra/quickstart --from-run runs/NAME policy.name=fifo    # predict it under another policy
+    libra simulate libra/quickstart planner.calibration=FILE cluster.rollout_workers=4
     """
     from libra.cli.projects import warn_of_ignored
     from libra.cli.simulate import simulate_run
@@ -102,7 +102,7 @@ def calibrate(run_dir: Path, **choice: Any) -> None:
 
     \b
     libra calibrate runs/NAME
-    libra calibrate runs/NAME --save mine.json   # for planner.calibration and simulation.calibration
+    libra calibrate runs/NAME --save mine.json   # for planner.calibration
     """
     from libra.cli.calibrate import calibrate_command
 

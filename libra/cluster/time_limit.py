@@ -1,7 +1,7 @@
 """A worker plugin that drains the worker before its batch job's time limit; ``dask worker --preload
 libra.cluster.time_limit``.
 
-``LIBRA_DRAIN_S`` seconds before the limit it takes no new tasks. Running ones may finish (a trajectory continues on another worker
+``DRAIN_S`` seconds before the limit it takes no new tasks. Running ones may finish (a trajectory continues on another worker
 after its quantum), and it leaves after the last one, or ``LEAVE_S`` before the limit. Without a limit nothing happens.
 """
 
@@ -18,6 +18,7 @@ from distributed.core import Status
 
 logger = logging.getLogger(__name__)
 
+DRAIN_S = 120.0
 LEAVE_S = 10.0
 """Seconds before the time limit at which it leaves, even with running tasks."""
 _DRAINS: set[asyncio.Task[None]] = set()
@@ -34,8 +35,7 @@ async def dask_setup(worker: Worker) -> None:
     end_s = end_of_job_s(os.environ)
     if end_s is None:
         return
-    drain_s = float(os.environ.get("LIBRA_DRAIN_S", "120"))
-    task = asyncio.ensure_future(leave_in_time(worker, end_s, drain_s))
+    task = asyncio.ensure_future(leave_in_time(worker, end_s, DRAIN_S))
     _DRAINS.add(task)
     task.add_done_callback(_DRAINS.discard)
 

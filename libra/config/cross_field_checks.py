@@ -25,7 +25,7 @@ def contradictions(config: RunSections) -> list[str]:
     """A message for every contradiction between fields; empty if there is none."""
     checks = (
         agent_contradictions, _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm,
-        _staleness, _loss, _masks, _routes, _token_rewards, _late, _streaming, _lora, _schedules, _planner,
+        _staleness, _masks, _routes, _token_rewards, _late, _streaming, _lora, _schedules, _planner,
         _layout_auto, _as_planned, distil_contradictions, spare_group_contradictions,
         services_contradictions,
     )  # fmt: skip
@@ -196,9 +196,9 @@ def _algorithm(config: RunSections) -> Iterator[str]:
             f"trainer.correction: {trainer.correction} weighs the trainer against the engine, and the ratio to "
             "trainer.old_logp=behaviour already does; type trainer.old_logp=proximal, or trainer.correction=none"
         )
-    low, high = trainer.correction_low, trainer.correction_high
+    low, high = trainer.correction_args["low"], trainer.correction_args["high"]
     if low is not None and high is not None and low > high:
-        yield f"trainer.correction_low: {low} is above trainer.correction_high={high}; type trainer.correction_low={high} or less"
+        yield f"trainer.correction_args: low={low} is above high={high}; type trainer.correction_args.low={high} or less"
 
 
 def _staleness(config: RunSections) -> Iterator[str]:
@@ -252,24 +252,24 @@ def _staleness(config: RunSections) -> Iterator[str]:
 
 def _masks(config: RunSections) -> Iterator[str]:
     trainer = config.trainer
-    low, high = trainer.reject_low, trainer.reject_high
+    low, high = trainer.reject_args["low"], trainer.reject_args["high"]
     if trainer.reject != "none" and high is None and (low is None or trainer.reject == "binary-kl"):
         yield (
-            f"trainer.reject: {trainer.reject}, and trainer.reject_high=null bounds nothing; type e.g. trainer.reject_high=2.0, or "
+            f"trainer.reject: {trainer.reject}, and trainer.reject_args has no high, so it bounds nothing; type e.g. trainer.reject_args.high=2.0, or "
             "trainer.reject=none"
         )
     if low is not None and high is not None and low > high:
-        yield f"trainer.reject_low: {low} is above trainer.reject_high={high}; type trainer.reject_low={high} or less"
+        yield f"trainer.reject_args: low={low} is above high={high}; type trainer.reject_args.low={high} or less"
     least = {"none": -math.inf, "k1": -math.inf, "ratio": 1.0}.get(trainer.reject, 0.0)
     if high is not None and (high < 0.0 <= least or high <= 0.0 < least):
         yield (
-            f"trainer.reject_high: {high}, and trainer.reject={trainer.reject} is never that small: every token would be left out; "
-            f"type trainer.reject_high={least + 1.0:g}, or another bound above 0"
+            f"trainer.reject_args: high={high}, and trainer.reject={trainer.reject} is never that small: every token would be left out; "
+            f"type trainer.reject_args.high={least + 1.0:g}, or another bound above 0"
         )
-    if trainer.loss == "vespo" and trainer.correction != "none" and trainer.correction_level != "token":
+    if trainer.loss == "vespo" and trainer.correction != "none" and trainer.correction_args["level"] != "token":
         yield (
-            f"trainer.correction_level: {trainer.correction_level}, and trainer.loss=vespo multiplies the weights of a sequence's "
-            "tokens itself; type trainer.correction_level=token, or trainer.correction=none"
+            f"trainer.correction_args: level={trainer.correction_args['level']}, and trainer.loss=vespo multiplies the weights of a sequence's "
+            "tokens itself; type trainer.correction_args.level=token, or trainer.correction=none"
         )
 
 
@@ -288,23 +288,6 @@ def _token_rewards(config: RunSections) -> Iterator[str]:
                 f"trainer.{dropped}: true, and with trainer.{name}={str(getattr(trainer, name)).lower()} the trainer needs all "
                 f"members of the batch for its advantages; type trainer.{dropped}=false"
             )
-
-
-def _loss(config: RunSections) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.aggregation == "constant" and trainer.loss_divisor is None:
-        yield (
-            "trainer.loss_divisor: null, and trainer.aggregation=constant divides by it; type e.g. trainer.loss_divisor=10000"
-        )
-    if trainer.dual_clip is not None and trainer.loss not in ("ppo", "gspo"):
-        yield (
-            f"trainer.dual_clip: trainer.loss={trainer.loss} has no dual clip; type trainer.dual_clip=null, or trainer.loss=ppo"
-        )
-    if trainer.log_ratio_coef > 0 and trainer.loss != "dppo":
-        yield (
-            f"trainer.log_ratio_coef: trainer.loss={trainer.loss} has no such term; type trainer.log_ratio_coef=0, or "
-            "trainer.loss=dppo"
-        )
 
 
 def _routes(config: RunSections) -> Iterator[str]:
@@ -347,7 +330,11 @@ def _late(config: RunSections) -> Iterator[str]:
             "trainer.late: correct, and with trainer.kl_in_reward=true the trainer computes advantages of a batch's rewards alone; "
             "type trainer.kl_in_reward=false, or trainer.late=wait"
         )
-    if trainer.loss == "reinforce" or ":" in trainer.loss or (trainer.loss == "dppo" and trainer.log_ratio_coef > 0):
+    if (
+        trainer.loss == "reinforce"
+        or ":" in trainer.loss
+        or (trainer.loss == "dppo" and trainer.loss_args["log_ratio_coef"] > 0)
+    ):
         why = "has no ratio" if trainer.loss == "reinforce" else "may have a term without the advantage"
         yield (
             f"trainer.late: correct needs a clipped ratio, and trainer.loss={trainer.loss} {why}; type trainer.loss=ppo, or "

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from libra.config.algorithms import DEFAULT_ALGORITHM, preset_values
+from libra.config.algorithms import DEFAULT_ALGORITHM, LOSS_ARGS, preset_values
 from libra.config.effect_conditions import (
     GPU,
     LOCAL,
@@ -69,21 +69,11 @@ def _simulated(*needs: Need) -> Reading:
     return _of("simulate", needs=needs)
 
 
-def _simulated_policy(*names: str) -> Need:
-    return Need(
-        ("simulation.policy", "policy.name"),
-        f"simulation.policy={' or '.join(names)}",
-        lambda config, _: (config.simulation.policy or config.policy.name) in names,
-    )
-
-
 _LEARNS = above("trainer.lr", 0)
-_CLIPS = is_not("trainer.loss", "sapo", "vespo", "reinforce")
 _CORRECTS = is_not("trainer.correction", "none")
 _REJECTS = is_not("trainer.reject", "none")
-_REJECTS_RANGE = is_not("trainer.reject", "none", "binary-kl")
 _HAS_KL = above("trainer.kl_coef", 0)
-_SCALES = (either(is_("trainer.advantage", "grpo"), own("trainer.advantage")), is_("trainer.normalize_std", True))
+_SCALES = either(is_("trainer.advantage", "grpo"), own("trainer.advantage"))
 _TEACHES = given("distil.teacher")
 _SERVICE_TEACHES = Need(
     ("distil.teacher",), "distil.teacher={service: NAME}", lambda config, _: config.distil.service is not None
@@ -122,25 +112,10 @@ _TRACED = either(
     Need((), "--trace or --from-run", lambda _, situation: bool(situation.options & {"--trace", "--from-run"})),
 )
 _DRAWN = without("--from-run", "--workload")
-_LENGTHS_GIVEN = (missing("simulation.traces"), _DRAWN)
+_LENGTHS_GIVEN = (missing("planner.trace"), _DRAWN)
 _NOT_OF_RUN = without("--from-run")  # such a simulation has the sections of that run
-_BY_TABLES = Need(
-    ("simulation.calibration", "planner.calibration"),
-    "no simulation.calibration, and no planner.calibration unless simulation.model is given",
-    lambda config, _: (
-        config.simulation.calibration is None
-        and (config.planner.calibration is None or config.simulation.model is not None)
-    ),
-)
-_CLUSTER_SIMULATED = (missing("simulation.layout"), missing("cluster.engines"), _NOT_OF_RUN)
-_OWN_SIMULATED = Need(
-    ("simulation.policy", "policy.name"),
-    "a policy of your own",
-    lambda config, _: ":" in (config.simulation.policy or config.policy.name),
-)
-_FORECASTS = _simulated_policy("cmlfq")
-_JOB_KEYS = "jobs partition cpus memory walltime directives skip"
-_JOB_GPUS: Reading = {"slurm": (), "plan": (either(_TEACHES, _HAS_MODELS),)}
+_CLUSTER_SIMULATED = (missing("cluster.engines"),)
+_FORECASTS = either(is_("policy.name", "cmlfq"), own("policy.name"))
 _SOME_SLOTS = Need(
     ("cluster.engines",),
     "an entry of cluster.engines without slots, or none",
@@ -182,7 +157,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     (
         "model",
         "path",
-        {"run": (), "plan": (), "simulate": (either(given("simulation.calibration"), missing("simulation.model")),)},
+        _of("run", "plan", "simulate"),
     ),
     ("model", "dtype", _of("run", "plan")),
     ("model", "master_dtype", {"run": (is_("model.dtype", "bfloat16"),), "plan": ()}),
@@ -220,35 +195,22 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "algorithm resample lr drop_uniform_groups train_prompts drop_truncated loss aggregation", _run()),
     ("trainer", "advantage", _of("run", "plan")),
     ("trainer", "lora_rank", _run()),
-    ("trainer", "lora_alpha lora_targets", _run(given("trainer.lora_rank"))),
-    ("trainer", "share_prompts mismatch_alarm mismatch_k3_alarm mismatch_action dispatch no_signal", _run()),
-    ("trainer", "no_signal_batches", _run(is_("trainer.no_signal", "stop"))),
+    ("trainer", "lora_args", _run(given("trainer.lora_rank"))),
+    ("trainer", "mismatch_alarm mismatch_k3_alarm mismatch_action dispatch no_signal", _run()),
     ("trainer", "prompts group_size", _of("run", "plan", "simulate")),
     ("trainer", "kl_coef entropy_coef epochs minibatches max_row_tokens logit_chunk_tokens", _of("run", "plan")),
     ("trainer", "micro_batch_tokens gradient_checkpointing", _of("run", "plan")),
     ("trainer", "betas weight_decay warmup_steps lr_schedule max_grad_norm", _run(_LEARNS)),
-    ("trainer", "normalize_std", _run(_SCALES[0])),
-    ("trainer", "std_eps", _run(*_SCALES)),
-    ("trainer", "loss_divisor", _run(is_("trainer.aggregation", "seq-mean-token-sum-norm", "constant"))),
+    ("trainer", "normalize_std", _run(_SCALES)),
     ("trainer", "old_logp", {"run": (either(is_not("trainer.loss", "reinforce"), _CORRECTS, _REJECTS),), "plan": ()}),
-    ("trainer", "ewma_decay", _run(is_("trainer.old_logp", "ewma"))),
-    ("trainer", "clip_low clip_high", _run(_CLIPS)),
-    ("trainer", "dual_clip", _run(is_("trainer.loss", "ppo", "gspo"))),
-    ("trainer", "tau_positive tau_negative", _run(is_("trainer.loss", "sapo"))),
-    ("trainer", "log_ratio_coef", _run(is_("trainer.loss", "dppo"))),
-    ("trainer", "dppo_divergence", _run(is_("trainer.loss", "dppo"))),
-    ("trainer", "ratio_max", _run(is_("trainer.loss", "ppo", "gspo", "dppo"))),
-    ("trainer", "vespo_positive vespo_negative", _run(is_("trainer.loss", "vespo"))),
+    ("trainer", "loss_args", _run(is_not("trainer.loss", "reinforce"))),
     ("trainer", "reject off_policy_threshold", _run()),
     ("trainer", "m2po_threshold", _of("run", "plan")),
-    ("trainer", "reject_high", _run(_REJECTS)),
-    ("trainer", "reject_low reject_level", _run(_REJECTS_RANGE)),
-    ("trainer", "reject_reduce", _run(_REJECTS_RANGE, is_("trainer.reject_level", "sequence"))),
+    ("trainer", "reject_args", _run(_REJECTS)),
     ("trainer", "correction", _run(is_not("trainer.old_logp", "behaviour"))),
-    ("trainer", "correction_level correction_low correction_high", _run(_CORRECTS)),
-    ("trainer", "kl_estimator kl_bound kl_in_reward", _run(_HAS_KL)),
+    ("trainer", "correction_args", _run(_CORRECTS)),
+    ("trainer", "kl_estimator kl_in_reward", _run(_HAS_KL)),
     ("trainer", "kl_target", _run(_HAS_KL, is_("trainer.kl_in_reward", True))),
-    ("trainer", "kl_horizon", _run(_HAS_KL, is_("trainer.kl_in_reward", True), given("trainer.kl_target"))),
     ("trainer", "gamma", _run(is_("trainer.advantage", "reinforce_pp"))),
     ("trainer", "routes", _run()),
     ("trainer", "layout", {"run": (_REPLICAS,), "plan": ()}),
@@ -269,42 +231,28 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("checkpoint", "every keep keep_best", _run()),
     ("evaluation", "prompts", _run()),
     ("evaluation", "every temperature", _run(above("evaluation.prompts", 0))),
-    ("policy", "name", {"run": (), "simulate": (missing("simulation.policy"), _NOT_OF_RUN)}),
-    (
-        "policy",
-        "objective",
-        {
-            "run": (either(is_("policy.name", "cmlfq"), own("policy.name")),),
-            "simulate": (either(_FORECASTS, _OWN_SIMULATED), missing("simulation.objective"), _NOT_OF_RUN),
-        },
-    ),
+    ("policy", "name", _of("run", "simulate")),
+    ("policy", "objective", _of("run", "simulate", needs=(_FORECASTS,))),
     (
         "policy",
         "boundaries_tokens",
-        {"run": (is_("policy.name", "cmlfq"), _SEVERAL_ENGINES), "simulate": (_FORECASTS,)},
+        {"run": (is_("policy.name", "cmlfq"), _SEVERAL_ENGINES), "simulate": (is_("policy.name", "cmlfq"),)},
     ),
-    (
-        "policy",
-        "patience",
-        {
-            "run": (is_not("policy.name", "fifo"),),
-            "simulate": (either(_simulated_policy("cmlfq", "mlfq"), _OWN_SIMULATED), _NOT_OF_RUN),
-        },
-    ),
+    ("policy", "patience", _of("run", "simulate", needs=(is_not("policy.name", "fifo"),))),
     ("cluster", "scheduler", {"run": (NO_CLIENT,), "plan": (_HAS_ASKED_MODELS,)}),
     (
         "cluster",
         "rollout_workers",
-        {"run": (LOCAL,), "slurm": (missing("slurm_rollout.jobs"),), "simulate": _CLUSTER_SIMULATED},
+        {"run": (LOCAL,), "slurm": (), "simulate": _CLUSTER_SIMULATED},
     ),
-    ("cluster", "engines", {"run": (), "slurm": (), "simulate": (missing("simulation.layout"), _NOT_OF_RUN)}),
+    ("cluster", "engines", _of("run", "slurm", "simulate")),
     ("cluster", "hybrid_workers threads", _of("run", "slurm")),
     ("cluster", "train_workers", _of("run", "plan", "slurm")),
     ("cluster", "drain_timeout_s", _run(above("cluster.hybrid_workers", 0))),
     (
         "cluster",
         "tool_workers tool_workers_most",
-        {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),), "plan": (_HAS_ASKED_MODELS,)},
+        {"run": (LOCAL,), "slurm": (), "plan": (_HAS_ASKED_MODELS,)},
     ),
     ("cluster", "tool_slots dashboard_port dashboard_names", {"run": (LOCAL,), "slurm": ()}),
     ("cluster", "device", {"run": (), "plan": (either(_SERVICE_TEACHES, _HAS_ASKED_MODELS),)}),
@@ -314,14 +262,10 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("weights", "transfer", _run()),
     ("watchdog", "timeout_s", _run()),
     ("watchdog", "restart", _run(given("watchdog.timeout_s"))),
-    ("slurm", "dir host port account setup python reconcile_s drain_s", _of("slurm")),
-    *((f"slurm_{role}", _JOB_KEYS, _of("slurm")) for role in ("rollout", "train", "tool")),
-    *((f"slurm_{role}", "gpus", _JOB_GPUS) for role in ("rollout", "train", "tool")),
-    ("simulation", "calibration layout slots policy train_s load_s tool_slots noise", _of("simulate")),
-    ("simulation", "gpu model", _simulated(missing("simulation.calibration"))),
-    ("simulation", "objective", _simulated(either(_FORECASTS, _OWN_SIMULATED))),
-    ("simulation", "traces iterations", _simulated(_DRAWN)),
-    ("simulation", "turns", _simulated(*_LENGTHS_GIVEN)),
+    ("slurm", "dir host setup python", _of("slurm")),
+    ("slurm", "jobs", {"slurm": (), "plan": (either(_TEACHES, _HAS_MODELS),)}),
+    ("simulation", "train_s load_s tool_slots noise", _simulated()),
+    ("simulation", "iterations", _simulated(_DRAWN)),
     ("planner", "layout", _of("run", "slurm")),
     ("planner", "planned replan", _run()),
     ("planner", "apply", _run(is_("planner.replan", True))),
@@ -330,26 +274,15 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
         "change_cost_s",
         {**_run(either(is_("planner.replan", True), is_not("trainer.turning", "off"))), "plan": ()},
     ),
-    ("planner", "gpu", {**_planned(), "simulate": (missing("simulation.gpu"), _BY_TABLES, _NOT_OF_RUN)}),
-    (
-        "planner",
-        "calibration",
-        {
-            **_planned(),
-            "simulate": (
-                missing("simulation.calibration"),
-                missing("simulation.gpu"),
-                missing("simulation.model"),
-                _NOT_OF_RUN,
-            ),
-        },
-    ),
+    ("planner", "gpu", {**_planned(), "simulate": (missing("planner.calibration"),)}),
+    ("planner", "calibration", {**_planned(), "simulate": ()}),
     ("planner", "tp", _planned()),
-    ("planner", "num_gpus gpus_per_node trace trajectories max_concurrency update_s", _plan()),
+    ("planner", "num_gpus gpus_per_node trajectories max_concurrency update_s", _plan()),
+    ("planner", "trace", {**_plan(), "simulate": (_DRAWN,)}),
     ("planner", "tool_s", {**_plan(), "simulate": _LENGTHS_GIVEN}),
     ("planner", "min_train_gpus min_rollout_gpus fixed_train_gpus fixed_engines", _plan()),
     ("planner", "trained_frac", _plan(without("--from-run"))),
-    ("planner", "turns", {**_plan(*_NO_TRACE), "simulate": (missing("simulation.turns"), *_LENGTHS_GIVEN)}),
+    ("planner", "turns", {**_plan(*_NO_TRACE), "simulate": _LENGTHS_GIVEN}),
     (
         "planner",
         "prompt_tokens generated_p50_tokens generated_p99_tokens observation_tokens",
@@ -457,6 +390,8 @@ def default_of(config: RunSections, name: str) -> Any:
     """The value of a field that is not given, the algorithm's preset included."""
     section, _, key = name.partition(".")
     preset = preset_values(config.trainer.algorithm) if section == "trainer" else {}
+    if key == "loss_args" and config.trainer.loss != preset["loss"]:
+        return LOSS_ARGS[config.trainer.loss]().model_dump() if config.trainer.loss in LOSS_ARGS else {}
     return (
         preset[key] if key in preset else sections()[section].model_fields[key].get_default(call_default_factory=True)
     )

@@ -6,7 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libra.config.field_help import FieldReference, field_references, inner_reference, sections
+from libra.config.field_help import (
+    FieldReference,
+    field_references,
+    in_arguments,
+    inner_reference,
+    reference_of,
+    sections,
+)
+from libra.config.section import ArgumentError
 from libra.config.yaml_text import one_line_yaml
 from libra.errors import nearest_name
 
@@ -72,10 +80,27 @@ def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
         keys = ", ".join(sections()[path[0]].model_fields)
         return f"{name}{where}: got {got}; a section is a mapping of keys: {keys}"
     field = field_references()[".".join(path[:2])]
+    if error["type"] == "value_error" and isinstance(wrong := error["ctx"]["error"], ArgumentError):
+        return _argument_message(wrong, path, origins)
     if error["type"] == "value_error":
         return f"{name}{where}: {_without_name(str(error['ctx']['error']), name)}"
     field = inner_reference(path) or field
     return f"{name}{where}: got {got}; allowed is {field.allowed}; {_advice(field, error['input'])}"
+
+
+def _argument_message(error: ArgumentError, path: tuple[str, ...], origins: Origins) -> str:
+    """A message for a wrong argument in a mapping such as `trainer.loss_args`."""
+    key, report = str(error.report["loc"][0]), error.report
+    name, where = ".".join((*path, key)), origin_of((*path, key), origins)
+    if report["type"] == "extra_forbidden":
+        keys = ", ".join(error.kind.model_fields)
+        near = nearest_name(key, error.kind.model_fields)
+        meant = f"; did you mean {'.'.join((*path, near))}?" if near else ""
+        return f"unknown key {name}{where}: {error.owner} has {f'the keys {keys}' if keys else 'no keys'}{meant}"
+    field = reference_of(name, error.kind.model_fields[key])
+    return (
+        f"{name}{where}: got {_shown(report['input'])}; allowed is {field.allowed}; {_advice(field, report['input'])}"
+    )
 
 
 def unknown_key_message(path: Sequence[str], where: str, inside: Sequence[str] = ()) -> str:
@@ -156,7 +181,7 @@ def _advice(field: FieldReference, got: object) -> str:
 
 def _typed(field: FieldReference, value: str) -> str:
     """A setting as an override has it; one inside a mapping as it stands there."""
-    inside = field.name.count(".") > 1
+    inside = field.name.count(".") > 1 and not in_arguments(field.name.split("."))
     return f"{field.name.rpartition('.')[2]}: {value}" if inside else f"{field.name}={value}"
 
 

@@ -17,6 +17,12 @@ from libra.config.own_parts import OwnOr
 from libra.config.section import Section
 from libra.config.yaml_text import one_line_yaml as one_line_yaml  # also read from here
 
+MERGED = frozenset({
+    ("environment", "args"), ("trainer", "loss_args"), ("trainer", "correction_args"), ("trainer", "reject_args"),
+    ("trainer", "lora_args"), ("slurm", "jobs"),
+})  # fmt: skip
+"""Settings that are mappings and are merged key by key."""
+
 _WORDS: Mapping[Any, str] = types.MappingProxyType(
     {
         int: "a whole number",
@@ -64,6 +70,11 @@ def sections() -> dict[str, type[Section]]:
     return cast("dict[str, type[Section]]", found)
 
 
+def in_arguments(path: Sequence[str]) -> bool:
+    """Whether ``path`` is a key inside a mapping whose keys are set one by one."""
+    return tuple(path[:2]) in MERGED and len(path) > 2
+
+
 @cache
 def field_references() -> dict[str, FieldReference]:
     """Every setting by its dotted name, in the order of the models."""
@@ -71,7 +82,7 @@ def field_references() -> dict[str, FieldReference]:
     for section_name, section in sections().items():
         for field_name, field in section.model_fields.items():
             name = f"{section_name}.{field_name}"
-            found[name] = _reference(name, field)
+            found[name] = reference_of(name, field)
     return found
 
 
@@ -85,13 +96,14 @@ def inner_reference(path: Sequence[str]) -> FieldReference | None:
             annotation = typing.get_args(annotation)[1]
         elif isinstance(annotation, type) and issubclass(annotation, Section) and key in annotation.model_fields:
             field = annotation.model_fields[key]
-            found, annotation = _reference(".".join(path[:number]), field), field.annotation
+            found, annotation = reference_of(".".join(path[:number]), field), field.annotation
         else:
             return None
     return found
 
 
-def _reference(name: str, field: FieldInfo) -> FieldReference:
+def reference_of(name: str, field: FieldInfo) -> FieldReference:
+    """The setting ``name`` as its field describes it."""
     return FieldReference(
         name=name,
         allowed=_allowed(field),

@@ -23,7 +23,7 @@ from libra.config import yaml_text
 from libra.config.algorithms import DEFAULT_ALGORITHM, preset_values
 from libra.config.cross_field_checks import contradictions, fields_of
 from libra.config.error_messages import origin_of, problem_message, unknown_key_message
-from libra.config.field_help import field_references, sections
+from libra.config.field_help import MERGED, field_references, in_arguments, sections
 from libra.config.model_paths import packaged_config
 from libra.config.models import RunSections
 from libra.config.run_config import RunConfig
@@ -142,11 +142,12 @@ def _files(name: str, parent: Path | None, seen: tuple[Path, ...]) -> list[tuple
 
 def _merge(layer: _Layer, values: Mapping[str, Any], origins: Mapping[Path_, str]) -> None:
     """Merge ``values`` over ``layer``, section by section and within `environment.args` key by key."""
-    if isinstance(values.get("environment"), dict) and "name" in values["environment"]:
-        below = layer.values.get("environment")
-        if isinstance(below, dict) and below.get("name") != values["environment"]["name"]:
-            below.pop("args", None)
-            _forget(layer, ("environment", "args"))
+    for section, key, args in (("environment", "name", "args"), ("trainer", "loss", "loss_args")):
+        if _has(values, f"{section}.{key}"):
+            below = layer.values.get(section)
+            if isinstance(below, dict) and below.get(key) != values[section][key]:
+                below.pop(args, None)
+                _forget(layer, (section, args))
     if isinstance(values.get("trainer"), dict) and "algorithm" in values["trainer"]:
         below = layer.values.get("trainer")
         if isinstance(below, dict) and below.get("algorithm", DEFAULT_ALGORITHM) != values["trainer"]["algorithm"]:
@@ -173,7 +174,7 @@ def _lay_over(
     for key, value in values.items():
         here = (*path, key)
         old = below.get(key)
-        mapping = len(here) == 1 or here == ("environment", "args")
+        mapping = len(here) == 1 or here in MERGED or here[:-1] == ("slurm", "jobs")
         if mapping and value is None and here in origins:
             value = {}  # a section whose keys are all commented out
         if mapping and isinstance(value, dict):
@@ -206,7 +207,7 @@ def _merge_overrides(layer: _Layer, overrides: Sequence[str]) -> None:
             layer.problems.append(f"{origin}: an override is section.key=value; type e.g. trainer.lr=1e-4")
             continue
         known = ".".join(path[:2]) in field_references()
-        if len(path) < 2 or (len(path) > 2 and path[:2] != ("environment", "args")):
+        if len(path) < 2 or (len(path) > 2 and not in_arguments(path)):
             layer.problems.append(
                 f"{origin}: {name} is a section; type one of its keys, e.g. {_first_key(path[0])}"
                 if len(path) == 1 and path[0] in sections()

@@ -20,7 +20,7 @@ from libra.config.planner import PlannerSection
 from libra.config.section import AtLeastOne, AtLeastZero, Section, VariableNames
 from libra.config.services import ServicesSection
 from libra.config.simulation import POLICIES, SimulationSection
-from libra.config.slurm import SlurmRolloutJobs, SlurmSection, SlurmToolJobs, SlurmTrainJobs
+from libra.config.slurm import SlurmSection
 from libra.config.staleness import StalenessSection, with_both
 from libra.config.trainer import TrainerSection
 from libra.keys import check_run_name
@@ -351,9 +351,6 @@ class RunSections(Section):
     weights: WeightsSection = WeightsSection()
     watchdog: WatchdogSection = WatchdogSection()
     slurm: SlurmSection = SlurmSection()
-    slurm_rollout: SlurmRolloutJobs = SlurmRolloutJobs()
-    slurm_train: SlurmTrainJobs = SlurmTrainJobs()
-    slurm_tool: SlurmToolJobs = SlurmToolJobs()
     simulation: SimulationSection = SimulationSection()
     planner: PlannerSection = PlannerSection()
 

@@ -23,9 +23,6 @@ FREE_SECTIONS = (
     "planner",
     "simulation",
     "slurm",
-    "slurm_rollout",
-    "slurm_train",
-    "slurm_tool",
 )
 """Sections about execution, display and retention: they do not change the result of a run."""
 FREE_FIELDS = (
@@ -42,7 +39,6 @@ FREE_FIELDS = (
     "trainer.mismatch_k3_alarm",
     "trainer.mismatch_action",
     "trainer.no_signal",
-    "trainer.no_signal_batches",
 )
 """Further fields that may change."""
 

@@ -65,6 +65,6 @@ def service_workers(config: RunSections) -> int:
     """Tool workers of a local cluster that restore weights of services to one device. A service with function ``teach`` is asked on
     the first of them alone, and a job of Slurm has GPUs of its own."""
     cluster = config.cluster
-    if not asked_models(config) or cluster.scheduler is not None or config.slurm_tool.gpus:
+    if not asked_models(config) or cluster.scheduler is not None or config.slurm.of_role("tool").gpus:
         return 1
     return cluster.tool_workers_most or cluster.tool_workers

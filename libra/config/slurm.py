@@ -1,4 +1,4 @@
-"""The sections ``slurm`` and ``slurm_ROLE``: a cluster of Slurm jobs, with one kind of job per role of a worker."""
+"""Section ``slurm``: a cluster of Slurm jobs, with one kind of job for each role of a worker."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from libra.config.section import AtLeastOne, AtLeastZero, Section
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT])i?B")
 _MIB = {"K": 2**-10, "M": 1, "G": 2**10, "T": 2**20}
 _WALLTIME = re.compile(r"(\d+-)?\d{1,3}(:\d{2}){0,2}")
+Role = Literal["rollout", "train", "tool"]
 
 
 class SlurmJobs(Section):
     """Jobs of one role; each is one Dask worker."""
 
-    jobs: AtLeastZero | None = None
-    """Jobs of this role to keep running; a lost one is submitted again. None: the number of workers in section `cluster`."""
     partition: str | None = None
     """Partition to submit them to. None: Slurm's default."""
     gpus: AtLeastZero = 0
@@ -29,9 +28,9 @@ class SlurmJobs(Section):
     memory: str = "32 GiB"
     """Memory of each job, e.g. "64 GiB"; of an entry of `cluster.engines`, of each tensor-parallel rank."""
     walltime: str = "04:00:00"
-    """Time limit in Slurm's form: MINUTES, HH:MM:SS or DAYS-HH:MM:SS. A worker stops taking work `slurm.drain_s` before it."""
+    """Time limit in Slurm's form: MINUTES, HH:MM:SS or DAYS-HH:MM:SS. A worker takes no new work in the last two minutes."""
     directives: list[str] = []
-    """Further lines for #SBATCH, e.g. ["--exclusive", "--constraint=a100"]."""
+    """Further lines for #SBATCH, e.g. ["--account=lab", "--exclusive"]."""
     skip: list[Literal["--mem", "--cpus-per-task", "--gres", "--ntasks", "--time"]] = []
     """Options to leave out of each job, where the site's sbatch refuses them, e.g. ["--mem"]."""
 
@@ -58,27 +57,13 @@ class SlurmSection(Section):
     """Directory for its certificates, logs and cluster.json. All nodes must see it, and only its owner should read it."""
     host: str | None = None
     """Name or address at which the jobs reach the scheduler, which runs where `up` is typed. None: the machine's address."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the scheduler. 0: any free port."""
-    account: str | None = None
-    """Account to charge. None: Slurm's default."""
     setup: list[str] = []
     """Shell lines at the beginning of each job, e.g. ["module load cuda/12.8"]."""
     python: str | None = None
     """Python of the jobs. None: the one that runs `libra`, which all nodes must then have at the same path."""
-    reconcile_s: Annotated[float, Field(ge=1)] = 15.0
-    """Seconds between two queries of Slurm's queue for lost jobs."""
-    drain_s: Annotated[float, Field(ge=1)] = 120.0
-    """Seconds before a job's time limit at which its worker stops taking work; it leaves when its running work has finished."""
+    jobs: dict[Role, SlurmJobs] = {}
+    """Jobs of each role, one for each of its workers in section `cluster`; a lost one is submitted again. E.g. `{train: {gpus: 1}}`."""
 
-
-class SlurmRolloutJobs(SlurmJobs):
-    """Slurm jobs of workers with an engine each (`rollout.slots` generations at once)."""
-
-
-class SlurmTrainJobs(SlurmJobs):
-    """Slurm jobs of workers with a training replica each."""
-
-
-class SlurmToolJobs(SlurmJobs):
-    """Slurm jobs of workers that run tools and graders (`cluster.tool_slots` at once); the first writes the store."""
+    def of_role(self, role: Role) -> SlurmJobs:
+        """Jobs of the workers of a role."""
+        return self.jobs.get(role, SlurmJobs())

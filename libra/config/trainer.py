@@ -7,27 +7,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import Field, ModelWrapValidatorHandler, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, field_validator, model_validator
 
 from libra.config.algorithms import (
     DEFAULT_ALGORITHM,
+    LOSS_ARGS,
     AdvantageName,
     AggregationMode,
     AlgorithmName,
     CorrectionAction,
-    CorrectionLevel,
-    Divergence,
+    CorrectionArgs,
     KLEstimator,
     LayoutName,
+    LoraArgs,
     LossName,
     OldLogp,
-    RejectLevel,
+    RejectArgs,
     RejectMetric,
-    RejectReduce,
     preset_values,
 )
 from libra.config.own_parts import OwnOr
-from libra.config.section import AtLeastOne, AtLeastZero, Section
+from libra.config.section import AtLeastOne, AtLeastZero, Section, arguments
 
 FEWEST_MISMATCH_TOKENS = 64
 """Tokens of an engine or length class from which its mismatch can raise an alarm: k3 of few has a long right tail."""
@@ -65,10 +65,9 @@ class TrainerSection(Section):
     """Train adapters of this rank (LoRA) instead of all weights; versions and checkpoints hold the merged model, and
     CHECKPOINT/adapter the adapters in the format of peft. Needs `offload` false and no `cluster.hybrid_workers`. None: all
     weights."""
-    lora_alpha: Annotated[float, Field(gt=0)] = 32.0
-    """Scale of the adapters: their product is multiplied by `lora_alpha` / `lora_rank`."""
-    lora_targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Linear layers with adapters, by the last part of their name, e.g. [q_proj, v_proj]. Empty: all but the output head."""
+    lora_args: dict[str, Any] = LoraArgs().model_dump()
+    """`alpha`: the product of the adapters is multiplied by alpha / `lora_rank`. `targets`: linear layers with adapters, by the last
+    part of their name, e.g. {targets: [q_proj, v_proj]}; empty: all but the output head."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Norm to which the gradient is clipped."""
     advantage: Annotated[str, OwnOr(get_args(AdvantageName))] = "grpo"
@@ -81,8 +80,6 @@ class TrainerSection(Section):
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """For `advantage` reinforce_pp: discount per generated token, of the reward at the end of a trajectory and of what follows a
     token in general. Below 1 every token has an advantage of its own."""
-    std_eps: Annotated[float, Field(ge=0)] = 1e-6
-    """Added to that standard deviation before dividing."""
     drop_uniform_groups: bool = False
     """Leave groups whose rewards are all equal out of the step, means included. `train_prompts` replaces them."""
     train_prompts: AtLeastOne | None = None
@@ -92,22 +89,22 @@ class TrainerSection(Section):
     not preferred. If fewer have a signal, these train. Without `streaming`. None: all groups."""
     no_signal: Literal["warn", "stop"] = "warn"
     """After a batch from which nothing can be learned, because no member has an advantage: every trajectory failed, or no group
-    has rewards that differ. warn: say so, with the first cause. stop: also end the run after `no_signal_batches` such batches in
-    a row."""
-    no_signal_batches: AtLeastOne = 3
-    """Batches in a row without signal after which `no_signal` stop ends the run."""
+    has rewards that differ. warn: say so, with the first cause. stop: also end the run after three such batches in a row."""
     drop_truncated: bool = False
     """Exclude truncated trajectories ("length") from the step; they still count in the baseline of their group."""
     loss: Annotated[str, OwnOr(get_args(LossName))] = "ppo"
     """(preset) Loss of a token, as a function of its probability ratio and advantage. Your own:
     `libra.train.own_parts.TokenLoss`."""
+    loss_args: dict[str, Any] = preset_values(DEFAULT_ALGORITHM)["loss_args"]
+    """(preset) Arguments of the loss, by name (docs/algorithms.md). ppo, gspo, cispo, gmpo: the ratio is clipped to [1 - `clip_low`,
+    1 + `clip_high`] (gmpo: its logarithm). ppo, gspo: `dual_clip` bounds the loss at negative advantages to this many times the
+    advantage, `ratio_max` the unclipped ratio. sapo: `tau_positive` and `tau_negative` are the steepness of its gate. dppo: the
+    `divergence` (tv or kl) of "this token or another" is bounded by `clip_low` and `clip_high`; `log_ratio_coef` weighs the squared
+    log ratio; above `ratio_max` the gradient goes through the log-probability alone. vespo: k and lambda of the sequence weight
+    e^lambda w^k e^(-lambda w), for positive and negative advantages. A loss of your own reads them from ``settings.loss_args``."""
     aggregation: AggregationMode = "token-mean"
     """(preset) How token losses become the loss of the step: their mean over all tokens; the mean over sequences of
-    each sequence's token sum or token mean; that token sum divided by a fixed length (-norm); their total divided by a
-    constant."""
-    loss_divisor: Annotated[float, Field(gt=0)] | None = None
-    """Divisor for `aggregation` seq-mean-token-sum-norm, in tokens (None: `rollout.max_context_tokens`), and for
-    constant."""
+    each sequence's token sum or token mean; that token sum divided by `rollout.max_context_tokens` (-norm)."""
     old_logp: OldLogp = "behaviour"
     """(preset) Denominator of the probability ratio: the engine's recorded log-probability (behaviour), the trainer's
     at the start of the step (proximal), the trainer's for tokens of the weights being trained and the engine's for stale ones
@@ -116,57 +113,20 @@ class TrainerSection(Section):
     stale tokens, and keeps the weights of `run.eta` versions before the newest checkpoint and of all since, unless
     `rollout.exact_logprobs` has the engines record them; ewma costs one of the batch, and a copy of the weights in memory and
     checkpoints."""
-    ewma_decay: Annotated[float, Field(ge=0, lt=1)] = 0.889
-    """For `old_logp` ewma: share of the average that stays at each batch. 0.889 looks back over about eight (PPO-EWMA)."""
-    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """(preset) The probability ratio is clipped below at 1 - `clip_low`; gmpo clips its logarithm, dppo bounds the probability."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """(preset) The probability ratio is clipped above at 1 + `clip_high`."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """For negative advantages the loss is at most this many times the advantage (ppo and gspo). None: not bounded."""
-    ratio_max: Annotated[float, Field(gt=1)] | None = None
-    """Largest unclipped ratio, whatever the sign of the advantage (ppo and gspo: two-sided GRPO). For dppo the ratio is cut there
-    and the gradient goes through the log-probability alone. None: not bounded."""
-    tau_positive: Annotated[float, Field(gt=0)] = 1.0
-    """For `loss` sapo: steepness of the gate for positive advantages."""
-    tau_negative: Annotated[float, Field(gt=0)] = 1.05
-    """For `loss` sapo: steepness of the gate for all other advantages."""
-    log_ratio_coef: Annotated[float, Field(ge=0)] = 0.0
-    """(preset) For `loss` dppo: weight of the squared log ratio, which keeps the policy near the engine's."""
-    dppo_divergence: Divergence = "tv"
-    """For `loss` dppo: what `clip_low` and `clip_high` bound, of "this token or another": total variation (tv) or KL divergence
-    (kl)."""
-    vespo_positive: Annotated[
-        tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]], Field(strict=False)
-    ] = (2.0, 3.0)
-    """For `loss` vespo and advantages of at least 0: k and lambda of the weight e^lambda w^k e^(-lambda w) of a sequence with ratio
-    w, which is largest at k / lambda."""
-    vespo_negative: Annotated[
-        tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]], Field(strict=False)
-    ] = (3.0, 2.0)
-    """The same for negative advantages."""
     correction: CorrectionAction = "none"
-    """(preset) A token's importance weight (trainer over engine) outside [`correction_low`, `correction_high`] becomes
-    the bound (truncate) or 0 (mask). none: no weights. Not with `old_logp` behaviour."""
-    correction_level: CorrectionLevel = "token"
-    """The weight is the token's ratio, the product over its sequence, or the geometric mean over it."""
-    correction_low: Annotated[float, Field(gt=0)] | None = None
-    """Smallest weight. None: no bound."""
-    correction_high: Annotated[float, Field(gt=0)] | None = 2.0
-    """(preset) Largest weight. None: no bound."""
+    """(preset) A token's importance weight (trainer over engine) outside its bounds (`correction_args`) becomes the bound
+    (truncate) or 0 (mask). none: no weights. Not with `old_logp` behaviour."""
+    correction_args: dict[str, Any] = preset_values(DEFAULT_ALGORITHM)["correction_args"]
+    """(preset) `level`: the weight is the ratio of the token, the product over its sequence, or the geometric mean over it. `low` and
+    `high`: smallest and largest weight; null: no bound."""
     reject: RejectMetric = "none"
-    """Leave tokens out of the loss where trainer and engine disagree, with d = log p(trainer) - log p(engine): outside
-    [`reject_low`, `reject_high`] lies e^d (ratio), d (k1), d^2/2 (k2), e^d - 1 - d (k3), e^-d - 1 + d (k3-reverse), or above
-    `reject_high` the KL divergence of "this token or another" in either direction (binary-kl). p(trainer) is that of `old_logp`;
-    for behaviour, of the weights in training. Rejected tokens still count in the denominators."""
-    reject_level: RejectLevel = "token"
-    """What is left out: tokens, or whole sequences by their mean, sum or largest value (`reject_reduce`). Not for binary-kl."""
-    reject_reduce: RejectReduce = "mean"
-    """From tokens to a sequence; for ratio of the logarithms."""
-    reject_low: float | None = None
-    """Smallest value that is kept. None: no bound."""
-    reject_high: float | None = None
-    """Largest value that is kept. None: no bound."""
+    """Leave tokens out of the loss where trainer and engine disagree, with d = log p(trainer) - log p(engine): outside the bounds of
+    `reject_args` lies e^d (ratio), d (k1), d^2/2 (k2), e^d - 1 - d (k3), e^-d - 1 + d (k3-reverse), or above `high` the KL
+    divergence of "this token or another" in either direction (binary-kl). p(trainer) is that of `old_logp`; for behaviour, of the
+    weights in training. Rejected tokens still count in the denominators."""
+    reject_args: dict[str, Any] = RejectArgs().model_dump()
+    """`low` and `high`: smallest and largest value that is kept; null: no bound. `level`: leave out tokens, or whole sequences by
+    their mean, sum or max (`reduce`; for ratio of the logarithms)."""
     off_policy_threshold: float | None = None
     """Leave sequences of negative advantage out of the loss if their mean of log p(engine) - log p(now) is above this many nats
     (DeepSeek-V3.2). None: none."""
@@ -179,17 +139,13 @@ class TrainerSection(Section):
     kl_estimator: KLEstimator = "k3"
     """Estimator of the KL term. With +, the value is the estimator's and the gradient is that of k2, which is the
     gradient of the divergence."""
-    kl_bound: Annotated[float, Field(gt=0)] | None = 10.0
-    """Upper bound of a token's KL estimate, in nats. None: no bound."""
     kl_in_reward: bool = False
     """Subtract `kl_coef` x KL estimate from the reward of each token, before advantages are computed, instead of a term of the loss
     (`advantage` rloo and reinforce_pp, as their papers do). The KL is that of the engine's policy at the time it sampled. The
     advantages in the record of a batch are those without it."""
     kl_target: Annotated[float, Field(gt=0)] | None = None
     """Adapt the coefficient of `kl_in_reward`, which begins at `kl_coef`, so that the mean KL per token approaches this many nats:
-    after each batch it changes by a share of at most 0.2 x trajectories / `kl_horizon`. None: it stays."""
-    kl_horizon: Annotated[float, Field(gt=0)] = 10_000.0
-    """Trajectories over which `kl_target` acts."""
+    after each batch it changes by a share of at most 0.2 x trajectories / 10000. None: it stays."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus, in units of loss per nat."""
     epochs: AtLeastOne = 1
@@ -199,9 +155,6 @@ class TrainerSection(Section):
     max_row_tokens: AtLeastOne = 512
     """Trajectories are packed into rows of up to this many tokens; a longer one has a row of its own. Short rows are faster
     on a CPU, where attention costs the square of the row length. The result does not change."""
-    share_prompts: bool = True
-    """Samples of a group that fit into one row of `max_row_tokens` share one forward pass of their prompt. Only for
-    models whose layers all use full attention; others are packed without sharing. The result does not change."""
     micro_batch_tokens: AtLeastOne = 4096
     """Tokens per forward and backward pass. Bounds memory; the result does not change."""
     logit_chunk_tokens: AtLeastOne = 1024
@@ -274,6 +227,25 @@ class TrainerSection(Section):
         if not isinstance(given, dict):
             return validate(given)
         preset = preset_values(given.get("algorithm", DEFAULT_ALGORITHM))
-        made = validate({**preset, **given})
+        filled = {**preset, **given}
+        for name in ("loss_args", "correction_args"):
+            other_loss = name == "loss_args" and filled.get("loss") != preset.get("loss")
+            if other_loss or isinstance(given.get(name), dict):
+                filled[name] = ({} if other_loss else preset.get(name, {})) | given.get(name, {})
+        made = validate(filled)
         made.model_fields_set.difference_update(preset.keys() - given.keys())
         return made
+
+    @field_validator("loss_args", "correction_args", "reject_args", "lora_args")
+    @classmethod
+    def _arguments(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """The arguments of the chosen loss, correction or metric, with defaults. A loss of one's own takes any."""
+        name = str(info.field_name).removesuffix("_args")
+        chosen = info.data.get(name, "")
+        kinds = {"correction": CorrectionArgs, "reject": RejectArgs, "lora": LoraArgs}
+        kind = LOSS_ARGS.get(chosen) if name == "loss" else kinds[name]
+        return (
+            given
+            if kind is None
+            else arguments(kind, given, f"trainer.{name}={chosen}" if chosen else f"trainer.{name}_args")
+        )

@@ -309,17 +309,17 @@ def _without_gpu(config: RunConfig) -> str:
     taught, models = config.distil.teacher is not None, service_models(config)
     if not taught and not models:
         return ""
-    rollout, train, tool = (jobs.gpus for jobs in (config.slurm_rollout, config.slurm_train, config.slurm_tool))
+    rollout, train, tool = (config.slurm.of_role(role).gpus for role in ("rollout", "train", "tool"))
     if tool or not (rollout or train):
         return ""
     if not taught:
         return (
-            f"slurm_tool.gpus: 0, and among jobs of Slurm services ({', '.join(models)}) are with the tool workers, where they "
-            "would answer on CPU cores; the plan assumes a GPU: type slurm_tool.gpus=1."
+            f"slurm.jobs.tool.gpus: 0, and among jobs of Slurm services ({', '.join(models)}) are with the tool workers, where they "
+            "would answer on CPU cores; the plan assumes a GPU: type slurm.jobs.tool.gpus=1."
         )
     return (
-        "slurm_tool.gpus: 0, and among jobs of Slurm the teacher is with the first tool worker, where it would score on CPU cores; "
-        "the plan assumes a GPU: type slurm_tool.gpus=1."
+        "slurm.jobs.tool.gpus: 0, and among jobs of Slurm the teacher is with the first tool worker, where it would score on CPU cores; "
+        "the plan assumes a GPU: type slurm.jobs.tool.gpus=1."
     )
 
 

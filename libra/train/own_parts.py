@@ -57,7 +57,7 @@ class TokenLoss(Protocol):
             Which tokens belong together; several sequences are in one micro-batch, and how they are put together must not
             change the loss of any.
         settings : TrainSettings
-            Section ``trainer``, e.g. ``settings.clip_low``.
+            Section ``trainer``; ``settings.loss_args`` are the arguments that the user gave.
         """
 
 
@@ -213,7 +213,7 @@ def group_of(rewards: Sequence[float]) -> GroupRewards:
 
 def _settings(trainer: TrainerSection | None, **own: str) -> TrainSettings:
     given = {} if trainer is None else {name: getattr(trainer, name) for name in TrainerSection.model_fields}
-    return TrainSettings(**{**given, "loss_divisor": given.get("loss_divisor") or 1024.0, **own})
+    return TrainSettings(**{**given, "loss_divisor": 1024.0, **own})
 
 
 def _described(value: object) -> str:

@@ -102,8 +102,8 @@ class ReplicaState:
             self.master = LowRankWeights(
                 model,
                 rank=settings.lora_rank,
-                alpha=settings.lora_alpha,
-                targets=settings.lora_targets,
+                alpha=settings.lora_args["alpha"],
+                targets=settings.lora_args["targets"],
                 dtype=master_dtype or self.dtype,
                 seed=seed,
             )

@@ -170,7 +170,7 @@ class Packed:
         return Packed(self.sequence, self.num_sequences, self.mask_N & keep_N)
 
 
-AGGREGATIONS: tuple[str, ...] = get_args(AggregationMode)
+AGGREGATIONS: tuple[str, ...] = (*get_args(AggregationMode), "constant")
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,14 +65,14 @@ below it says of another one.
 
 ```bash
 libra run configs/quickstart.yaml trainer.algorithm=gspo                          # the paper's values
-libra run configs/quickstart.yaml trainer.algorithm=gspo trainer.clip_high=1e-3   # all but one
+libra run configs/quickstart.yaml trainer.algorithm=gspo trainer.loss_args.clip_high=1e-3   # all but one
 libra config configs/quickstart.yaml trainer.algorithm=ppo_decoupled              # what that resolves to
 make algorithms                                                                   # five of them on the quick start's model
 ```
 
 The default is `{DEFAULT_ALGORITHM}`. Every loss runs on packed micro-batches; however a step is cut into them, its gradient is
-that of one big batch. Whatever the algorithm, `trainer.kl_coef`, `trainer.entropy_coef`, `trainer.dual_clip` (ppo, gspo),
-`trainer.ratio_max` (ppo, gspo, dppo), `trainer.drop_uniform_groups` and `trainer.drop_truncated` add to it. So do the masks that
+that of one big batch. Whatever the algorithm, `trainer.kl_coef`, `trainer.entropy_coef`, `trainer.loss_args`,
+`trainer.drop_uniform_groups` and `trainer.drop_truncated` add to it. So do the masks that
 leave tokens out of the loss: `trainer.reject` (trainer and engine disagree), `trainer.off_policy_threshold` (DeepSeek-V3.2's
 sequences) and `trainer.m2po_threshold` (M2PO). [configuration.md](configuration.md) explains each key,
 [golden.md](golden.md) says whose numbers these functions reproduce, [paper_index.md](paper_index.md) where each one is.

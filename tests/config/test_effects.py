@@ -115,13 +115,10 @@ def test_libra_simulate_reads_what_the_table_says(policy, drawn_from_traces, tmp
             "trainer": {"prompts": 2, "group_size": 2} | ({"algorithm": "opd"} if drawn_from_traces else {}),
             "distil": {"teacher": {"service": "t"} if policy is None else "Qwen3-8B"} if drawn_from_traces else {},
             "services": {"named": {"t": TEACHES} if policy is None and drawn_from_traces else {}},
-            "policy": {"name": "mlfq"},
+            "policy": {"name": policy or "mlfq"},
             "rollout": {"engine": "vllm"},
             "cluster": {"engines": [{"tp": 2}] if drawn_from_traces else []},
-            # Without a policy: everything that the run's own sections can say.
-            "simulation": {"turns": 2}
-            | ({} if policy is None else {"policy": policy, "layout": {"tp2": 1}, "gpu": "A100-80G"})
-            | ({"traces": str(trace)} if drawn_from_traces else {}),
+            "planner": {"turns": 2} | ({"trace": str(trace)} if drawn_from_traces else {}),
         }
     )
     assert read_by(simulate, config) == effective(config, "simulate")
@@ -134,7 +131,7 @@ def test_slurm_scripts_read_what_the_table_says(tmp_path):
     config = config_from_dict({})
     read = read_by(lambda config: scripts(config, tmp_path), config)
     # What is read beside the scripts: where they lie, how often the queue is looked at, and the scheduler's own page.
-    beside = {"slurm.dir", "slurm.reconcile_s", "cluster.dashboard_port", "cluster.dashboard_names"}
+    beside = {"slurm.dir", "cluster.dashboard_port", "cluster.dashboard_names"}
     beside |= {"cluster.tool_workers_most"}
     assert read | beside == effective(config, "slurm")
 

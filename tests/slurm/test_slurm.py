@@ -60,9 +60,9 @@ def slurm():
         settings = {
             "extends": "libra/quickstart",
             "cluster": {"dashboard_port": 0, "threads": 1, "engines": [{"slots": 128}, {"slots": 32}]}, "slurm": {
-            "host": "127.0.0.1", "reconcile_s": 1.0, "setup": [f"export PYTHONPATH={environment['PYTHONPATH']}"],},
-            "slurm_rollout": {**job, "partition": "rollout", "gpus": 1},
-            "slurm_train": {**job, "partition": "train", "gpus": 1}, "slurm_tool": {**job, "partition": "train"},
+            "host": "127.0.0.1", "setup": [f"export PYTHONPATH={environment['PYTHONPATH']}"], "jobs": {
+            "rollout": {**job, "partition": "rollout", "gpus": 1},
+            "train": {**job, "partition": "train", "gpus": 1}, "tool": {**job, "partition": "train"},}},
         }  # fmt: skip
         (Path(name) / "my.yaml").write_text(yaml.safe_dump(settings))
         yield Slurm(Path(name), environment)

@@ -34,7 +34,7 @@ class OwnJob(SLURMJob):  # type: ignore[misc]
             role = str(self.name).rpartition("-")[0]
             raise ClusterError(
                 f"sbatch refused the job of worker {self.name}: {words}; libra cluster slurm CONFIG --print shows its script. To "
-                f"leave an option of it out, type e.g. slurm_{role}.skip=[--mem]"
+                f"leave an option of it out, type e.g. slurm.jobs.{role}.skip=[--mem]"
             )
         numbers = list(dict.fromkeys(_NUMBER.findall(out)))
         if len(out.split()) > 1:  # a banner, whose numbers are nobody's or another's

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra.cluster.connection import Contact, connect, present_workers
-from libra.cluster.slurm.jobs import CONTACT_FILE, JOBS_FILE, LOGS, REFUSED, check_roles, role_of
+from libra.cluster.slurm.jobs import CONTACT_FILE, JOBS_FILE, LOGS, REFUSED, check_layout, role_of
 from libra.cluster.slurm.queue import job_states
 from libra.config import RunConfig
 from libra.errors import ClusterError
@@ -50,7 +50,7 @@ def up(config: RunConfig) -> Contact:
 
     ClusterError where Slurm or dask-jobqueue is missing, a cluster is already up in ``slurm.dir``, or it does not start.
     """
-    check_roles(config)
+    check_layout(config)
     check_installed()
     directory = config.slurm.dir.absolute()
     path = directory / CONTACT_FILE
