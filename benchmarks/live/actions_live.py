@@ -100,8 +100,8 @@ def _config(directory: Path, name: str, **sections: dict[str, Any]) -> RunConfig
             "max_new_tokens": 32, "ignore_eos": True, "max_context_tokens": 1024,
         },
         "trainer": {"prompts": GROUPS, "group_size": GROUP_SIZE, "lr": 0.0}, "evaluation": {"prompts": 0},
-        "checkpoint": {"every": 0}, "observe": {"progress": False, "tensorboard": False},
-        "cluster": {"dashboard_port": 0, "threads": 1, "tool_cores": CORES},
+        "checkpoint": {"every": 0}, "observe": {"progress": False, "trackers": []},
+        "cluster": {"dashboard_port": 0, "threads": 1, "tool_supply": {"cores": CORES}},
     }  # fmt: skip
     for section, changes in sections.items():
         values.setdefault(section, {}).update(changes)

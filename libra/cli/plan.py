@@ -116,7 +116,7 @@ def batch_of(config: RunConfig, trace: Path | None, from_run: Path | None) -> tu
         section = config.planner.model_copy(update={"trained_frac": trained_frac})
         return config.model_copy(update={"planner": section}), turns
     path = trace or config.planner.trace
-    return config, None if path is None else read_trace(path, config.planner.tool_s)
+    return config, None if path is None else read_trace(path, config.planner.lengths["tool_s"])
 
 
 def configured_workers(

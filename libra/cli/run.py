@@ -255,7 +255,7 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
         lines.append(f"best model    {shell_path(_short(summary.best))}")
     lines.append(f"look at it    libra report {directory}")
     lines += [f"              libra {command} {directory}" for command in ("page", "inspect")]
-    if config.observe.tensorboard:
+    if "tensorboard" in config.observe.trackers:
         lines.append(f"              tensorboard --logdir {directory}")
     return lines
 

@@ -157,18 +157,18 @@ def tool_supply(config: RunConfig, index: int = 0) -> ToolSupply:
     local = cluster.scheduler is None
     share = (cluster.tool_workers_most or cluster.tool_workers) if local else 1
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    count = cluster.tool_cores or max(1, len(usable) // share)
+    count = cluster.tool_supply.get("cores") or max(1, len(usable) // share)
     first = index * count if local else 0
     core_ids = tuple(usable[(first + i) % len(usable)] for i in range(min(count, len(usable))))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // share
-    if cluster.tool_memory_gib is not None:
-        memory_bytes = round(cluster.tool_memory_gib * 2**30)
-    return ToolSupply(core_ids, memory_bytes >> 20, cluster.tool_gpus)
+    if "memory_gib" in cluster.tool_supply:
+        memory_bytes = cluster.tool_supply["memory_gib"] * 2**30
+    return ToolSupply(core_ids, memory_bytes >> 20, cluster.tool_supply.get("gpus", 0))
 
 
 def tool_gpus(config: RunConfig, index: int, seen: Sequence[VisibleGpu]) -> tuple[VisibleGpu, ...]:
     """GPUs for calls of tools on tool worker ``index``, which sees ``seen``. Tool workers of a local cluster have different ones,
     as far as there are enough."""
-    count = min(config.cluster.tool_gpus, len(seen))
+    count = min(config.cluster.tool_supply.get("gpus", 0), len(seen))
     first = index * count if config.cluster.scheduler is None else 0
     return tuple(seen[(first + i) % len(seen)] for i in range(count))

@@ -114,6 +114,16 @@ class CorrectionArgs(Section):
     high: _Coefficient | None = 2.0
 
 
+class AdamArgs(Section):
+    """Arguments of AdamW and the norm of its gradient."""
+
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
+    ] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: _Coefficient = 1.0
+
+
 class LoraArgs(Section):
     """Adapters of ``trainer.lora_rank``."""
 

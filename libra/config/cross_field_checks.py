@@ -85,19 +85,14 @@ def _transformers_only(config: RunSections) -> Iterator[str]:
     paced = any(group.min_pass_s is not None for group in config.cluster.engines)
     for name, given, why in (
         (
-            "rollout.kv_cache_gib",
-            rollout.kv_cache_gib is not None,
-            "vllm.kv_cache_gib sets the KV cache of a vllm engine",
-        ),
-        (
             "rollout.kv_host_gib",
             rollout.kv_host_gib is not None,
-            "vllm.kv_transfer_config keeps the KV of a vllm engine, e.g. {kv_connector: OffloadingConnector}",
+            "rollout.engine_args has the KV connector of a vllm engine, e.g. {kv_transfer_config: {kv_connector: OffloadingConnector}}",
         ),
         (
             "rollout.speculate",
             rollout.speculate,
-            "vllm.speculative_config makes a vllm engine draft, e.g. {method: ngram, num_speculative_tokens: 4}",
+            "rollout.engine_args makes a vllm engine draft, e.g. {speculative_config: {method: ngram, num_speculative_tokens: 4}}",
         ),
         ("cluster.engines", paced, "only transformers engines wait for min_pass_s"),
         ("model.loader", config.model.loader is not None, "a vllm engine builds the model itself"),
@@ -203,17 +198,7 @@ def _algorithm(config: RunSections) -> Iterator[str]:
 
 def _staleness(config: RunSections) -> Iterator[str]:
     run, section, trainer = config.run, config.staleness, config.trainer
-    if run.eta != section.eta:
-        yield (
-            f"staleness.eta: {section.eta}, and run.eta={run.eta} is the same bound; type one of them, e.g. run.eta={section.eta}"
-        )
-        return
     most = run.eta + 1
-    if section.in_flight is not None and section.in_flight > most:
-        yield (
-            f"staleness.in_flight: {section.in_flight} batches, and run.eta={run.eta} lets {most} be generated at once; type "
-            f"staleness.in_flight={most} or less, or run.eta={section.in_flight - 1}"
-        )
     if section.window is not None and section.window > most and section.over_age == "wait":
         yield (
             f"staleness.window: {section.window} versions, and staleness.over_age=wait with run.eta={run.eta} lets {most} live; "
@@ -385,11 +370,11 @@ def _lora(config: RunSections) -> Iterator[str]:
 def _schedules(config: RunSections) -> Iterator[str]:
     checkpoint, evaluation = config.checkpoint, config.evaluation
     every, between = checkpoint.every, evaluation.every
-    if checkpoint.keep_best and every and between and every % between and between % every:
+    if every and between and every % between and between % every:
         yield (
             f"checkpoint.every: checkpoints every {every} steps and evaluations every {between} (evaluation.every) rarely "
             "coincide, and only an evaluated checkpoint can be the best; type "
-            f"checkpoint.every={between}, or checkpoint.keep_best=false"
+            f"checkpoint.every={between}"
         )
     if between > 0 and evaluation.prompts == 0:
         yield (
@@ -407,17 +392,11 @@ def _planner(config: RunSections) -> Iterator[str]:
     planner = config.planner
     if planner.apply and not planner.replan:
         yield "planner.apply: true, but without planner.replan there is no plan to apply; type planner.replan=true"
-    if planner.generated_p99_tokens < planner.generated_p50_tokens:
+    median, last = planner.lengths["generated_p50_tokens"], planner.lengths["generated_p99_tokens"]
+    if last < median:
         yield (
-            f"planner.generated_p99_tokens: {planner.generated_p99_tokens:g} is below the median, "
-            f"planner.generated_p50_tokens={planner.generated_p50_tokens:g}; type "
-            f"planner.generated_p99_tokens={4 * planner.generated_p50_tokens:g}"
-        )
-    least, most = (planner.min_train_gpus, planner.min_rollout_gpus), planner.num_gpus
-    if most is not None and max(least) > 1 and sum(least) > most:
-        yield (
-            f"planner.num_gpus: {most} GPUs do not hold planner.min_train_gpus={least[0]} and "
-            f"planner.min_rollout_gpus={least[1]}; type planner.num_gpus={sum(least)}"
+            f"planner.lengths: generated_p99_tokens={last:g} is below the median, generated_p50_tokens={median:g}; type "
+            f"planner.lengths.generated_p99_tokens={4 * median:g}"
         )
 
 

@@ -45,11 +45,9 @@ class DistilSection(Section):
     need `rollout.engine` transformers."""
     reward_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the policy loss, from rewards, beside the divergence. 0: rewards are only reported."""
-    late: Literal["wait", "drop"] = "wait"
-    """What a batch does whose trajectories the teacher has not scored yet. wait: wait, up to `wait_s`. drop: train without them;
-    with `reward_coef` above 0 their rewards count still."""
-    wait_s: Annotated[float, Field(gt=0)] = 600.0
-    """For `late` wait: seconds; what has not come by then is left out as with drop, and the log says so."""
+    wait_s: Annotated[float, Field(ge=0)] = 600.0
+    """Seconds that a batch waits for trajectories that the teacher has not scored yet; then it trains without them, and with
+    `reward_coef` above 0 their rewards still count. 0: it does not wait."""
 
     @property
     def service(self) -> str | None:

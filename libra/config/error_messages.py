@@ -39,7 +39,7 @@ _IN_OTHER_FRAMEWORKS: Mapping[str, str] = {
     "model_name_or_path": "model.path",
     "max_tokens": "rollout.max_new_tokens",
     "beta": "trainer.kl_coef",
-    "weight_decay_rate": "trainer.weight_decay",
+    "weight_decay": "trainer.adam_args",
 }
 """Names of settings in other frameworks."""
 

@@ -19,7 +19,8 @@ from libra.config.yaml_text import one_line_yaml as one_line_yaml  # also read f
 
 MERGED = frozenset({
     ("environment", "args"), ("trainer", "loss_args"), ("trainer", "correction_args"), ("trainer", "reject_args"),
-    ("trainer", "lora_args"), ("slurm", "jobs"),
+    ("trainer", "lora_args"), ("trainer", "adam_args"), ("rollout", "engine_args"), ("planner", "lengths"),
+    ("cluster", "tool_supply"), ("observe", "callbacks"), ("slurm", "jobs"),
 })  # fmt: skip
 """Settings that are mappings and are merged key by key."""
 

@@ -5,8 +5,7 @@ Invariants
 1. Every key is used or refused; none is dropped.
 2. A later layer wins over an earlier one: extended file, file, further files, overrides (the last of two equal ones). A layer
    that changes `environment.name` or `trainer.algorithm` also drops the `args` of the other environment, or the keys of the other
-   algorithm's preset, from earlier layers: a resolved configuration gives every key, and would keep the other values. So does one
-   that has `run.eta` or `staleness.eta`, which are one setting, with the other of them.
+   algorithm's preset, from earlier layers: a resolved configuration gives every key, and would keep the other values.
 3. All problems of a configuration are reported at once, each with the file and line or the override it comes from.
 """
 
@@ -27,7 +26,6 @@ from libra.config.field_help import MERGED, field_references, in_arguments, sect
 from libra.config.model_paths import packaged_config
 from libra.config.models import RunSections
 from libra.config.run_config import RunConfig
-from libra.config.staleness import TWINS
 from libra.errors import ConfigError
 
 EXTENDS = "extends"
@@ -56,7 +54,7 @@ def load_config(
         A YAML file, or ``libra/NAME`` for one that ships with Libra. Its ``extends:`` names the file below it, relative to it
         or one that ships.
     overrides : sequence of str
-        ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``, ``trainer.betas=[0.9, 0.99]``, ``run.name=null``. Further
+        ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``, ``trainer.loss_args.clip_high=0.3``, ``run.name=null``. Further
         files (``*.yaml``, ``libra/NAME``) may stand among them: they are merged over ``path`` in their order, below all
         overrides.
     values : mapping of section to {key: value}, optional
@@ -154,12 +152,6 @@ def _merge(layer: _Layer, values: Mapping[str, Any], origins: Mapping[Path_, str
             for key in preset_values(DEFAULT_ALGORITHM):  # keys of the other algorithm
                 below.pop(key, None)
                 _forget(layer, ("trainer", key))
-    for twin in TWINS:
-        if _has(values, twin):
-            for section, key in (name.split(".") for name in TWINS):
-                if isinstance(layer.values.get(section), dict):
-                    layer.values[section].pop(key, None)
-                    _forget(layer, (section, key))
     _lay_over(layer, values, origins, layer.values, ())
 
 

@@ -7,11 +7,10 @@ value, ``nan`` is not a number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from libra.config.agent import AgentSection
 from libra.config.distil import DistilSection
@@ -21,7 +20,7 @@ from libra.config.section import AtLeastOne, AtLeastZero, Section, VariableNames
 from libra.config.services import ServicesSection
 from libra.config.simulation import POLICIES, SimulationSection
 from libra.config.slurm import SlurmSection
-from libra.config.staleness import StalenessSection, with_both
+from libra.config.staleness import StalenessSection
 from libra.config.trainer import TrainerSection
 from libra.keys import check_run_name
 
@@ -80,9 +79,8 @@ class EnvironmentSection(Section):
     calls at once. Calls beyond it wait."""
     retries: AtLeastZero = 5
     """Times that a tool, a reward or a service is tried again after its API has refused a call with HTTP 429 or
-    `libra.errors.RateLimited`. Each wait is twice as long as the one before, and at least as long as the API says (Retry-After)."""
-    retry_s: Annotated[float, Field(gt=0)] = 1.0
-    """Seconds before the first of these; a random part of up to a half is taken off each wait."""
+    `libra.errors.RateLimited`. The first wait takes up to a second, each further one twice as long, and at least as long as the API
+    asks for (Retry-After)."""
     tools: dict[Literal["mcp"], Annotated[str, Field(min_length=1)]] = {}
     """Tool servers, whose tools come beside the environment's own: `{mcp: COMMAND}` starts COMMAND once on each worker and speaks
     MCP on its standard input and output."""
@@ -96,7 +94,7 @@ class RolloutSection(Section):
 
     engine: Annotated[str, OwnOr(("transformers", "vllm"))] = "transformers"
     """Inference engine of a rollout worker: transformers in the worker's own process, vLLM in its own processes (`make
-    setup-vllm`), configured by section `vllm`, or a `libra.rollout.engine.EngineFactory` of your own."""
+    setup-vllm`), with `engine_args`, or a `libra.rollout.engine.EngineFactory` of your own."""
     tp: AtLeastOne = 1
     """Tensor-parallel degree of an engine (vllm, or one of your own that declares it). The resource TP of a worker, or an
     entry of `cluster.engines`, overrides it."""
@@ -106,15 +104,19 @@ class RolloutSection(Section):
     recompute their context."""
     slots: AtLeastOne = 64
     """Concurrent generations of one engine."""
+    engine_args: dict[str, Any] = {}
+    """For vllm: arguments of its `AsyncEngineArgs`, by its names, e.g. `{gpu_memory_utilization: 0.9, enforce_eager: true}`; a
+    `kv_transfer_config` with a connector that keeps evicted KV and can drop the KV of older weights; on GPUs a `speculative_config`
+    that drafts tokens. Arguments that Libra sets itself are refused."""
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """KV cache of one engine, in GiB (transformers; for vllm see `vllm.kv_cache_gib`). If it is smaller than all slots
-    need at `max_context_tokens`, turns wait until their context fits, and contexts kept between turns are evicted.
-    None: enough for all slots."""
+    """KV cache of one engine, in GiB; with vllm of each tensor-parallel rank. If it is smaller than all slots need at
+    `max_context_tokens`, turns wait until their context fits (vllm: late requests are preempted and recomputed), and contexts kept
+    between turns are evicted. None: enough for all slots; with vllm on a GPU what `gpu_memory_utilization` leaves."""
     kv_host_gib: Annotated[float, Field(gt=0)] | None = None
     """Host memory of one engine, in GiB, for the KV of trajectories between two turns. Contexts that were evicted from the KV cache
     return from there, and a trajectory that changes its home takes its KV along where that is expected to be quicker than computing
     it again. Never used across versions; all engines of a machine together may not have more than its memory. Needs engine
-    transformers; for vllm see `vllm.kv_transfer_config`. None: KV is computed again."""
+    transformers; for vllm see `engine_args`. None: KV is computed again."""
     tool_format: Literal["hermes", "qwen3_coder"] | None = None
     """How the model writes tool calls: "hermes" (JSON; Hermes, Qwen2.5, Qwen3) or "qwen3_coder" (XML; Qwen3-Coder, Qwen3.5). None:
     the environment's own format, by default "hermes"."""
@@ -137,33 +139,11 @@ class RolloutSection(Section):
     speculate: bool = False
     """Draft tokens from the other samples of a group while few sequences generate, as many as pay off by measurement. A drafted
     token is kept where it equals the one sampled, so the tokens are the same. Needs engine transformers; for vllm see
-    `vllm.speculative_config`."""
+    `engine_args`."""
     exact_logprobs: bool = False
     """Record the log-probability of each generation scored alone and uncached, as the trainer scores it. The mismatch figures
     are then exactly 0 for equal weights. Costs a forward pass of the whole context per turn, in the engine and in the trainer.
     Needs engine transformers, top_p 1 and a temperature above 0."""
-
-
-class VLLMSection(Section):
-    """Settings of `rollout.engine` vllm."""
-
-    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """KV cache per tensor-parallel rank, in GiB. None: on a CPU what `rollout.slots` requests of
-    `rollout.max_context_tokens` need; on a GPU what `gpu_memory_frac` leaves. If it is smaller than all slots need,
-    late requests are preempted and recomputed."""
-    gpu_memory_frac: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory that an engine takes for weights and KV cache."""
-    eager: bool | None = None
-    """Run the model uncompiled. false: compile it and capture CUDA graphs; the engine starts minutes later and runs
-    faster. None: true on a CPU, false on a GPU."""
-    kv_transfer_config: dict[str, Any] = {}
-    """vLLM's argument of this name: a KV connector that keeps evicted KV, e.g. `{kv_connector: OffloadingConnector,
-    kv_connector_extra_config: {cpu_bytes_to_use: 8000000000}}`. It must be able to drop the KV of older weights. `kv_role` is
-    kv_both unless given. Empty: none."""
-    speculative_config: dict[str, Any] = {}
-    """vLLM's argument of this name, on GPUs: how it drafts tokens, e.g. `{method: ngram, num_speculative_tokens: 4,
-    prompt_lookup_max: 4}`, or `method: suffix` (pip install arctic-inference). Tokens follow the same distribution, but need not be
-    those without drafts. Empty: none."""
 
 
 class CheckpointSection(Section):
@@ -174,9 +154,7 @@ class CheckpointSection(Section):
     (`evaluation.every`), or every 10 steps without evaluations. A checkpoint holds the weights and twice as much optimizer
     state; the trainer's memory holds a copy of it while it is written."""
     keep: AtLeastOne = 2
-    """Newest checkpoints to keep, beside the best."""
-    keep_best: bool = True
-    """Also keep the best one, and link it as `checkpoints/best`: by mean reward on the held-out questions with
+    """Newest checkpoints to keep, beside the best, which `checkpoints/best` names: by mean reward on the held-out questions with
     `evaluation.every`, else by the mean training reward of the iteration."""
 
 
@@ -257,13 +235,9 @@ class ClusterSection(Section):
     of Slurm, and where they idle those are ended (docs/tools.md). Not with sessions or an agent. None: `tool_workers`, always."""
     tool_slots: AtLeastOne = 64
     """Concurrent actions of one tool worker."""
-    tool_cores: AtLeastOne | None = None
-    """Cores of one tool worker for tools that declare `cores`, which hold them alone. None: those of its machine, which tool
-    workers of a local cluster share evenly."""
-    tool_memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory of one tool worker for tools that declare `memory_gib`. None: that of its machine, shared alike."""
-    tool_gpus: Annotated[int, Field(ge=0)] = 0
-    """GPUs of one tool worker for tools that declare `gpu`."""
+    tool_supply: dict[Literal["cores", "memory_gib", "gpus"], AtLeastOne] = {}
+    """What one tool worker has for tools that declare `cores`, `memory_gib` or `gpu`, e.g. `{cores: 8, gpus: 1}`. Without cores and memory:
+    those of its machine, which tool workers of a local cluster share evenly; without GPUs: none."""
     threads: AtLeastOne | None = None
     """Torch threads per worker. None: the number of cores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -283,21 +257,18 @@ class ClusterSection(Section):
 class ObserveSection(Section):
     """What a run displays and records besides the trajectories."""
 
-    tensorboard: bool = True
-    """Write metrics, settings and sample texts for TensorBoard into the run directory."""
-    trackers: Annotated[tuple[Literal["wandb", "mlflow", "trackio"], ...], Field(strict=False)] = ()
-    """Experiment trackers that get the same: Weights & Biases, MLflow, trackio; `pip install NAME` installs each. They write into
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], Field(strict=False)] = (
+        "tensorboard",
+    )
+    """Experiment trackers that get metrics, settings and sample texts: TensorBoard, Weights & Biases, MLflow, trackio; `pip install NAME` installs each. They write into
     the run directory, unless their own variables send it elsewhere (WANDB_MODE=online, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID)."""
     event_log: bool = True
     """Write every scheduling event and decision to events.jsonl; its older lines are kept compressed in events/."""
     progress: bool = True
     """Show live progress in the terminal."""
-    on_iteration: OwnPart | None = None
-    """Function of your own that the driver calls with the numbers of each iteration (`libra.driver.callbacks`). None: none."""
-    on_batch: OwnPart | None = None
-    """Function of your own that the driver calls with the trajectories of each batch after its step. None: none."""
-    on_evaluation: OwnPart | None = None
-    """Function of your own that the driver calls with the result of each evaluation. None: none."""
+    callbacks: dict[Literal["on_iteration", "on_batch", "on_evaluation"], OwnPart] = {}
+    """Functions of your own that the driver calls (`libra.driver.callbacks`): with the numbers of each iteration, with the trajectories
+    of each batch after its step, with the result of each evaluation. E.g. `{on_iteration: "mine:log"}`."""
 
 
 class StoreSection(Section):
@@ -337,7 +308,6 @@ class RunSections(Section):
     environment: EnvironmentSection = EnvironmentSection()
     agent: AgentSection = AgentSection()
     rollout: RolloutSection = RolloutSection()
-    vllm: VLLMSection = VLLMSection()
     trainer: TrainerSection = TrainerSection()
     staleness: StalenessSection = StalenessSection()
     distil: DistilSection = DistilSection()
@@ -353,9 +323,3 @@ class RunSections(Section):
     slurm: SlurmSection = SlurmSection()
     simulation: SimulationSection = SimulationSection()
     planner: PlannerSection = PlannerSection()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_bound(cls, given: Any) -> Any:
-        """`run.eta` and `staleness.eta` are one setting."""
-        return with_both(given) if isinstance(given, Mapping) else given

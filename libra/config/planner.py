@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from libra.config.section import AtLeastOne, AtLeastZero, Section
+from libra.config.section import AtLeastOne, AtLeastZero, Section, arguments
 
 
 class PlannedEngines(Section):
@@ -78,6 +78,17 @@ class PlannedLayout(Section):
         return found
 
 
+class LengthArgs(Section):
+    """Lengths of trajectories in `planner.lengths`."""
+
+    prompt_tokens: AtLeastOne = 512
+    generated_p50_tokens: Annotated[float, Field(gt=0)] = 1024.0
+    generated_p99_tokens: Annotated[float, Field(gt=0)] = 4096.0
+    observation_tokens: AtLeastZero = 0
+    turns: AtLeastOne = 1
+    tool_s: Annotated[float, Field(ge=0)] = 0.5
+
+
 class PlannerSection(Section):
     """Input of `libra plan`: hardware, the trajectories of a batch, and constraints. A run reads it only if it plans."""
 
@@ -111,43 +122,30 @@ class PlannerSection(Section):
     num_gpus: AtLeastOne | None = None
     """GPUs to divide between training and rollout. None: for `layout` auto those of this machine (without a GPU: its cores divided
     by `cluster.threads`), else 8."""
-    gpus_per_node: AtLeastOne | None = None
-    """GPUs of one machine; no engine spans two. None: the datasheet's number."""
     tp: Annotated[list[AtLeastOne], Field(min_length=1)] = [1, 2, 4, 8]
     """Tensor-parallel degrees an engine may have; each must divide the next, and the last one the GPUs of a machine."""
     trace: Annotated[Path, Field(strict=False)] | None = None
     """CSV of agents' turns to draw the batch from, with columns task, sample, turn, prompt_tokens (the context before the turn),
-    completion_tokens and, if known, tool_s. None: lengths as given below."""
-    trajectories: AtLeastOne | None = None
-    """Trajectories of one step. None: `trainer.prompts` x `trainer.group_size`."""
+    completion_tokens and, if known, tool_s. None: `lengths`."""
     trained_frac: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of a step's trajectories that carry a gradient. Those of groups with equal rewards, failed, masked and cut ones are
     only generated. A run's metrics have it: `forwarded_sequences` over `trajectories`."""
-    prompt_tokens: AtLeastOne = 512
-    """Tokens before the first turn. Used without a trace."""
-    generated_p50_tokens: Annotated[float, Field(gt=0)] = 1024.0
-    """Median of a trajectory's generated tokens, whose lengths are assumed to be log-normal. Used without a trace."""
-    generated_p99_tokens: Annotated[float, Field(gt=0)] = 4096.0
-    """99th percentile of a trajectory's generated tokens. Used without a trace."""
-    observation_tokens: AtLeastZero = 0
-    """Tokens that tools add to the context of a trajectory. Used without a trace."""
-    turns: AtLeastOne = 1
-    """Generations of a trajectory. Used without a trace."""
-    tool_s: Annotated[float, Field(ge=0)] = 0.5
-    """Seconds of a tool call, if the trace has none."""
-    max_concurrency: AtLeastOne = 256
-    """Maximum concurrent generations of one engine, even if its memory holds more."""
+    lengths: dict[str, Any] = LengthArgs().model_dump()
+    """Lengths of the batch's trajectories: `prompt_tokens` before the first turn; `generated_p50_tokens` and `generated_p99_tokens`,
+    the median and the 99th percentile of generated tokens, log-normal; `observation_tokens` that tools add; generations (`turns`);
+    `tool_s`, seconds of a tool call. With a trace only `tool_s`, where the trace has none."""
     update_s: Annotated[float, Field(ge=0)] | None = None
     """Seconds from a step's end until engines serve its weights; with `run.eta` at 1 or more and one GPU in training beside the
     next step. None: 10, or with `calibration` as measured."""
-    min_train_gpus: AtLeastOne = 1
-    """Minimum GPUs of the core training pool."""
-    min_rollout_gpus: AtLeastOne = 1
-    """Minimum GPUs of the core rollout pool."""
     fixed_train_gpus: AtLeastOne | None = None
     """Exact number of GPUs for training, one worker each (`cluster.train_workers`). None: the best number."""
     fixed_engines: dict[Annotated[int, Field(ge=1, strict=False)], AtLeastZero] = {}
     """Exact number of engines by degree, e.g. {"1": 4, "8": 1}; other degrees are free."""
+
+    @field_validator("lengths")
+    @classmethod
+    def _arguments(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return arguments(LengthArgs, given, "planner.lengths")
 
     @field_validator("tp")
     @classmethod

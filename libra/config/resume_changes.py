@@ -12,7 +12,6 @@ from libra.errors import ConfigError, RunDirectoryError
 
 RESOLVED_FILE = "config.resolved.yaml"
 FREE_SECTIONS = (
-    "vllm",
     "policy",
     "cluster",
     "observe",
@@ -30,9 +29,9 @@ FREE_FIELDS = (
     "run.dir",
     "run.name",
     "environment.retries",
-    "environment.retry_s",
     "services.device_gib",
     "rollout.tp",
+    "rollout.engine_args",
     "trainer.max_row_tokens",
     "trainer.micro_batch_tokens",
     "trainer.mismatch_alarm",

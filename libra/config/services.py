@@ -42,9 +42,6 @@ class ServiceEntry(Section):
     """Seconds that a request waits for others, so that they are answered together."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds after which a batch fails: for the device to be free, for its weights to be there, and for its answers, each."""
-    answer_s: Annotated[float, Field(gt=0)] | None = None
-    """For `libra plan`: seconds of the device for one answer of a model. None: those of the passes that `function` makes over a
-    trajectory; a function of your own is taken to need none."""
 
 
 class ServicesSection(Section):

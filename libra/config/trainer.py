@@ -12,6 +12,7 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, field_val
 from libra.config.algorithms import (
     DEFAULT_ALGORITHM,
     LOSS_ARGS,
+    AdamArgs,
     AdvantageName,
     AggregationMode,
     AlgorithmName,
@@ -50,12 +51,9 @@ class TrainerSection(Section):
     group closes with the members it has; `docs/failures.md` has the rules."""
     lr: Annotated[float, Field(ge=0)] = 1e-4
     """Learning rate after warm-up. 0: measure without training."""
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
-    ] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's decoupled weight decay."""
+    adam_args: dict[str, Any] = AdamArgs().model_dump()
+    """Of AdamW: decay rates of both moments (`betas`), decoupled `weight_decay`, and the norm to which the gradient is clipped
+    (`max_grad_norm`)."""
     warmup_steps: AtLeastZero = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     lr_schedule: Annotated[str, OwnOr(("constant",))] = "constant"
@@ -68,8 +66,6 @@ class TrainerSection(Section):
     lora_args: dict[str, Any] = LoraArgs().model_dump()
     """`alpha`: the product of the adapters is multiplied by alpha / `lora_rank`. `targets`: linear layers with adapters, by the last
     part of their name, e.g. {targets: [q_proj, v_proj]}; empty: all but the output head."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Norm to which the gradient is clipped."""
     advantage: Annotated[str, OwnOr(get_args(AdvantageName))] = "grpo"
     """(preset) Advantage estimator: relative to the group (grpo, rloo, opo), to the greedy answer, which is the first sample of
     each group (remax), to the batch (reinforce_pp), or to the group on the scale of the batch (reinforce_pp_baseline). Your own:
@@ -177,14 +173,8 @@ class TrainerSection(Section):
     """What becomes of a reward that comes later (`libra.Late`, docs/late_rewards.md). One that is there when the batch of its
     trajectory is made counts in it; else the provisional value counts, or the trajectory is left out where it has none. Then
     correct: the reward counts in the next batch after it came, as the difference that it makes to the advantages of its group,
-    times e^(-delay / `late_tau`) and the clipped ratio of the loss (RAC). wait: batches wait for it, up to `late_wait_s`. drop: it
+    times e^(-delay / 50 versions) and the clipped ratio of the loss (RAC). wait: batches wait for it, up to `late_wait_s`. drop: it
     is dropped. off: such a reward is a failure of class reward."""
-    late_guess: Literal["learned", "full"] = "learned"
-    """For `late` correct: what a provisional reward counts for until the true one comes. learned: for what guesses were worth in
-    this run, from 0 to 1; the noise of a guess and its correction is then that of rewards on time. full: as if it were true
-    (RAC)."""
-    late_tau: Annotated[float, Field(gt=0)] = 50.0
-    """For `late` correct: versions after which a late reward counts for 1/e of its difference."""
     late_versions: AtLeastOne = 16
     """For `late` correct: versions for which a trained group waits for its rewards; later ones are dropped. Group records are kept
     as long."""
@@ -236,13 +226,13 @@ class TrainerSection(Section):
         made.model_fields_set.difference_update(preset.keys() - given.keys())
         return made
 
-    @field_validator("loss_args", "correction_args", "reject_args", "lora_args")
+    @field_validator("loss_args", "correction_args", "reject_args", "lora_args", "adam_args")
     @classmethod
     def _arguments(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         """The arguments of the chosen loss, correction or metric, with defaults. A loss of one's own takes any."""
         name = str(info.field_name).removesuffix("_args")
         chosen = info.data.get(name, "")
-        kinds = {"correction": CorrectionArgs, "reject": RejectArgs, "lora": LoraArgs}
+        kinds = {"correction": CorrectionArgs, "reject": RejectArgs, "lora": LoraArgs, "adam": AdamArgs}
         kind = LOSS_ARGS.get(chosen) if name == "loss" else kinds[name]
         return (
             given

@@ -66,17 +66,11 @@ class Callbacks:
     def of(cls, config: RunConfig, given: Mapping[str, Callable[..., object] | None] | None = None) -> Callbacks:
         """Those of section ``observe``, and ``given`` functions; ConfigError if a name cannot be imported or called so."""
         found: dict[str, list[tuple[str, Callable[..., object]]]] = {kind: [] for kind in KINDS}
-        observe = config.observe
-        names = {
-            "on_iteration": observe.on_iteration,
-            "on_batch": observe.on_batch,
-            "on_evaluation": observe.on_evaluation,
-        }
         for kind, (call, count) in KINDS.items():
-            name = names[kind]
+            name = config.observe.callbacks.get(kind)
             if name is not None:
-                function = named_function(f"observe.{kind}", name, call, *range(count))
-                found[kind].append((f"observe.{kind}={name}", function))
+                function = named_function(f"observe.callbacks.{kind}", name, call, *range(count))
+                found[kind].append((f"observe.callbacks.{kind}={name}", function))
             extra = (given or {}).get(kind)
             if extra is not None:
                 found[kind].append((kind, extra))

@@ -181,7 +181,7 @@ def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here:
 def plan_layout(config: RunConfig, gpu: str, rests_on: str, turns: TrajectoryTotals | None = None) -> PlannedLayout:
     """The plan that a run of ``config`` starts, on ``gpu``; ``turns`` None: from `planner.trace`, or drawn."""
     if turns is None and config.planner.trace is not None:
-        turns = read_trace(config.planner.trace, config.planner.tool_s)
+        turns = read_trace(config.planner.trace, config.planner.lengths["tool_s"])
     snapshot, _ = snapshot_of(config, turns, what_if=False, on_cores=gpu == CPU)
     floor = max(config.rollout.max_context_tokens, config.trainer.max_row_tokens)
     plan, micro_batch_tokens = planned(snapshot, floor, may_grow=gpu != CPU)

@@ -33,7 +33,7 @@ TOTAL_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class BackOff:
-    """How calls of a run are tried again: ``environment.retries`` and ``environment.retry_s``, and the run's seed."""
+    """How calls of a run are tried again: ``environment.retries``, and the run's seed."""
 
     retries: int = 5
     first_s: float = 1.0

@@ -123,7 +123,6 @@ def service(
     max_batch: int = 8,
     max_wait_s: float = 0.05,
     timeout_s: float = 600.0,
-    answer_s: float | None = None,
     **args: Any,
 ) -> dict[str, Any]:
     """A service for ``libra.train(services={"judge": libra.service(...)})``; the same as an entry of ``services.named``.
@@ -139,8 +138,6 @@ def service(
         Requests that are answered together, and seconds that one waits for others.
     timeout_s : float
         Seconds after which a batch fails.
-    answer_s : float, optional
-        Seconds of the device for one answer, for ``libra plan``.
     **args
         Further keyword arguments of the function.
 
@@ -152,7 +149,7 @@ def service(
     named = name_of("libra.service", function)
     return {
         "model": model, "function": named, "args": args, "max_batch": max_batch, "max_wait_s": max_wait_s,
-        "timeout_s": timeout_s, "answer_s": answer_s,
+        "timeout_s": timeout_s,
     }  # fmt: skip
 
 

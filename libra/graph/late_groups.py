@@ -31,6 +31,8 @@ from libra.worker.late_waiting import waiting_after, waiting_row, worth_after
 
 logger = logging.getLogger(__name__)
 
+LATE_TAU = 50.0
+"""Versions after which a late reward counts for 1/e of its difference (RAC)."""
 LOOK_S = 0.2
 """Seconds between two looks for late rewards that a batch waits for."""
 SIGN_S = 5.0
@@ -101,7 +103,7 @@ def late_facts(
     begins: list[WaitingGroup] = []
     dropped: list[Place] = []
     for members, row in zip(groups, rows, strict=True):
-        group = _with_rewards_to_come(batch, members, row, found, guess_weight(spec.config, worth))
+        group = _with_rewards_to_come(batch, members, row, found, worth.slope)
         if group is None:
             continue
         if mode == "correct" and row.get("over_age") != Verdict.DROP:
@@ -173,11 +175,6 @@ def _tell(
     )
 
 
-def guess_weight(config: RunConfig, worth: GuessWorth) -> float:
-    """What provisional rewards of a batch count for, 0 to 1."""
-    return worth.slope if config.trainer.late_guess == "learned" else 1.0
-
-
 def discount(row: dict[str, Any], group: WaitingGroup) -> None:
     """Let the advantages in the row of a group that waits count for what its guesses are worth."""
     row["advantages"] = (np.array(row["advantages"]) * _weight(np.array(row["trains"]), group)).tolist()
@@ -208,7 +205,7 @@ def corrections(
             _weight(trained, waited) * before,
             _weight(trains, now) * after,
             delay=arrival.delay,
-            tau=config.trainer.late_tau,
+            tau=LATE_TAU,
         )
         first = trains & ~trained
         takes_part = first | (advantages != 0)

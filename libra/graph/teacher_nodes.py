@@ -34,7 +34,7 @@ SIGN_S = 5.0
 async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: int) -> dict[str, Any]:
     """Score a finished group, unless it was scored before; ``group`` is what its node returned.
 
-    One that a service did not score in time stays without scores, as one whose scores come too late (``distil.late``).
+    One that a service did not score in time stays without scores, as one whose scores come too late (``distil.wait_s``).
     """
     host, began_s = host_here(run), time.time()
     path = group_path(host.spec.groups_dir, iteration, number)
@@ -66,7 +66,7 @@ async def _scored(host: LibraHost, members: Sequence[Trajectory]) -> Scored:
 
 
 async def with_scores(context: WorkerContext, batch: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Note in the ``rows`` of groups which the teacher has scored (``taught``), after waiting for it as ``distil.late`` says.
+    """Note in the ``rows`` of groups which the teacher has scored (``taught``), after waiting for it up to ``distil.wait_s``.
 
     Where rewards do not count, trajectories without scores take no part in the step. No effect in a run without a teacher.
     """
@@ -75,13 +75,13 @@ async def with_scores(context: WorkerContext, batch: int, rows: Sequence[dict[st
         return
     paths = [scores_path(spec.groups_dir / Path(row["path"]).name) for row in rows]
     wanted = [path for path, row in zip(paths, rows, strict=True) if any(row["trains"])]
-    if distil.late == "wait":
+    if distil.wait_s > 0:
         await _wait(context, batch, wanted)
     missing = [path.stem for path in wanted if not path.exists()]
     if missing:
         logger.warning(
-            "run %s: batch %d trains %s %d of %d groups that the teacher has not scored (distil.late=%s), the first is %s",
-            spec.run, batch, "on rewards alone for" if distil.reward_coef else "without", len(missing), len(rows), distil.late,
+            "run %s: batch %d trains %s %d of %d groups that the teacher has not scored (distil.wait_s=%g), the first is %s",
+            spec.run, batch, "on rewards alone for" if distil.reward_coef else "without", len(missing), len(rows), distil.wait_s,
             missing[0],
         )  # fmt: skip
     for path, row in zip(paths, rows, strict=True):

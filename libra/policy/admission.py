@@ -121,11 +121,7 @@ def keeps_version(config: RunSections) -> bool:
 def staleness_of(config: RunSections) -> StalenessPolicy:
     """The policy of a configuration; a synchronous run has the bound alone."""
     eta, section = config.run.eta, config.staleness
-    return (
-        StalenessPolicy(eta, Verdict(section.over_age), section.window, section.in_flight)
-        if eta
-        else StalenessPolicy(0)
-    )
+    return StalenessPolicy(eta, Verdict(section.over_age), section.window) if eta else StalenessPolicy(0)
 
 
 Opened = OpenGate | OpenBatch | OpenWave | TakeSteps

@@ -53,12 +53,12 @@ def drawn_workload(config: RunConfig) -> Workload:
 def expected_workload(config: RunConfig) -> Workload:
     """Trajectories of the lengths in section `planner`, within the limits of section `rollout`, in an order by the seed.
 
-    Each has `planner.turns` turns of equal length, `rollout.max_turns` at most.
+    Each has `planner.lengths.turns` turns of equal length, `rollout.max_turns` at most.
     """
     section, trainer = config.simulation, config.trainer
-    turns = min(config.planner.turns, config.rollout.max_turns)
+    turns = min(config.planner.lengths["turns"], config.rollout.max_turns)
     totals, _ = batch_of(config, num=trainer.prompts * trainer.group_size, turns=turns)
-    tool_s = config.planner.tool_s
+    tool_s = config.planner.lengths["tool_s"]
     columns = totals.prompt_tokens, totals.generated_tokens, totals.observation_tokens
     rows = np.stack(columns, axis=1).round().astype(int)
     plans: list[TrajectoryPlan] = []
@@ -221,7 +221,7 @@ def expected_teacher_token_s(choices: Simulated, measured: RunCalibration | None
     gradient, or 0 if it has none. ModelError if the teacher's sizes are not known here.
     """
     named = teacher_model(choices.config)
-    if named is None or choices.config.distil.late != "wait":
+    if named is None or not choices.config.distil.wait_s:
         return 0.0
     try:
         teacher = load_shape(str(resolve_model(named)))

@@ -112,8 +112,8 @@ class ReplicaState:
         self.optimizer = torch.optim.AdamW(
             self.optimized().values(),
             lr=settings.lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
+            betas=settings.adam_args["betas"],
+            weight_decay=settings.adam_args["weight_decay"],
             fused=True,
         )
 
@@ -238,7 +238,7 @@ class ReplicaState:
                 f"train step {step}: the gradient is not finite (norm {float(norm)}; {len(bad)} of {len(parameters)} "
                 f"parameters, first {bad[:3]}); weights stay those of version {step}"
             )
-        torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.settings.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.settings.adam_args["max_grad_norm"], norm)
         self.optimizer.step()
         if self.master is not None:
             self.master.round_into_model()

@@ -11,7 +11,7 @@ from libra.errors import ConfigError
 
 def test_systems_are_compared_with_the_best_static_one(monkeypatch, capsys):
     given = ("model.path=Qwen3-14B", "--against", "turning", "--gpus", "4", "--seeds", "1", "--json")
-    small = ("trainer.prompts=4", "trainer.group_size=2", "planner.turns=3")
+    small = ("trainer.prompts=4", "trainer.group_size=2", "planner.lengths.turns=3")
     monkeypatch.setattr("sys.argv", ["systems", "libra/quickstart", *small, *given])
     table.main()
     (each,) = json.loads(capsys.readouterr().out)["comparisons"]

@@ -7,7 +7,7 @@ import pytest
 
 from libra.cli.main import main
 
-SMALL = ("trainer.prompts=4", "trainer.group_size=2", "planner.turns=3")
+SMALL = ("trainer.prompts=4", "trainer.group_size=2", "planner.lengths.turns=3")
 Libra = Callable[..., tuple[int, str, str]]
 
 
@@ -53,7 +53,7 @@ def test_before_anything_was_measured_it_agrees_with_the_plan(libra):
         0,
         128,
         128 * 4,
-    )  # planner.turns, below rollout.max_turns
+    )  # planner.lengths.turns, below rollout.max_turns
     planned = json.loads(libra("plan", "libra/quickstart", "--json")[1])
     assert simulated["makespan_s"] == pytest.approx(planned["rollout_s"], rel=0.25)
 

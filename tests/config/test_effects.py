@@ -10,7 +10,6 @@ from libra.config.effect_conditions import Situation
 from libra.config.effects import READ
 from libra.config.field_help import sections
 from libra.config.simulation import POLICIES
-from libra.config.staleness import TWINS
 
 TEACHES = {"model": "Qwen3-8B", "function": "teach"}
 
@@ -40,15 +39,12 @@ def read_by(build, config):
 
 
 def effective(config, command, prefix=""):
-    """Names that ``command`` reads under this configuration, according to the table; of two for one setting, the first."""
+    """Names that ``command`` reads under this configuration, according to the table."""
     situation = Situation(command)
     return {
         name
         for name, reading in READ.items()
-        if name.startswith(prefix)
-        and command in reading
-        and all(n.met(config, situation) for n in reading[command])
-        and name not in TWINS[1:]
+        if name.startswith(prefix) and command in reading and all(n.met(config, situation) for n in reading[command])
     }
 
 
@@ -118,7 +114,7 @@ def test_libra_simulate_reads_what_the_table_says(policy, drawn_from_traces, tmp
             "policy": {"name": policy or "mlfq"},
             "rollout": {"engine": "vllm"},
             "cluster": {"engines": [{"tp": 2}] if drawn_from_traces else []},
-            "planner": {"turns": 2} | ({"trace": str(trace)} if drawn_from_traces else {}),
+            "planner": {"lengths": {"turns": 2}} | ({"trace": str(trace)} if drawn_from_traces else {}),
         }
     )
     assert read_by(simulate, config) == effective(config, "simulate")

@@ -141,7 +141,7 @@ def test_a_calibration_is_what_the_run_said(run, libra, tmp_path):
     code, out, err = libra("calibrate", directory, "--save", file)
     assert (code, err) == (0, "") and "by the declared capacity of its engines" in out
     assert read_calibration(file, "here").engines == run_setting(directory).calibration.engines
-    small = ("trainer.prompts=4", "trainer.group_size=2", "planner.turns=3", "cluster.rollout_workers=2")
+    small = ("trainer.prompts=4", "trainer.group_size=2", "planner.lengths.turns=3", "cluster.rollout_workers=2")
     code, out, _ = libra("simulate", "libra/quickstart", f"planner.calibration={file}", *small)
     assert code == 0 and f"as {file} measured, 2 x tp1" in out
     code, out, _ = libra("plan", "libra/quickstart", f"planner.calibration={file}")

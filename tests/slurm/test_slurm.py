@@ -187,7 +187,7 @@ def test_tool_workers_come_as_jobs_where_actions_wait_and_leave_the_queue_where_
         "environment": {"name": "wants_two:WantsTwo", "args": {"path": str(workers)}},
         "rollout": {"max_turns": 2, "max_new_tokens": 4, "ignore_eos": True},
         "trainer": {"prompts": 2, "group_size": 3, "lr": 0.0}, "evaluation": {"prompts": 0},
-        "cluster": {"engines": [], "tool_cores": 1, "tool_workers_most": 2},
+        "cluster": {"engines": [], "tool_supply": {"cores": 1}, "tool_workers_most": 2},
         "slurm": {"setup": [f"export PYTHONPATH={slurm.environment['PYTHONPATH']}:{SUPPORT}"]},
     }  # fmt: skip
     file = slurm.directory / "elastic.yaml"

@@ -75,9 +75,11 @@ def test_a_connector_that_keeps_stale_kv_and_drafts_on_a_cpu_are_refused(make_mo
         ("kv_transfer_config", {"kv_connector": "ExampleConnector"}),
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
     ):
-        with pytest.raises(ModelError, match=f"vllm.{field}"):
-            engine_args(settings(model_dir=make_model(), **{field: value}), on_cpu=True)
-    given = settings(model_dir=make_model(), kv_transfer_config={"kv_connector": "OffloadingConnector"})
+        with pytest.raises(ModelError, match=field):
+            engine_args(settings(model_dir=make_model(), engine_args={field: value}), on_cpu=True)
+    given = settings(
+        model_dir=make_model(), engine_args={"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}
+    )
     assert engine_args(given, on_cpu=False).kv_transfer_config.kv_connector == "OffloadingConnector"
 
 
