@@ -13,7 +13,7 @@ from benchmarks.systems.disciplines import DISCIPLINES, disciplines, named
 from benchmarks.systems.gpu_seconds import Cause, PipelineResult, Went, lines
 from benchmarks.systems.tuning import DEGREES, STEPS, Cell, Setting, play, step_s
 from libra.config import load_config
-from libra.config.run_config import RunConfig
+from libra.config.load import RunConfig
 from libra.errors import ConfigError
 from libra.sim.configured import Simulated, drawn_workload, expected_teacher_token_s
 from libra.sim.from_run import run_setting

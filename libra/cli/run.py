@@ -96,7 +96,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
     ready_to_resume(run_dir, step)  # before what takes seconds to import
     from libra.cli.projects import warn_of_ignored
     from libra.config.field_help import one_line_yaml
-    from libra.config.resume_changes import load_resumed
+    from libra.config.load import load_resumed
 
     if scheduler is not None:
         overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
@@ -171,7 +171,7 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
     ``overrides``: those of a run that is resumed, which its own configuration does not have.
     """
     from libra.cluster import fork_server
-    from libra.cluster.worker_environment import inherited_environment
+    from libra.cluster.worker_process import inherited_environment
     from libra.driver.early_checks import check_early, first_line, run_directory
     from libra.driver.run_console import Interruption, resume_words
     from libra.observe.start_stages import StartStages

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from libra.config.run_config import RunConfig
+from libra.config.load import RunConfig
 from libra.errors import ConfigError
 from libra.sim import SimulationResult, load_workload
 from libra.sim.configured import RunSimulation, Simulated, drawn_workload, simulator_of, simulator_of_setting

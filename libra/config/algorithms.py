@@ -1,7 +1,8 @@
 """Training algorithms by name: the settings that each paper's defaults amount to.
 
-An algorithm is a preset. ``trainer.algorithm`` fills the keys of ``trainer`` that are fields of `Preset` and were not given;
-a key that is given wins. ``make docs`` makes docs/algorithms.md from this table.
+An algorithm is a preset. ``trainer.algorithm`` fills the keys of ``trainer`` that are fields of
+`Preset` and were not given; a key that is given wins. ``make docs`` makes docs/algorithms.md from
+this table.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ LOSS_ARGS: Mapping[str, type[Section]] = MappingProxyType({
     "ppo": PPOArgs, "gspo": GspoArgs, "cispo": CispoArgs, "sapo": SapoArgs, "gmpo": ClipArgs, "dppo": DppoArgs,
     "vespo": VespoArgs, "reinforce": Section,
 })  # fmt: skip
-"""Keys of ``trainer.loss_args`` by loss: the arguments of its function in `libra.train.losses`, with the same defaults."""
+"""Keys of ``trainer.loss_args`` by loss: the arguments of its function in `libra.train.losses`,
+with the same defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +309,8 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
 
 
 def preset_values(algorithm: str) -> dict[str, Any]:
-    """The keys of ``trainer`` that an algorithm fills, with their values; empty for an unknown name."""
+    """The keys of ``trainer`` that an algorithm fills, with their values; empty for an unknown
+    name."""
     found = ALGORITHMS.get(algorithm)  # type: ignore[call-overload]
     if found is None:
         return {}

@@ -1,12 +1,14 @@
-"""When each setting has an effect: one table of all of them, and the check that reports settings without one.
+"""When each setting has an effect: one table of all of them, and the check that reports settings
+without one.
 
-Contradictions are errors (`libra.config.cross_field_checks`). A setting that contradicts nothing and has no effect is reported in
-one line before anything starts, and never refused. Only given settings are checked: those that a file, an override or a keyword
-argument sets to another value than the default or the algorithm's preset.
+Contradictions are errors (`libra.config.cross_field_checks`). A setting that contradicts nothing
+and has no effect is reported in one line before anything starts, and never refused. Only given
+settings are checked: those that a file, an override or a keyword argument sets to another value
+than the default or the algorithm's preset.
 
-One file may serve several commands, so a setting in a file is checked against every command that reads it: `planner` by
-`libra plan`,
-`simulation` by `libra simulate`. A setting typed for a command is checked against that command.
+One file may serve several commands, so a setting in a file is checked against every command that
+reads it: `planner` by `libra plan`, `simulation` by `libra simulate`. A setting typed for a command
+is checked against that command.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from libra.config.effect_conditions import (
     without,
 )
 from libra.config.field_help import sections
-from libra.config.models import RunSections
+from libra.config.sections import RunSections
 from libra.config.service_devices import asked_models, service_models
 from libra.config.streaming import GROUP_ADVANTAGES
 from libra.config.yaml_text import one_line_yaml
@@ -282,14 +284,14 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
 READ: Mapping[str, Reading] = MappingProxyType(
     {f"{section}.{key}": reading for section, keys, reading in _TABLE for key in keys.split()}
 )
-"""Every field of the configuration; a test fails if one is missing, and compares the claims with the code. What an algorithm sets
-counts as read by itself here (`_reading`)."""
+"""Every field of the configuration; a test fails if one is missing, and compares the claims with
+the code. What an algorithm sets counts as read by itself here (`_reading`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A given setting without effect: ``given`` is the field with its value as typed, ``why`` the change that would make it
-    effective."""
+    """A given setting without effect: ``given`` is the field with its value as typed, ``why`` the
+    change that would make it effective."""
 
     field: str
     given: str
@@ -302,7 +304,8 @@ class Ignored:
 
 
 def ignored_settings(config: RunSections, situation: Situation | None = None) -> tuple[Ignored, ...]:
-    """Settings that were given and have no effect in this combination, in the order of the sections."""
+    """Settings that were given and have no effect in this combination, in the order of the
+    sections."""
     around = situation or Situation()
     found = ((name, _why_ignored(config, name, around)) for name in _given(config))
     return tuple(Ignored(name, _with_value(config, name), why) for name, why in found if why)
@@ -337,7 +340,8 @@ def _why_ignored(config: RunSections, name: str, situation: Situation) -> str | 
 
 
 def _reading(config: RunSections, name: str, situation: Situation) -> Reading:
-    """Who reads a setting. Of an algorithm these are all who read a value that differs by it, or a teacher, which needs it."""
+    """Who reads a setting. Of an algorithm these are all who read a value that differs by it, or a
+    teacher, which needs it."""
     if name != "trainer.algorithm":
         return READ[name]
     sets, usual = preset_values(config.trainer.algorithm), preset_values(DEFAULT_ALGORITHM)
@@ -352,7 +356,8 @@ def _reading(config: RunSections, name: str, situation: Situation) -> Reading:
 
 
 def _is_for_slurm(config: RunSections) -> bool:
-    """Whether a configuration has something of `libra cluster slurm`, so that its cluster may have been started from it."""
+    """Whether a configuration has something of `libra cluster slurm`, so that its cluster may have
+    been started from it."""
     return any(name.startswith("slurm") for name in _given(config))
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from libra.config.algorithms import LOSS_ARGS, AdamArgs, LoraArgs
 from libra.config.field_help import (
     FieldReference,
     field_references,
@@ -14,6 +15,7 @@ from libra.config.field_help import (
     reference_of,
     sections,
 )
+from libra.config.planner import LengthArgs
 from libra.config.section import ArgumentError
 from libra.config.yaml_text import one_line_yaml
 from libra.errors import nearest_name
@@ -39,9 +41,20 @@ _IN_OTHER_FRAMEWORKS: Mapping[str, str] = {
     "model_name_or_path": "model.path",
     "max_tokens": "rollout.max_new_tokens",
     "beta": "trainer.kl_coef",
-    "weight_decay": "trainer.adam_args",
+    "weight_decay": "trainer.adam_args.weight_decay",
 }
 """Names of settings in other frameworks."""
+
+_INSIDE: Mapping[str, str] = {
+    key: f"{owner}.{key}"
+    for owner, kinds in (
+        ("trainer.loss_args", LOSS_ARGS.values()), ("trainer.lora_args", [LoraArgs]), ("trainer.adam_args", [AdamArgs]),
+        ("planner.lengths", [LengthArgs]),
+    )
+    for kind in kinds
+    for key in kind.model_fields
+}  # fmt: skip
+"""Keys inside mappings of arguments."""
 
 _SECTIONS_ELSEWHERE: Mapping[str, str] = {
     "env": "environment",
@@ -70,7 +83,8 @@ _EXAMPLES: Mapping[str, str] = {
 
 
 def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
-    """A message for one entry of pydantic's ``ValidationError.errors()``: field, place, value, allowed values, what to type."""
+    """A message for one entry of pydantic's ``ValidationError.errors()``: field, place, value,
+    allowed values, what to type."""
     path = tuple(str(part) for part in error["loc"] if part != "[key]")  # pydantic's mark of a key that is not allowed
     if error["type"] == "extra_forbidden":
         inside = [str(key) for key in error["input"]] if isinstance(error["input"], Mapping) else []
@@ -104,7 +118,8 @@ def _argument_message(error: ArgumentError, path: tuple[str, ...], origins: Orig
 
 
 def unknown_key_message(path: Sequence[str], where: str, inside: Sequence[str] = ()) -> str:
-    """Message for an unknown key, with the nearest known one; ``inside`` are the keys given in an unknown section."""
+    """Message for an unknown key, with the nearest known one; ``inside`` are the keys given in an
+    unknown section."""
     name = ".".join(path)
     if name in _REMOVED:
         return f"{name}{where} was removed: the planner reads section trainer; type {_REMOVED[name]} instead"
@@ -123,9 +138,12 @@ def unknown_key_message(path: Sequence[str], where: str, inside: Sequence[str] =
 
 
 def nearest_key(path: Sequence[str]) -> str | None:
-    """The existing section or dotted name that is most similar to an unknown one, or None if none is similar."""
+    """The existing section or dotted name that is most similar to an unknown one, or None if none
+    is similar."""
     names, last = list(field_references()), path[-1].lower().replace("-", "_")
     same = [name for name in names if name.split(".")[1] == last]
+    if len(path) == 2 and _INSIDE.get(last, "").startswith(f"{path[0]}."):
+        return _INSIDE[last]
     section = _SECTIONS_ELSEWHERE.get(path[0].lower())
     if section is not None:
         return section if len(path) == 1 else nearest_key((section, *path[1:])) or section
@@ -151,7 +169,8 @@ def nearest_key(path: Sequence[str]) -> str | None:
 
 
 def origin_of(path: Sequence[str], origins: Origins) -> str:
-    """`` (file:line)`` of a key, of the nearest parent that was set or of the first key in it; empty if set in Python."""
+    """`` (file:line)`` of a key, of the nearest parent that was set or of the first key in it;
+    empty if set in Python."""
     for length in range(len(path), 0, -1):
         if tuple(path[:length]) in origins:
             return f" ({origins[tuple(path[:length])]})"
@@ -160,7 +179,8 @@ def origin_of(path: Sequence[str], origins: Origins) -> str:
 
 
 def _advice(field: FieldReference, got: object) -> str:
-    """What to type: the same number if it was given as text or as 1000.0, the nearest of some names, else the default."""
+    """What to type: the same number if it was given as text or as 1000.0, the nearest of some
+    names, else the default."""
     if isinstance(got, str | float) and field.allowed.startswith(("a whole number", "a number")):
         try:
             number = float(got)

@@ -12,9 +12,9 @@ from typing import Any, Literal, cast
 
 from pydantic.fields import FieldInfo
 
-from libra.config.models import RunSections
-from libra.config.own_parts import OwnOr
-from libra.config.section import Section
+from libra.config.planner import PlannedLayout
+from libra.config.section import OwnOr, Section
+from libra.config.sections import RunSections
 from libra.config.yaml_text import one_line_yaml as one_line_yaml  # also read from here
 
 MERGED = frozenset({
@@ -26,6 +26,7 @@ MERGED = frozenset({
 
 _WORDS: Mapping[Any, str] = types.MappingProxyType(
     {
+        PlannedLayout: "a mapping that libra plan --write writes",
         int: "a whole number",
         float: "a number",
         bool: "true or false",
@@ -88,7 +89,8 @@ def field_references() -> dict[str, FieldReference]:
 
 
 def inner_reference(path: Sequence[str]) -> FieldReference | None:
-    """A key of a section that is a value of a setting's mapping, e.g. ``services.named.judge.max_batch``; None: it is none."""
+    """A key of a section that is a value of a setting's mapping, e.g.
+    ``services.named.judge.max_batch``; None: it is none."""
     annotation: Any = sections()[path[0]].model_fields[path[1]].annotation
     found = None
     for number, key in enumerate(path[2:], start=3):

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from libra.config import yaml_text
 from libra.config.algorithms import DEFAULT_ALGORITHM, preset_values
@@ -24,14 +24,24 @@ from libra.config.cross_field_checks import contradictions, fields_of
 from libra.config.error_messages import origin_of, problem_message, unknown_key_message
 from libra.config.field_help import MERGED, field_references, in_arguments, sections
 from libra.config.model_paths import packaged_config
-from libra.config.models import RunSections
-from libra.config.run_config import RunConfig
-from libra.errors import ConfigError
+from libra.config.sections import RunSections
+from libra.errors import ConfigError, RunDirectoryError
 
 EXTENDS = "extends"
 """Key of a file that names the file it is a delta to."""
 
 Path_ = tuple[str, ...]
+
+
+class RunConfig(RunSections):
+    """Every setting of one run. Build it with `load_config` or `config_from_dict`, whose errors are
+    Libra's own."""
+
+    @model_validator(mode="after")
+    def _check_across_sections(self) -> Self:
+        if found := contradictions(self):
+            raise ValueError("; ".join(found))
+        return self
 
 
 @dataclass(slots=True)
@@ -54,9 +64,10 @@ def load_config(
         A YAML file, or ``libra/NAME`` for one that ships with Libra. Its ``extends:`` names the file below it, relative to it
         or one that ships.
     overrides : sequence of str
-        ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``, ``trainer.loss_args.clip_high=0.3``, ``run.name=null``. Further
-        files (``*.yaml``, ``libra/NAME``) may stand among them: they are merged over ``path`` in their order, below all
-        overrides.
+        ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``,
+        ``trainer.loss_args.clip_high=0.3``, ``run.name=null``. Further files (``*.yaml``,
+        ``libra/NAME``) may stand among them: they are merged over ``path`` in their order, below
+        all overrides.
     values : mapping of section to {key: value}, optional
 
     Raises
@@ -79,7 +90,8 @@ def _names_file(text: str) -> bool:
 
 
 def config_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of nested mappings ``{section: {key: value}}``; ConfigError with every problem found."""
+    """The configuration of nested mappings ``{section: {key: value}}``; ConfigError with every
+    problem found."""
     layer = _Layer()
     _merge(layer, _plain(values), {})
     _merge_overrides(layer, overrides)
@@ -87,7 +99,8 @@ def config_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -
 
 
 def typed_settings(overrides: Sequence[str]) -> dict[str, Any]:
-    """Overrides ``section.key=value`` as arguments of `libra.train`, ``section__key``: what the command line of a script takes.
+    """Overrides ``section.key=value`` as arguments of `libra.train`, ``section__key``: what the
+    command line of a script takes.
 
     Keys and values are checked by `libra.train`; ConfigError for an override of another form.
     """
@@ -280,3 +293,80 @@ def _config_error(problems: Sequence[str]) -> ConfigError:
         return ConfigError(problems[0])
     lines = "".join(f"\n  {problem}" for problem in problems)
     return ConfigError(f"{len(problems)} problems in the configuration:{lines}")
+
+
+RESOLVED_FILE = "config.resolved.yaml"
+FREE_SECTIONS = (
+    "policy",
+    "cluster",
+    "observe",
+    "checkpoint",
+    "store",
+    "weights",
+    "watchdog",
+    "planner",
+    "simulation",
+    "slurm",
+)
+"""Sections about execution, display and retention: they do not change the result of a run."""
+FREE_FIELDS = (
+    "run.iterations",
+    "run.dir",
+    "run.name",
+    "environment.retries",
+    "services.device_gib",
+    "rollout.tp",
+    "rollout.engine_args",
+    "trainer.max_row_tokens",
+    "trainer.micro_batch_tokens",
+    "trainer.mismatch_alarm",
+    "trainer.mismatch_k3_alarm",
+    "trainer.mismatch_action",
+    "trainer.no_signal",
+)
+"""Further fields that may change."""
+
+
+def load_resumed(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Configuration of the run in ``run_dir``, with overrides of what may change.
+
+    Raises
+    ------
+    RunDirectoryError
+        There is no run in ``run_dir``.
+    ConfigError
+        An override is wrong, or changes a field that would change the result.
+    """
+    directory = run_dir.expanduser().absolute()
+    file = directory / RESOLVED_FILE
+    if not file.is_file():
+        raise RunDirectoryError(
+            f"{run_dir}: no run here, it has no {RESOLVED_FILE}; type the directory of a run, such as runs/NAME"
+        )
+    here = {"name": directory.name, "dir": directory.parent}
+    config = load_config(file, overrides)
+    config = config.model_copy(update={"run": config.run.model_copy(update=here)})
+    check_unchanged(directory, config)
+    return config
+
+
+def check_unchanged(directory: Path, config: RunConfig) -> RunConfig:
+    """The configuration that the run in ``directory`` was started with; ConfigError naming the
+    first field in which ``config`` differs from it and must not."""
+    file = directory / RESOLVED_FILE
+    was = load_config(file)
+    before, after = _flat(was.model_dump()), _flat(config.model_dump())
+    for name in sorted(before.keys() | after.keys()):
+        if name in FREE_FIELDS or name.split(".")[0] in FREE_SECTIONS:
+            continue
+        if before.get(name) != after.get(name):
+            raise ConfigError(
+                f"{name}: the run was started with {before.get(name)!r}, got {after.get(name)!r}; a resumed run keeps it. "
+                f"For a run with another value type libra run {file} {name}=... run.name=ANOTHER_NAME "
+                f"--from {directory / 'checkpoints' / 'best'}"
+            )
+    return was
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{name}": value for section, fields in values.items() for name, value in fields.items()}

@@ -13,9 +13,7 @@ from functools import lru_cache
 from numbers import Real
 from pathlib import Path
 
-from libra.config.load import load_config
-from libra.config.resume_changes import RESOLVED_FILE
-from libra.config.run_config import RunConfig
+from libra.config.load import RESOLVED_FILE, RunConfig, load_config
 from libra.envs.grading import MAX_REWARD, plain_number
 from libra.errors import LateRefused, RecordExists, RunDirectoryError
 from libra.store.run_records import batch_path, group_path, read_batch, read_group, read_late, runs_here, write_late

@@ -12,6 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from libra.cluster.hardware_inventory import CPU, Machine, cluster_gpu, this_machine
 from libra.config import RunConfig, config_from_dict
 from libra.config.planner import PlannedLayout
@@ -187,7 +189,7 @@ def plan_layout(config: RunConfig, gpu: str, rests_on: str, turns: TrajectoryTot
     plan, micro_batch_tokens = planned(snapshot, floor, may_grow=gpu != CPU)
     layout = layout_of(plan, snapshot.shape, micro_batch_tokens, gpu, rests_on)
     found = planned_regime(config, plan, snapshot)
-    return layout.model_copy(update={"way": found.choice, "way_why": found.words})
+    return msgspec.structs.replace(layout, way=found.choice, way_why=found.words)
 
 
 def check_workers(config: RunConfig, client: Client) -> None:

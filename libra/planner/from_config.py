@@ -15,7 +15,6 @@ from statistics import NormalDist
 import numpy as np
 
 from libra.config import RunConfig
-from libra.config.distil_checks import teacher_model
 from libra.config.model_paths import resolve_model
 from libra.config.service_devices import (
     asked_models,
@@ -23,6 +22,7 @@ from libra.config.service_devices import (
     least_of_others,
     service_models,
     service_workers,
+    teacher_model,
 )
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import GPU, ModelShape, load_gpu, load_shape
@@ -310,12 +310,12 @@ def _without_gpu(config: RunConfig) -> str:
         return ""
     if not taught:
         return (
-            f"slurm.jobs.tool.gpus: 0, and among jobs of Slurm services ({', '.join(models)}) are with the tool workers, where they "
-            "would answer on CPU cores; the plan assumes a GPU: type slurm.jobs.tool.gpus=1."
+            f"slurm.jobs.tool.gpus: 0, and among jobs of Slurm services ({', '.join(models)}) are with the tool workers, "
+            "where they would answer on CPU cores; the plan assumes a GPU: type slurm.jobs.tool.gpus=1."
         )
     return (
-        "slurm.jobs.tool.gpus: 0, and among jobs of Slurm the teacher is with the first tool worker, where it would score on CPU cores; "
-        "the plan assumes a GPU: type slurm.jobs.tool.gpus=1."
+        "slurm.jobs.tool.gpus: 0, and among jobs of Slurm the teacher is with the first tool worker, where it would score on CPU "
+        "cores; the plan assumes a GPU: type slurm.jobs.tool.gpus=1."
     )
 
 

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
-from libra.config.models import RunSections
+from libra.config.sections import RunSections
 from libra.facts import OpenBatch, OpenGate, OpenWave, StepMeasured, TakeSteps
 from libra.policy.snapshots import Saved
 from libra.policy.step_ways import WayChoice

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import msgspec
 
-from libra.config.models import RunSections
+from libra.config.sections import RunSections
 from libra.config.streaming import turns
 from libra.facts import (
     Fact,

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from libra.config.distil_checks import teacher_model
+from libra.config.load import RunConfig
 from libra.config.model_paths import resolve_model
-from libra.config.run_config import RunConfig
+from libra.config.service_devices import teacher_model
 from libra.errors import ConfigError, ModelError
 from libra.facts import boundaries_of
 from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from libra.config.algorithms import KLEstimator
-from libra.config.distil import KLDirection
+from libra.config.task_sections import KLDirection
 from libra.train.sequences import check_option
 
 _MOST_CHANGE = 0.2

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from libra.config import RunConfig
-from libra.config.distil import KLDirection
 from libra.config.section import Section
+from libra.config.task_sections import KLDirection
 from libra.config.trainer import ROUNDING_NATS, TrainerSection
 from libra.errors import ConfigError, TrainError
 from libra.named_parts import is_named, named_part

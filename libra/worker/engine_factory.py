@@ -149,10 +149,10 @@ def check_engine(config: RunConfig) -> None:
                 "leave rollout.chunk_tokens out, or set its continues_turns = True once its requests heed TurnRequest.generated"
             )
     elif config.rollout.engine == "vllm":
-        from libra.config.engine_package import check_installed
+        from libra.config.sections import check_vllm
 
         try:
-            check_installed()
+            check_vllm()
         except EngineError as error:
             raise ConfigError(str(error)) from error
     else:

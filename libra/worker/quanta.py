@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.config.distil_checks import extra_draws
+from libra.config.service_devices import extra_draws
 from libra.envs import StateCopy, begin_state, has_steps, run_step
 from libra.envs.action_process import ActionProcesses
 from libra.envs.environment import turn_by_script

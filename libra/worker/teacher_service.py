@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from libra.config import RunConfig, resolve_model
-from libra.config.distil_checks import teacher_model
+from libra.config.service_devices import teacher_model
 from libra.seals import parsed_json
 from libra.tensors import compute_device
 from libra.types import Taught, Trajectory

@@ -192,7 +192,8 @@ def test_a_written_plan_is_a_configuration_that_starts_it(repository, tmp_path):
 
 
 BUSY = (
-    "run.eta=0", "planner.lengths.generated_p50_tokens=6000", "planner.lengths.generated_p99_tokens=8100", "rollout.max_context_tokens=16000",
+    "run.eta=0", "planner.lengths.generated_p50_tokens=6000", "planner.lengths.generated_p99_tokens=8100",
+    "rollout.max_context_tokens=16000",
     "rollout.max_new_tokens=8000", "trainer.prompts=24", "trainer.group_size=8", "trainer.micro_batch_tokens=16000",
 )  # fmt: skip
 

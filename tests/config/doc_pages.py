@@ -8,14 +8,25 @@ import click
 
 from benchmarks import page
 from libra.cli.main import cli
-from libra.config.algorithms import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm, Preset
+from libra.config.algorithms import (
+    ALGORITHMS,
+    DEFAULT_ALGORITHM,
+    LOSS_ARGS,
+    AdamArgs,
+    Algorithm,
+    CorrectionArgs,
+    LoraArgs,
+    Preset,
+    RejectArgs,
+)
 from libra.config.field_help import field_references, sections
+from libra.config.section import Section
 from libra.config.yaml_text import one_line_yaml
 
 _REFERENCE_HEAD = """\
 # Configuration
 
-<!-- Made by `make docs` from libra/config/models.py and the files it imports. Edit the docstrings there. -->
+<!-- Made by `make docs` from libra/config/sections.py and the files it imports. Edit the docstrings there. -->
 
 A run is described by a YAML file of sections and keys; everything has a default. `libra config CONFIG` prints the result,
 and each run directory holds it as `config.resolved.yaml`, which is itself a configuration file.
@@ -87,6 +98,12 @@ def algorithms_markdown() -> str:
     knobs += [f"| `{name}` | {_knobs(found)} |" for name, found in ALGORITHMS.items()]
     differs = ["| `trainer.algorithm` | differs from the paper |", "|---|---|"]
     differs += [f"| `{name}` | {found.differs} |" for name, found in ALGORITHMS.items() if found.differs]
+    arguments = ["| mapping | keys and defaults |", "|---|---|"]
+    arguments += [
+        f"| `trainer.loss_args`, `trainer.loss={loss}` | {_defaults(kind)} |" for loss, kind in LOSS_ARGS.items()
+    ]
+    others = {"correction": CorrectionArgs, "reject": RejectArgs, "adam": AdamArgs, "lora": LoraArgs}
+    arguments += [f"| `trainer.{name}_args` | {_defaults(kind)} |" for name, kind in others.items()]
     plain = ", ".join(f"`{key}={one_line_yaml(value)}`" for key, value in asdict(Preset()).items())
     return "\n".join(
         [
@@ -99,12 +116,22 @@ def algorithms_markdown() -> str:
             "",
             *knobs,
             "",
+            "## Arguments",
+            "",
+            "A mapping of arguments is merged key by key: `trainer.loss_args.clip_high=0.3` changes one of them.",
+            "",
+            *arguments,
+            "",
             "## Where a preset differs from its paper",
             "",
             *differs,
             "",
         ]
     )
+
+
+def _defaults(kind: type[Section]) -> str:
+    return ", ".join(f"`{key}: {one_line_yaml(value)}`" for key, value in kind().model_dump().items()) or "none"
 
 
 def _knobs(algorithm: Algorithm) -> str:

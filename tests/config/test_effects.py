@@ -9,7 +9,7 @@ from libra.config import RunConfig, config_from_dict, load_config, resolve_model
 from libra.config.effect_conditions import Situation
 from libra.config.effects import READ
 from libra.config.field_help import sections
-from libra.config.simulation import POLICIES
+from libra.config.task_sections import POLICIES
 
 TEACHES = {"model": "Qwen3-8B", "function": "teach"}
 

@@ -12,8 +12,8 @@ from libra.cluster.connection import FILE, present_workers
 from libra.cluster.hardware_inventory import CPU, Machine
 from libra.cluster.local import device_bindings
 from libra.config import config_from_dict, load_config
+from libra.config.load import RESOLVED_FILE
 from libra.config.planner import PlannedEngines, PlannedLayout
-from libra.config.resume_changes import RESOLVED_FILE
 from libra.driver.launch_layout import laid_out
 from libra.driver.session import Session, run
 from libra.errors import ClusterError, ConfigError, PlanError

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ def _layout(**changes):
         "boundaries_tokens": [812.0], "micro_batch_tokens": 8192, "step_s": 12.0, "rests_on": "a datasheet",
         "why": "training", "lost": ["13 s: another"],
     }  # fmt: skip
-    return PlannedLayout.model_validate(values | changes)
+    return msgspec.convert(values | changes, PlannedLayout)
 
 
 @settings(max_examples=6)

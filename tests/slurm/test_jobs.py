@@ -6,7 +6,7 @@ from libra.cluster.local import number_of_workers, worker_resources
 from libra.cluster.slurm.jobs import scripts
 from libra.cluster.slurm.queue import lost
 from libra.config import config_from_dict
-from libra.config.slurm import SlurmSection
+from libra.config.sections import SlurmSection
 from libra.errors import ClusterError, ConfigError
 
 

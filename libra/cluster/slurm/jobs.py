@@ -1,6 +1,7 @@
 """The Slurm jobs of a configuration: name, role, resources and script of each worker.
 
-dask-jobqueue writes the scripts and submits them. Its own clusters have one kind of job; here each worker has its own options.
+dask-jobqueue writes the scripts and submits them. Its own clusters have one kind of job; here each
+worker has its own options.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from libra import keys
 from libra.cluster.connection import security_in
 from libra.cluster.local import num_threads, number_of_workers, worker_resources
 from libra.cluster.settings import GUARD
-from libra.cluster.worker_environment import WORKER_ENVIRONMENT
+from libra.cluster.worker_process import WORKER_ENVIRONMENT
 from libra.config import RunConfig
-from libra.config.slurm import Role
+from libra.config.sections import Role
 from libra.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -57,10 +58,11 @@ def check_layout(config: RunConfig) -> None:
 def worker_specs(
     config: RunConfig, directory: Path, security: Security | None, number: Mapping[str, int] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """An `OwnJob` and its options for each worker by name, for `distributed.SpecCluster`; ``number`` of each role, None: those of
-    section ``cluster``.
+    """An `OwnJob` and its options for each worker by name, for `distributed.SpecCluster`;
+    ``number`` of each role, None: those of section ``cluster``.
 
-    ``directory`` is the absolute ``slurm.dir``; ``security`` must name files that the jobs can read.
+    ``directory`` is the absolute ``slurm.dir``; ``security`` must name files that the jobs can
+    read.
     """
     from libra.cluster.slurm.own_job import OwnJob
 
@@ -108,7 +110,15 @@ def _options(
         "security": security,
         "worker_extra_args": [
             *("--memory-limit", "0", "--resources", ",".join(f"{name}={count}" for name, count in supply.items())),
-            *("--preload", "libra.cluster.time_limit", "--preload", GUARD, "--preload-nanny", GUARD, "--no-dashboard"),
+            *(
+                "--preload",
+                "libra.cluster.worker_process",
+                "--preload",
+                GUARD,
+                "--preload-nanny",
+                GUARD,
+                "--no-dashboard",
+            ),
         ],
         "config_name": "slurm",
     }
@@ -121,7 +131,8 @@ def times(memory: str, ranks: int) -> str:
 
 
 def scripts(config: RunConfig, directory: Path) -> dict[str, str]:
-    """The script of each worker, by name, as it would be submitted, but for the scheduler's address."""
+    """The script of each worker, by name, as it would be submitted, but for the scheduler's
+    address."""
     address = f"tls://{config.slurm.host or 'HOST'}:PORT"
     specs = worker_specs(config, directory, security_in(directory / CERTIFICATES))
     return {name: spec["cls"](address, **spec["options"]).job_script() for name, spec in specs.items()}

@@ -1,6 +1,8 @@
-"""The process behind ``libra cluster slurm CONFIG up``: Dask's scheduler, and the loop that keeps its jobs running.
+"""The process behind ``libra cluster slurm CONFIG up``: Dask's scheduler, and the loop that keeps
+its jobs running.
 
-``python -m libra.cluster.slurm.service_process CONFIG DIRECTORY`` runs until it gets SIGTERM or a client shuts the scheduler down.
+``python -m libra.cluster.slurm.service_process CONFIG DIRECTORY`` runs until it gets SIGTERM or a
+client shuts the scheduler down.
 
 Invariants
 ----------
@@ -108,9 +110,11 @@ class SlurmPools:
         self._tell_jobs()
 
     async def reconcile(self) -> ClusterError | None:
-        """Submit a job for every worker without one: not yet submitted, cancelled, failed, or at its time limit.
+        """Submit a job for every worker without one: not yet submitted, cancelled, failed, or at
+        its time limit.
 
-        Returns what sbatch said of one that it refused, e.g. a limit on jobs; it is tried again next time.
+        Returns what sbatch said of one that it refused, e.g. a limit on jobs; it is tried again
+        next time.
         """
         held: dict[str, Any] = self.cluster.workers
         by_job = {job.job_id: name for name, job in held.items()}

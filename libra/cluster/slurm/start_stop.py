@@ -1,4 +1,5 @@
-"""``up``, ``status`` and ``down`` of a cluster of Slurm jobs: start, query and stop the process that keeps it."""
+"""``up``, ``status`` and ``down`` of a cluster of Slurm jobs: start, query and stop the process
+that keeps it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class WorkerStatus:
 def up(config: RunConfig) -> Contact:
     """Start the cluster that ``config`` describes; returns as soon as its jobs are submitted.
 
-    ClusterError where Slurm or dask-jobqueue is missing, a cluster is already up in ``slurm.dir``, or it does not start.
+    ClusterError where Slurm or dask-jobqueue is missing, a cluster is already up in ``slurm.dir``,
+    or it does not start.
     """
     check_layout(config)
     check_installed()
@@ -92,7 +94,8 @@ def submitted(config: RunConfig) -> dict[str, str]:
 
 
 def status(config: RunConfig) -> tuple[Contact, list[WorkerStatus]]:
-    """Contact of the cluster, and the state of each worker; ClusterError if none is up or it does not answer."""
+    """Contact of the cluster, and the state of each worker; ClusterError if none is up or it does
+    not answer."""
     directory = config.slurm.dir.absolute()
     contact = Contact.read(directory / CONTACT_FILE)
     jobs = submitted(config)

@@ -100,9 +100,8 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
     given = dict(settings.engine_args)
     known = {each.name for each in fields(AsyncEngineArgs)}
     if wrong := [name for name in given if name in OURS or name not in known]:
-        raise ModelError(
-            f"rollout.engine_args: got {wrong[0]}, which {'Libra sets itself' if wrong[0] in OURS else 'vLLM does not have'}; leave it out"
-        )
+        why = "Libra sets itself" if wrong[0] in OURS else "vLLM does not have"
+        raise ModelError(f"rollout.engine_args: got {wrong[0]}, which {why}; leave it out")
     if settings.kv_cache_gib is not None:
         given["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * GIB)
     elif on_cpu:
@@ -121,7 +120,8 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
     if "speculative_config" in given:
         if on_cpu:  # vLLM 0.32 tests drafts on a CPU with another temperature, and their log-probabilities are NaN
             raise ModelError(
-                f"rollout.engine_args: got speculative_config={given['speculative_config']}; vLLM speculates on GPUs only; leave it out"
+                f"rollout.engine_args: got speculative_config={given['speculative_config']}; vLLM "
+                "speculates on GPUs only; leave it out"
             )
         # Drafts follow a step's tokens, so a step is scheduled after the one before it.
         kind, given["async_scheduling"] = "ProbeScheduler", False
@@ -155,8 +155,9 @@ def _kv_transfer(given: Mapping[str, Any]) -> Any:
     connector = KVConnectorFactory.get_connector_class(config)
     if connector.reset_cache is KVConnectorBase_V1.reset_cache or config.kv_connector == "MultiConnector":
         raise ModelError(
-            f"rollout.engine_args: kv_transfer_config: {config.kv_connector} has no reset_cache and would keep KV of older weights; type "
-            "rollout.engine_args={kv_transfer_config: {kv_connector: OffloadingConnector}}, or name another one that has it"
+            f"rollout.engine_args: kv_transfer_config: {config.kv_connector} has no reset_cache and would keep KV of "
+            "older weights; type rollout.engine_args={kv_transfer_config: {kv_connector: OffloadingConnector}}, "
+            "or name another one that has it"
         )
     return config
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from libra.config.engine_package import check_installed
+from libra.config.sections import check_vllm
 from libra.errors import EngineError, LibraError, ModelError
 from libra.projections import draw_input, draw_rows, generator_of, is_embedding, numbers_of
 from libra.rollout.capacity import PassMeter
@@ -78,7 +78,7 @@ class Core:
 
         ``meter``: the engine's, kept when a process was replaced; None: a new one.
         """
-        check_installed()
+        check_vllm()
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
