@@ -168,7 +168,7 @@ def judged(directory: Path, client: Client, pairs: int) -> Pairs:
     def of(reward: Any, **sections: dict[str, Any]) -> float:
         config = _config(
             directory, f"judged{next(taken)}", run={"iterations": JUDGED_STEPS}, rollout={"max_turns": 1},
-            trainer={"late": "correct", "late_versions": 50}, **sections,
+            trainer={"late": "correct", "late_args": {"versions": 50}}, **sections,
         )  # fmt: skip
         return _steps_s(config, client, reward)
 

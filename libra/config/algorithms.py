@@ -125,6 +125,13 @@ class AdamArgs(Section):
     max_grad_norm: _Coefficient = 1.0
 
 
+class LateArgs(Section):
+    """Arguments of ``trainer.late``."""
+
+    versions: Annotated[int, Field(ge=1)] = 16
+    wait_s: _Coefficient = 600.0
+
+
 class LoraArgs(Section):
     """Adapters of ``trainer.lora_rank``."""
 

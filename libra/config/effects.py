@@ -89,7 +89,6 @@ _HAS_ASKED_MODELS = Need(
     "a service with a model, and another function than teach, in services.named",
     lambda config, _: bool(asked_models(config)),
 )
-_LATE_CORRECTS = is_("trainer.late", "correct")
 _STREAMS = (
     is_("trainer.late", "off"),
     is_("trainer.epochs", 1),
@@ -212,8 +211,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "routes", _run()),
     ("trainer", "layout", {"run": (_REPLICAS,), "plan": ()}),
     ("trainer", "late", _of("run", "plan")),
-    ("trainer", "late_versions", _run(_LATE_CORRECTS)),
-    ("trainer", "late_wait_s", _run(is_("trainer.late", "wait"))),
+    ("trainer", "late_args", _run(is_("trainer.late", "correct", "wait"))),
     ("trainer", "streaming", {"run": _STREAMS, "plan": ()}),
     ("trainer", "batches", _run(*_STREAMS, is_not("trainer.streaming", "off"), above("run.eta", 0))),
     (
@@ -277,7 +275,6 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("planner", "num_gpus", _plan()),
     ("planner", "trace", {**_plan(), "simulate": (_DRAWN,)}),
     ("planner", "update_s fixed_train_gpus fixed_engines", _plan()),
-    ("planner", "trained_frac", _plan(without("--from-run"))),
     ("planner", "lengths", {**_plan(), "simulate": _LENGTHS_GIVEN}),
 )
 

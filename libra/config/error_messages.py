@@ -67,14 +67,6 @@ _SECTIONS_ELSEWHERE: Mapping[str, str] = {
 }
 """Names of sections in other frameworks."""
 
-_REMOVED: Mapping[str, str] = {
-    "planner.training": "trainer.layout=ddp or trainer.layout=fsdp2",
-    "planner.gradient_checkpointing": "trainer.gradient_checkpointing=true or false",
-    "planner.offload_optimizer": "trainer.offload=true or false",
-    "planner.logits_chunk_tokens": "trainer.logit_chunk_tokens=1024",
-}
-"""Removed settings, copies of another section's, and what to type instead."""
-
 _EXAMPLES: Mapping[str, str] = {
     "services.named": "{judge: {model: Qwen/Qwen3-4B}}",
     "environment.tools": "{mcp: python my_server.py}",
@@ -121,8 +113,6 @@ def unknown_key_message(path: Sequence[str], where: str, inside: Sequence[str] =
     """Message for an unknown key, with the nearest known one; ``inside`` are the keys given in an
     unknown section."""
     name = ".".join(path)
-    if name in _REMOVED:
-        return f"{name}{where} was removed: the planner reads section trainer; type {_REMOVED[name]} instead"
     nearest = (nearest_key((*path, inside[0])) if len(path) == 1 and inside else None) or nearest_key(path)
     if nearest and len(path) < 3:
         return f"unknown key {name}{where}; did you mean {nearest}? (libra config --fields lists every key)"

@@ -18,9 +18,9 @@ from libra.config.sections import RunSections
 from libra.config.yaml_text import one_line_yaml as one_line_yaml  # also read from here
 
 MERGED = frozenset({
-    ("environment", "args"), ("trainer", "loss_args"), ("trainer", "correction_args"), ("trainer", "reject_args"),
-    ("trainer", "lora_args"), ("trainer", "adam_args"), ("rollout", "engine_args"), ("planner", "lengths"),
-    ("cluster", "tool_supply"), ("observe", "callbacks"), ("slurm", "jobs"),
+    *(("trainer", f"{name}_args") for name in ("loss", "correction", "reject", "lora", "adam", "late")),
+    ("environment", "args"), ("slurm", "jobs"), ("rollout", "engine_args"), ("planner", "lengths"), ("cluster", "tool_supply"),
+    ("observe", "callbacks"),
 })  # fmt: skip
 """Settings that are mappings and are merged key by key."""
 

@@ -108,6 +108,7 @@ class LengthArgs(Section):
     observation_tokens: AtLeastZero = 0
     turns: AtLeastOne = 1
     tool_s: Annotated[float, Field(ge=0)] = 0.5
+    trained_frac: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 class PlannerSection(Section):
@@ -152,15 +153,12 @@ class PlannerSection(Section):
     trace: Annotated[Path, Field(strict=False)] | None = None
     """CSV of agents' turns to draw the batch from, with columns task, sample, turn, prompt_tokens
     (the context before the turn), completion_tokens and, if known, tool_s. None: `lengths`."""
-    trained_frac: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a step's trajectories that carry a gradient. Those of groups with equal rewards,
-    failed, masked and cut ones are only generated. A run's metrics have it: `forwarded_sequences`
-    over `trajectories`."""
     lengths: dict[str, Any] = LengthArgs().model_dump()
     """Lengths of the batch's trajectories: `prompt_tokens` before the first turn;
-    `generated_p50_tokens` and `generated_p99_tokens`, the median and the 99th percentile of
-    generated tokens, log-normal; `observation_tokens` that tools add; generations (`turns`);
-    `tool_s`, seconds of a tool call. With a trace only `tool_s`, where the trace has none."""
+    `generated_p50_tokens` and `generated_p99_tokens`, the median and the 99th percentile of generated
+    tokens, log-normal; `observation_tokens` that tools add; generations (`turns`). Also with a trace:
+    `tool_s`, seconds of a tool call, where the trace has none; `trained_frac`, the share that carries
+    a gradient, which a run's metrics have as `forwarded_sequences` over `trajectories`."""
     update_s: Annotated[float, Field(ge=0)] | None = None
     """Seconds from a step's end until engines serve its weights; with `run.eta` at 1 or more and
     one GPU in training beside the next step. None: 10, or with `calibration` as measured."""

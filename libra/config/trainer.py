@@ -20,6 +20,7 @@ from libra.config.algorithms import (
     CorrectionAction,
     CorrectionArgs,
     KLEstimator,
+    LateArgs,
     LayoutName,
     LoraArgs,
     LossName,
@@ -197,13 +198,11 @@ class TrainerSection(Section):
     or the trajectory is left out where it has none. Then correct: the reward counts in the next
     batch after it came, as the difference that it makes to the advantages of its group, times
     e^(-delay / 50 versions) and the clipped ratio of the loss (RAC). wait: batches wait for it, up
-    to `late_wait_s`. drop: it is dropped. off: such a reward is a failure of class reward."""
-    late_versions: AtLeastOne = 16
-    """For `late` correct: versions for which a trained group waits for its rewards; later ones are
-    dropped. Group records are kept as long."""
-    late_wait_s: Annotated[float, Field(gt=0)] = 600.0
-    """For `late` wait: seconds that a batch waits for late rewards of its members; then the
-    provisional values count."""
+    to `late_args.wait_s`. drop: it is dropped. off: such a reward is a failure of class reward."""
+    late_args: dict[str, Any] = LateArgs().model_dump()
+    """`versions`, for `late` correct: for which a trained group waits for its rewards; later ones are
+    dropped, and group records are kept as long. `wait_s`, for `late` wait: seconds that a batch waits
+    for rewards of its members; then the provisional values count."""
     dispatch: Literal["storage", "peer"] = "storage"
     """How a step gets its trajectories. "storage": every replica reads the whole batch from the run
     directory. "peer": each replica fetches its slice over the network from the workers that graded
@@ -257,14 +256,20 @@ class TrainerSection(Section):
         made.model_fields_set.difference_update(preset.keys() - given.keys())
         return made
 
-    @field_validator("loss_args", "correction_args", "reject_args", "lora_args", "adam_args")
+    @field_validator("loss_args", "correction_args", "reject_args", "lora_args", "adam_args", "late_args")
     @classmethod
     def _arguments(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         """The arguments of the chosen loss, correction or metric, with defaults. A loss of one's
         own takes any."""
         name = str(info.field_name).removesuffix("_args")
         chosen = info.data.get(name, "")
-        kinds = {"correction": CorrectionArgs, "reject": RejectArgs, "lora": LoraArgs, "adam": AdamArgs}
+        kinds = {
+            "correction": CorrectionArgs,
+            "reject": RejectArgs,
+            "lora": LoraArgs,
+            "adam": AdamArgs,
+            "late": LateArgs,
+        }
         kind = LOSS_ARGS.get(chosen) if name == "loss" else kinds[name]
         return (
             given

@@ -139,7 +139,7 @@ def _when(files: RunDirectory, config: RunConfig, trajectory: TrajectoryId) -> s
         return f"in batch {newest + 1}, as a correction of batch {batch}"
     if (first := read_late(files.late_dir, trajectory)) is not None:
         raise LateRefused(f"{trajectory}: {first:g} was delivered before, and the first one counts")
-    why = {"drop": "trainer.late=drop", "wait": f"trainer.late=wait, for {config.trainer.late_wait_s:g} s"}.get(
-        config.trainer.late, f"a group waits for trainer.late_versions={config.trainer.late_versions} versions"
+    why = {"drop": "trainer.late=drop", "wait": f"trainer.late=wait, for {config.trainer.late_args['wait_s']:g} s"}.get(
+        config.trainer.late, f"a group waits for {config.trainer.late_args['versions']} versions (trainer.late_args)"
     )
     raise LateRefused(f"{trajectory}: too late; batch {batch} trained it, and no batch takes its reward ({why})")

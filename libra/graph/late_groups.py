@@ -59,7 +59,7 @@ async def _wait(
 ) -> None:
     """Add to ``found`` what comes for ``late`` until the batch has waited for its time, or was made before."""
     spec, began_s = context.spec, time.monotonic()
-    limit_s = spec.config.trainer.late_wait_s
+    limit_s = spec.config.trainer.late_args["wait_s"]
     logger.info("run %s: batch %d waits for %d of %d late rewards", spec.run, batch, len(late) - len(found), len(late))
     signed_s = -SIGN_S
     while len(found) < len(late) and not batch_path(spec.batches_dir, batch).exists():
@@ -67,7 +67,7 @@ async def _wait(
         if waited_s >= limit_s:
             missing = next(trajectory for trajectory in late if trajectory not in found)
             logger.warning(
-                "run %s: batch %d: %d of %d late rewards did not come in trainer.late_wait_s=%g s, the first that of %s: "
+                "run %s: batch %d: %d of %d late rewards did not come in trainer.late_args.wait_s=%g s, the first that of %s: "
                 "provisional values count, and trajectories without one are left out",
                 spec.run, batch, len(late) - len(found), len(late), limit_s, missing,
             )  # fmt: skip
@@ -98,7 +98,7 @@ def late_facts(
     waited = waiting_after(spec, batch - 1)
     values = came(spec.late_dir, [TrajectoryId(*place) for group in waited for place in group.places()])
     here: dict[Place, float] = {trajectory[:3]: value for trajectory, value in values.items()}
-    settled = settle(waited, batch, here, versions=spec.config.trainer.late_versions)
+    settled = settle(waited, batch, here, versions=spec.config.trainer.late_args["versions"])
     corrected, worth = corrections(spec.config, spec.groups_dir, settled.arrivals, worth_after(spec, batch - 1))
     begins: list[WaitingGroup] = []
     dropped: list[Place] = []
@@ -152,10 +152,10 @@ def _tell(
     begin: int,
 ) -> None:
     """Log what a batch does about late rewards, and report it for the event log."""
-    spec, versions = context.spec, context.spec.config.trainer.late_versions
+    spec, versions = context.spec, context.spec.config.trainer.late_args["versions"]
     if settled.dropped:
         logger.warning(
-            "run %s: batch %d: %d late rewards did not come within trainer.late_versions=%d versions, the first that of %s; they "
+            "run %s: batch %d: %d late rewards did not come within trainer.late_args.versions=%d, the first for %s; they "
             "are dropped",
             spec.run, batch, len(settled.dropped), versions, TrajectoryId(*settled.dropped[0]),
         )  # fmt: skip

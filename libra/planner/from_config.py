@@ -177,7 +177,7 @@ def snapshot_of(
         beside_s=update_s,
         fixed_train_gpus=section.fixed_train_gpus,
         fixed_engines=section.fixed_engines,
-        trained_frac=section.trained_frac,
+        trained_frac=section.lengths["trained_frac"],
         services=services_of(config, on_cores=on_cores),
     )
     if section.calibration is None:

@@ -15,6 +15,7 @@ from libra.config.algorithms import (
     AdamArgs,
     Algorithm,
     CorrectionArgs,
+    LateArgs,
     LoraArgs,
     Preset,
     RejectArgs,
@@ -102,7 +103,7 @@ def algorithms_markdown() -> str:
     arguments += [
         f"| `trainer.loss_args`, `trainer.loss={loss}` | {_defaults(kind)} |" for loss, kind in LOSS_ARGS.items()
     ]
-    others = {"correction": CorrectionArgs, "reject": RejectArgs, "adam": AdamArgs, "lora": LoraArgs}
+    others = {"correction": CorrectionArgs, "reject": RejectArgs, "adam": AdamArgs, "lora": LoraArgs, "late": LateArgs}
     arguments += [f"| `trainer.{name}_args` | {_defaults(kind)} |" for name, kind in others.items()]
     plain = ", ".join(f"`{key}={one_line_yaml(value)}`" for key, value in asdict(Preset()).items())
     return "\n".join(

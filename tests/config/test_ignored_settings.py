@@ -124,11 +124,10 @@ def test_each_command_says_it_in_one_line_and_goes_on(capsys):
 @pytest.mark.parametrize(
     ("given", "ignored"),
     [
-        ("trainer.late_versions=5", {"trainer.late_versions"}),
-        ("trainer.late=wait & trainer.late_versions=3", {"trainer.late_versions"}),
-        ("trainer.late=correct & trainer.late_wait_s=3.0", {"trainer.late_wait_s"}),
-        ("trainer.late=correct & trainer.late_versions=3", set()),
-        ("trainer.late=wait & trainer.late_wait_s=3.0", set()),
+        ("trainer.late_args.versions=5", {"trainer.late_args"}),
+        ("trainer.late=drop & trainer.late_args.versions=3", {"trainer.late_args"}),
+        ("trainer.late=correct & trainer.late_args.versions=3", set()),
+        ("trainer.late=wait & trainer.late_args.wait_s=3.0", set()),
         ("trainer.algorithm=opd & distil.teacher=t & distil.estimator=sampled & distil.top_k=8", {"distil.top_k"}),
         ("trainer.algorithm=opd & distil.teacher=t & distil.samples=8", {"distil.samples"}),
         ("trainer.algorithm=opd & distil.teacher=t & distil.wait_s=3.0", set()),

@@ -100,13 +100,9 @@ WRONG_VALUES = (
     ("observe.trackers=[neptune]", "neptune", "wandb"),
     ("planner.num_gpus=0", "0", "planner.num_gpus="),
     ("planner.tp=[]", "[]", "planner.tp=[1, 2, 4, 8]"),
-    ("planner.trained_frac=0", "0", "planner.trained_frac"),
-    ("planner.trained_frac=1.5", "1.5", "planner.trained_frac"),
+    ("planner.lengths.trained_frac=0", "0", "planner.lengths.trained_frac"),
+    ("planner.lengths.trained_frac=1.5", "1.5", "planner.lengths.trained_frac"),
     ("planner.fixed_engines={tp2: 1}", "tp2", "planner.fixed_engines"),
-    ("planner.training=fsdp2", "removed", "trainer.layout=fsdp2"),
-    ("planner.gradient_checkpointing=true", "removed", "trainer.gradient_checkpointing=true"),
-    ("planner.offload_optimizer=true", "removed", "trainer.offload=true"),
-    ("planner.logits_chunk_tokens=512", "removed", "trainer.logit_chunk_tokens"),
 )
 
 TEACHER = "trainer.algorithm=opd & distil.teacher=t"
