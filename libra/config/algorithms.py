@@ -322,5 +322,5 @@ def preset_values(algorithm: str) -> dict[str, Any]:
     if found is None:
         return {}
     values = asdict(found.preset)
-    args = {"loss_args": LOSS_ARGS[values["loss"]], "correction_args": CorrectionArgs}
+    args: dict[str, type[Section]] = {"loss_args": LOSS_ARGS[values["loss"]], "correction_args": CorrectionArgs}
     return values | {name: kind(**values[name]).model_dump() for name, kind in args.items()}

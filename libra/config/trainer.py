@@ -263,7 +263,7 @@ class TrainerSection(Section):
         own takes any."""
         name = str(info.field_name).removesuffix("_args")
         chosen = info.data.get(name, "")
-        kinds = {
+        kinds: dict[str, type[Section]] = {
             "correction": CorrectionArgs,
             "reject": RejectArgs,
             "lora": LoraArgs,

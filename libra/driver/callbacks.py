@@ -67,7 +67,7 @@ class Callbacks:
         """Those of section ``observe``, and ``given`` functions; ConfigError if a name cannot be imported or called so."""
         found: dict[str, list[tuple[str, Callable[..., object]]]] = {kind: [] for kind in KINDS}
         for kind, (call, count) in KINDS.items():
-            name = config.observe.callbacks.get(kind)
+            name = dict[str, str](config.observe.callbacks).get(kind)
             if name is not None:
                 function = named_function(f"observe.callbacks.{kind}", name, call, *range(count))
                 found[kind].append((f"observe.callbacks.{kind}={name}", function))
