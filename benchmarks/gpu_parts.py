@@ -158,7 +158,7 @@ def trained_settings(model: Path, tokens: int, rows: int, lora_rank: int | None)
             "rollout": {"max_context_tokens": tokens, "max_new_tokens": tokens // 2},
             "trainer": {
                 "prompts": rows, "group_size": 1, "normalize_std": False, "max_row_tokens": tokens,
-                "micro_batch_tokens": tokens, "share_prompts": False, "gradient_checkpointing": True,
+                "micro_batch_tokens": tokens, "gradient_checkpointing": True,
                 "lora_rank": lora_rank,
             },
         }

@@ -44,7 +44,7 @@ DATA = Path(__file__).parent / "data"
 RESULTS = Path(__file__).parent / "results"
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 QUIET = (
-    "cluster.dashboard_port=0", "observe.progress=false", "observe.tensorboard=false", "evaluation.prompts=0",
+    "cluster.dashboard_port=0", "observe.progress=false", "observe.trackers=[]", "evaluation.prompts=0",
     "checkpoint.every=0",
 )  # fmt: skip
 """Settings of a run that is measured: nothing beside the work."""

@@ -197,7 +197,7 @@ class BatchFailed(TrainError):
 
 
 class NothingToLearn(TrainError):
-    """As many batches in a row as ``trainer.no_signal_batches`` had no advantage."""
+    """Three batches in a row had no advantage, and ``trainer.no_signal`` is stop."""
 
 
 class MismatchAlarm(TrainError):

@@ -138,7 +138,7 @@ def run_settings(directory: Path, model: Path, /, **sections: dict[str, Any]) ->
         "rollout": {"max_new_tokens": 4, "max_turns": 3, "ignore_eos": True, "slots": 8},
         "trainer": {"prompts": 2, "group_size": 2, "lr": 1e-3},
         "cluster": {"threads": 1, "dashboard_port": 0},
-        "observe": {"progress": False, "tensorboard": False},
+        "observe": {"progress": False, "trackers": []},
     }
     for section, changes in sections.items():
         values.setdefault(section, {}).update(changes)

@@ -19,7 +19,7 @@ from libra.config import typed_settings
 from libra.config.algorithms import ALGORITHMS
 
 COMPARED = ("grpo", "dr_grpo", "gspo", "cispo", "rloo")
-SETTINGS: dict[str, Any] = {"cluster__dashboard_port": 0, "observe__progress": False, "observe__tensorboard": False}
+SETTINGS: dict[str, Any] = {"cluster__dashboard_port": 0, "observe__progress": False, "observe__trackers": []}
 
 
 def compare(algorithms: list[str], settings: dict[str, Any]) -> list[tuple[str, float, float, float]]:

@@ -12,8 +12,7 @@ from libra.config import typed_settings
 
 LORA = {
     "trainer__lora_rank": 8,
-    "trainer__lora_alpha": 16.0,
-    "trainer__lora_targets": ["q_proj", "v_proj", "down_proj"],
+    "trainer__lora_args": {"alpha": 16.0, "targets": ["q_proj", "v_proj", "down_proj"]},
 }
 
 if __name__ == "__main__":

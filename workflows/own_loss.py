@@ -16,7 +16,7 @@ from libra.config import typed_settings
 def one_sided(logp, old_logp, advantage, *, sequences, settings):
     """Clipped only above: bad tokens may become as unlikely as they like. One loss per token (N,)."""
     ratio = (logp - old_logp).clamp(-20, 20).exp()
-    return -advantage * ratio.clamp(max=1 + settings.clip_high)
+    return -advantage * ratio.clamp(max=1 + settings.loss_args.get("clip_high", 0.28))
 
 
 def ranked(groups, *, settings):

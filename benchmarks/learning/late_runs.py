@@ -73,7 +73,7 @@ def learned(directory: Path, delay: int, late: str, seed: int, overrides: Sequen
     args = f"environment.args={{delay: {delay}, known: {directory / f'known_{name}'}}}"
     typed = (
         f"run.dir={directory}", f"run.name={name}", f"run.seed={seed}", f"trainer.late={late}", args,
-        "environment.name=benchmarks.learning.late_runs:LateArithmetic", "observe.progress=false", "observe.tensorboard=false",
+        "environment.name=benchmarks.learning.late_runs:LateArithmetic", "observe.progress=false", "observe.trackers=[]",
         "checkpoint.every=0", "cluster.dashboard_port=0", *overrides,
     )  # fmt: skip
     summary = run(load_config(QUICKSTART, typed))
@@ -101,7 +101,7 @@ def killed(directory: Path) -> Counter[str]:
     typed = (
         f"run.dir={directory}", "run.name=killed", "run.iterations=3", "trainer.late=correct", "trainer.prompts=5",
         "trainer.group_size=4", "environment.name=benchmarks.learning.late_runs:Unjudged", "evaluation.prompts=0",
-        "observe.progress=false", "observe.tensorboard=false", "checkpoint.every=2", "cluster.dashboard_port=0",
+        "observe.progress=false", "observe.trackers=[]", "checkpoint.every=2", "cluster.dashboard_port=0",
     )  # fmt: skip
     config = load_config(QUICKSTART, typed)
     (directory / "config.yaml").write_text(dump_config(config))

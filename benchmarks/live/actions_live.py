@@ -100,8 +100,8 @@ def _config(directory: Path, name: str, **sections: dict[str, Any]) -> RunConfig
             "max_new_tokens": 32, "ignore_eos": True, "max_context_tokens": 1024,
         },
         "trainer": {"prompts": GROUPS, "group_size": GROUP_SIZE, "lr": 0.0}, "evaluation": {"prompts": 0},
-        "checkpoint": {"every": 0}, "observe": {"progress": False, "tensorboard": False},
-        "cluster": {"dashboard_port": 0, "threads": 1, "tool_cores": CORES},
+        "checkpoint": {"every": 0}, "observe": {"progress": False, "trackers": []},
+        "cluster": {"dashboard_port": 0, "threads": 1, "tool_supply": {"cores": CORES}},
     }  # fmt: skip
     for section, changes in sections.items():
         values.setdefault(section, {}).update(changes)
@@ -168,7 +168,7 @@ def judged(directory: Path, client: Client, pairs: int) -> Pairs:
     def of(reward: Any, **sections: dict[str, Any]) -> float:
         config = _config(
             directory, f"judged{next(taken)}", run={"iterations": JUDGED_STEPS}, rollout={"max_turns": 1},
-            trainer={"late": "correct", "late_versions": 50}, **sections,
+            trainer={"late": "correct", "late_args": {"versions": 50}}, **sections,
         )  # fmt: skip
         return _steps_s(config, client, reward)
 

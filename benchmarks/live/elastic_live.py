@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.report import QUICKSTART, QUIET, Figure
 from libra.config import load_config
-from libra.config.engine_package import is_installed
+from libra.config.sections import vllm_is_installed
 from libra.driver.run_session import Session
 from libra.store.event_log import read_events
 from libra.testing import FixedTurns
@@ -135,7 +135,7 @@ def stages(changes: int) -> dict[str, Figure]:
 
 def rebuckets(changes: int) -> dict[str, Figure]:
     """Figures of two vLLM engines of one rank that become one of two, and back; none without vLLM."""
-    if not is_installed():
+    if not vllm_is_installed():
         print("rebucket_s: not measured, vllm is not installed here (make setup-vllm)", flush=True)
         return {}
     vllm = (

@@ -77,7 +77,7 @@ def quickstart(place: Path, name: str, **sections: dict[str, Any]) -> RunConfig:
         "run": {"name": name, "dir": str(place), "iterations": 1, "eta": ITERATIONS},
         "environment": {"name": QUESTIONS, "args": {"timeout_rate": 0.0}},
         "cluster": {"dashboard_port": 0},
-        "observe": {"progress": False, "tensorboard": False},
+        "observe": {"progress": False, "trackers": []},
     }
     return load_config(QUICKSTART, values={n: values.get(n, {}) | sections.get(n, {}) for n in (*values, *sections)})
 
@@ -89,7 +89,7 @@ def long_turns(place: Path, name: str, model: Path, *, built_in: bool, agent: di
         "run": {"name": name, "dir": str(place), "iterations": 1, "eta": ITERATIONS},
         "model": {"path": str(model)}, "environment": environment, "rollout": rollout, "agent": agent,
         "trainer": {"prompts": 8, "group_size": 8}, "cluster": {"threads": 1, "dashboard_port": 0, "tool_slots": 64},
-        "observe": {"progress": False, "tensorboard": False},
+        "observe": {"progress": False, "trackers": []},
     })  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def configured(model: Path, directory: Path, name: str, side: str, iterations: i
             },
             "planner": {"change_cost_s": CHANGE_S}, "checkpoint": {"every": 0},
             "cluster": {"rollout_workers": 2, "hybrid_workers": 1, "threads": 1, "dashboard_port": 0},
-            "observe": {"progress": False, "tensorboard": False},
+            "observe": {"progress": False, "trackers": []},
         }
     )  # fmt: skip
 

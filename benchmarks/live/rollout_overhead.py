@@ -69,7 +69,7 @@ class Side(OnlyRollouts):
             "environment": {"name": "libra.testing:FixedTurns", "args": {"inline": inline}},
             "trainer": {"prompts": options.concurrent // GROUP_SIZE, "group_size": GROUP_SIZE},
             "cluster": {"threads": options.threads, "dashboard_port": 0},
-            "observe": {"progress": False, "tensorboard": False},
+            "observe": {"progress": False, "trackers": []},
         }))  # fmt: skip
 
     def libra_s(self) -> float:

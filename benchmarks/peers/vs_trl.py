@@ -65,8 +65,8 @@ class LibraSide:
                 },
                 "trainer": {
                     "prompts": task.PROMPTS_PER_STEP, "group_size": task.GROUP_SIZE, "lr": task.LEARNING_RATE,
-                    "betas": list(task.BETAS), "weight_decay": 0.0, "max_grad_norm": task.MAX_GRAD_NORM,
-                    "clip_low": task.CLIP_LOW, "clip_high": task.CLIP_HIGH, "max_row_tokens": ROW_TOKENS,
+                    "adam_args": {"betas": list(task.BETAS), "max_grad_norm": task.MAX_GRAD_NORM},
+                    "loss_args": {"clip_low": task.CLIP_LOW, "clip_high": task.CLIP_HIGH}, "max_row_tokens": ROW_TOKENS,
                     "micro_batch_tokens": MICRO_BATCH_TOKENS,
                 },
                 "evaluation": {"prompts": 1, "every": block}, "cluster": {"threads": threads, "dashboard_port": 0},

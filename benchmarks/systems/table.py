@@ -13,7 +13,7 @@ from benchmarks.systems.disciplines import DISCIPLINES, disciplines, named
 from benchmarks.systems.gpu_seconds import Cause, PipelineResult, Went, lines
 from benchmarks.systems.tuning import DEGREES, STEPS, Cell, Setting, play, step_s
 from libra.config import load_config
-from libra.config.run_config import RunConfig
+from libra.config.load import RunConfig
 from libra.errors import ConfigError
 from libra.sim.configured import Simulated, drawn_workload, expected_teacher_token_s
 from libra.sim.from_run import run_setting
@@ -62,7 +62,7 @@ def simulate_against(
             if (share := assumed_frac(comparison, went)) > MOSTLY:
                 print(
                     f"{100 * share:.0f} % of what {comparison.static.system} takes are the assumed seconds of updates and changes "
-                    "of roles: this model or batch is too small for the systems to differ; type e.g. simulation.model=Qwen3-8B"
+                    "of roles: this model or batch is too small for the systems to differ; type e.g. model.path=Qwen3-8B"
                 )
     about = (
         f"seconds of engines and gradients: {shown_model(base.model)} on {base.gpu} by the hardware model, nothing is fitted; "
@@ -119,12 +119,12 @@ def cell_of(config: RunConfig, from_run: Path | None) -> tuple[Cell, str]:
         setting = run_setting(from_run)
         own, traces, source = setting.record.config, as_traces(setting.workload), f"of {from_run}"
     else:
-        own, path = config, config.simulation.traces
+        own, path = config, config.planner.trace
         if path is None:
             traces, source = as_traces(drawn_workload(config)), "synthetic"
         else:
             traces, source = tuple(load_traces(path, seed=config.run.seed)), f"drawn from {path}"
-    choices = Simulated(own.model_copy(update={"simulation": config.simulation}))
+    choices = Simulated(own.model_copy(update={"planner": config.planner}))
     layout = sum(tp * count for tp, count in Simulated(own).layout.items()) + own.cluster.train_workers
     trainer = own.trainer
     cell = Cell(

@@ -75,8 +75,9 @@ def tls(directory: Path, force: bool) -> None:
 
 def slurm_action(config: RunConfig, name: str, action: str | None) -> None:
     """Carry out ``up``, ``status``, ``down`` or ``print``; ``name`` is the configuration as it was typed."""
+    from libra.cluster.local import number_of_workers
     from libra.cluster.slurm import start_stop
-    from libra.cluster.slurm.jobs import CONTACT_FILE, LOGS, number_of_jobs, scripts
+    from libra.cluster.slurm.jobs import CONTACT_FILE, LOGS, scripts
 
     path = config.slurm.dir / CONTACT_FILE
     match action:
@@ -92,7 +93,7 @@ def slurm_action(config: RunConfig, name: str, action: str | None) -> None:
                 click.echo(
                     f"dashboard {contact.dashboard} (from another machine: ssh -L {port}:127.0.0.1:{port} {contact.host})"
                 )
-            wanted, taken = sum(number_of_jobs(config).values()), len(start_stop.submitted(config))
+            wanted, taken = sum(number_of_workers(config).values()), len(start_stop.submitted(config))
             if taken < wanted:
                 log = config.slurm.dir / LOGS / start_stop.SERVICE_LOG
                 click.echo(f"{taken} of {wanted} jobs submitted; {log} has why, and the others are tried again")

@@ -112,10 +112,10 @@ def batch_of(config: RunConfig, trace: Path | None, from_run: Path | None) -> tu
         raise ConfigError("--from-run: the batch is drawn from --trace already; leave one of them out")
     if from_run is not None:
         turns, trained_frac = lengths_of_run(from_run)
-        section = config.planner.model_copy(update={"trained_frac": trained_frac})
+        section = config.planner.model_copy(update={"lengths": config.planner.lengths | {"trained_frac": trained_frac}})
         return config.model_copy(update={"planner": section}), turns
     path = trace or config.planner.trace
-    return config, None if path is None else read_trace(path, config.planner.tool_s)
+    return config, None if path is None else read_trace(path, config.planner.lengths["tool_s"])
 
 
 def configured_workers(

@@ -78,15 +78,16 @@ def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
 @click.option("--save-workload", type=click.Path(path_type=Path), metavar="FILE", help="Save the simulated workload.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
-    """Simulate CONFIG, or a recorded run, in virtual time: its policy, model and engines, or the ones in section `simulation`.
+    """Simulate CONFIG, or a recorded run, in virtual time.
+
     Engines, tools and training take measured seconds, or seconds of the hardware model.
 
     \b
     libra simulate libra/quickstart
-    libra simulate libra/quickstart simulation.model=Qwen3-14B 'simulation.layout={tp4: 4}'
-    libra simulate libra/quickstart --from-run runs/NAME                         # predict its time
-    libra simulate libra/quickstart --from-run runs/NAME simulation.policy=fifo  # predict it under another policy
-    libra simulate libra/quickstart simulation.calibration=FILE 'simulation.layout={tp1: 4}'
+    libra simulate libra/quickstart model.path=Qwen3-14B rollout.engine=vllm 'cluster.engines=[{tp: 4, count: 4}]'
+    libra simulate libra/quickstart --from-run runs/NAME                     # predict its time
+    libra simulate libra/quickstart --from-run runs/NAME policy.name=fifo    # predict it under another policy
+    libra simulate libra/quickstart planner.calibration=FILE cluster.rollout_workers=4
     """
     from libra.cli.simulate import simulate_run
     from libra.config import load_config
@@ -105,7 +106,7 @@ def calibrate(run_dir: Path, save: Path | None, as_json: bool) -> None:
 
     \b
     libra calibrate runs/NAME
-    libra calibrate runs/NAME --save mine.json   # for planner.calibration and simulation.calibration
+    libra calibrate runs/NAME --save mine.json   # for planner.calibration
     """
     from libra.sim.measured_run import calibration_of
     from libra.sim.run_record import RunRecord
@@ -122,7 +123,7 @@ def calibrate(run_dir: Path, save: Path | None, as_json: bool) -> None:
         click.echo(json.dumps(json.loads(found.to_json())))
         return
     click.echo("\n".join(_run_lines(found)))
-    use = "use it with simulation.calibration=FILE (libra simulate) or planner.calibration=FILE (libra plan)"
+    use = "use it with planner.calibration=FILE (libra plan, libra simulate)"
     click.echo(f"\nwritten: {save}; {use}" if save is not None else f"\nType --save FILE.json to keep it; {use}.")
 
 

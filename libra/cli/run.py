@@ -94,7 +94,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
         click.echo(f"{run_dir}: its files are checked, then it goes on from what is committed")
     ready_to_resume(run_dir, step)  # before what takes seconds to import
     from libra.config.field_help import one_line_yaml
-    from libra.config.resume_changes import load_resumed
+    from libra.config.load import load_resumed
 
     if scheduler is not None:
         overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
@@ -169,7 +169,7 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
     ``overrides``: settings typed for a resumed run.
     """
     from libra.cluster import fork_server
-    from libra.cluster.worker_environment import inherited_environment
+    from libra.cluster.worker_process import inherited_environment
     from libra.driver.early_checks import check_early, first_line, run_directory
     from libra.driver.run_console import Interruption, resume_words
     from libra.observe.start_stages import StartStages
@@ -264,7 +264,7 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
         lines.append(f"best model    {shell_path(_short(summary.best))}")
     lines.append(f"look at it    libra report {directory}")
     lines += [f"              libra {command} {directory}" for command in ("page", "inspect")]
-    if config.observe.tensorboard:
+    if "tensorboard" in config.observe.trackers:
         lines.append(f"              tensorboard --logdir {directory}")
     return lines
 

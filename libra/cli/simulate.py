@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from libra.config.run_config import RunConfig
+from libra.config.load import RunConfig
 from libra.errors import ConfigError
 from libra.sim import SimulationResult, load_workload
 from libra.sim.configured import RunSimulation, Simulated, drawn_workload, simulator_of, simulator_of_setting
@@ -38,7 +38,7 @@ def simulate_run(
     if workload is not None:
         what, source = load_workload(workload), f"{workload}"
     else:
-        traces = config.simulation.traces
+        traces = config.planner.trace
         what, source = drawn_workload(config), f"drawn from {traces}" if traces else "synthetic"
     _save(what, save_workload)
     outcome = simulator_of(config, what).run()
@@ -50,12 +50,10 @@ def simulate_run(
     layout = " + ".join(f"{count} x tp{tp}" for tp, count in choices.layout.items())
     engines = (
         f"{Path(choices.model).name} on {choices.gpu}"
-        if choices.calibration is None
-        else f"as {choices.calibration} measured"
+        if config.planner.calibration is None
+        else f"as {config.planner.calibration} measured"
     )
-    head = (
-        f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); {engines}, {layout}; {choices.policy}"
-    )
+    head = f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); {engines}, {layout}; {config.policy.name}"
     click.echo("\n".join([head, *_lines(outcome)]))
 
 
@@ -77,7 +75,7 @@ def _simulate_of_run(
     if as_json:
         click.echo(json.dumps(_document(config, setting, of_run, outcome)))
         return
-    policy = config.simulation.policy if "simulation.policy" in typed else setting.record.config.policy.name
+    policy = (config if "policy.name" in typed else setting.record.config).policy.name
     source = setting.record.directory
     lines = [
         f"{outcome.trajectories} trajectories, {outcome.turns} turns (of {source}); {policy}",

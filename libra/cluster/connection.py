@@ -1,11 +1,13 @@
-"""Connecting to a cluster or to a running run: its key, the files that name its scheduler, and the workers that it has.
+"""Connecting to a cluster or to a running run: its key, the files that name its scheduler, and the
+workers that it has.
 
-A process with the key of a cluster may connect and run code there; all others are refused. Scheduler, workers and clients show
-the same self-signed certificate, which is also the only authority that they accept. So a certificate of another cluster, of
-another start, or of a public authority is refused.
+A process with the key of a cluster may connect and run code there; all others are refused.
+Scheduler, workers and clients show the same self-signed certificate, which is also the only
+authority that they accept. So a certificate of another cluster, of another start, or of a public
+authority is refused.
 
-`libra cluster slurm CONFIG up` writes ``cluster.json``; every command that takes ``--scheduler`` takes its path instead of an
-address. For an address, the key is the one of Dask's configuration.
+`libra cluster slurm CONFIG up` writes ``cluster.json``; every command that takes ``--scheduler``
+takes its path instead of an address. For an address, the key is the one of Dask's configuration.
 
 Invariants
 ----------
@@ -157,10 +159,12 @@ class Contact:
 
 
 def connect(scheduler: str, *, security: Security | None = None, set_as_default: bool = True) -> Client:
-    """A client of the scheduler at an address, or of the one whose ``cluster.json`` is at that path.
+    """A client of the scheduler at an address, or of the one whose ``cluster.json`` is at that
+    path.
 
-    ``security``: key and certificate for an address; None: those of Dask's configuration, if there are any. ClusterError if
-    the file cannot be read or certificates are missing; OSError, TimeoutError or ValueError if no scheduler answers.
+    ``security``: key and certificate for an address; None: those of Dask's configuration, if there
+    are any. ClusterError if the file cannot be read or certificates are missing; OSError,
+    TimeoutError or ValueError if no scheduler answers.
     """
     import dask.config
     from distributed import Client
@@ -181,7 +185,8 @@ def connect(scheduler: str, *, security: Security | None = None, set_as_default:
 
 
 def _ask(address: str, security: Security | None) -> None:
-    """OSError if no Dask scheduler answers there: a client waits long for another program, or takes its first bytes for lengths."""
+    """OSError if no Dask scheduler answers there: a client waits long for another program, or takes
+    its first bytes for lengths."""
     from concurrent.futures import ThreadPoolExecutor
 
     from distributed import Security, rpc
@@ -205,10 +210,12 @@ def _ask(address: str, security: Security | None) -> None:
 
 
 def present_workers(client: Client) -> dict[str, dict[str, Any]]:
-    """Facts of every worker by address: ``name``, ``nthreads``, ``resources``, ``host``, ``nanny`` and more.
+    """Facts of every worker by address: ``name``, ``nthreads``, ``resources``, ``host``, ``nanny``
+    and more.
 
-    Not ``Client.scheduler_info``: that keeps its answer in an attribute, which Dask overwrites every 2 s with an answer without
-    workers. On a busy machine the caller may read that answer, and see an empty cluster.
+    Not ``Client.scheduler_info``: that keeps its answer in an attribute, which Dask overwrites
+    every 2 s with an answer without workers. On a busy machine the caller may read that answer, and
+    see an empty cluster.
     """
     rpc: Any = client.scheduler
     identity: dict[str, Any] = client.sync(rpc.identity, n_workers=-1)

@@ -1,8 +1,10 @@
-"""Guards Dask's servers against unauthenticated connections: a TLS handshake has a deadline, and few wait for it at a time.
+"""Guards Dask's servers against unauthenticated connections: a TLS handshake has a deadline, and
+few wait for it at a time.
 
-Importing this module replaces Dask's ``tls://`` listener in this process, so it is imported before a server starts: as a preload of
-every server of a local cluster (`libra.cluster.local`), and of ``dask scheduler`` and ``dask worker`` (``DASK_CONFIG`` of ``libra
-cluster tls`` says so). As a preload it also guards the server's HTTP pages.
+Importing this module replaces Dask's ``tls://`` listener in this process, so it is imported before
+a server starts: as a preload of every server of a local cluster (`libra.cluster.local`), and of
+``dask scheduler`` and ``dask worker`` (``DASK_CONFIG`` of ``libra cluster tls`` says so). As a
+preload it also guards the server's HTTP pages.
 
 Invariants
 ----------
@@ -109,8 +111,8 @@ class GuardedBackend(TLSBackend):
 
 
 def accept_for_ever(server: TCPServer, make_room: Callable[[], None]) -> None:
-    """Make a started server continue to accept after errors, e.g. without file descriptors, which would end Tornado's own
-    loop.
+    """Make a started server continue to accept after errors, e.g. without file descriptors, which
+    would end Tornado's own loop.
 
     ``make_room`` is called after each error.
     """

@@ -1,7 +1,9 @@
-"""One action at a time on a device: a lock among the processes of a machine, for services and for tools with GPUs.
+"""One action at a time on a device: a lock among the processes of a machine, for services and for
+tools with GPUs.
 
-A device has a file. Who wants the device takes the next number that the file has, and locks the byte of that number. It has the
-device as soon as it can lock all bytes up to its own: then everybody who came before has gone.
+A device has a file. Who wants the device takes the next number that the file has, and locks the
+byte of that number. It has the device as soon as it can lock all bytes up to its own: then
+everybody who came before has gone.
 
 Invariants
 ----------
@@ -45,7 +47,8 @@ _TAKING, _NUMBERS = 0, 1
 
 
 class DeviceLock:
-    """The lock of the device ``name``; ``directory`` None: `lock_directory`. ClusterError where there can be none."""
+    """The lock of the device ``name``; ``directory`` None: `lock_directory`. ClusterError where
+    there can be none."""
 
     def __init__(self, name: str, directory: Path | None = None) -> None:
         self.name = name
@@ -111,7 +114,8 @@ class Turn:
 
 
 class GpuTurns:
-    """The GPUs that one worker has for calls of tools: each call has some, for itself on this machine."""
+    """The GPUs that one worker has for calls of tools: each call has some, for itself on this
+    machine."""
 
     def __init__(self, gpus: Sequence[VisibleGpu], directory: Path | None = None) -> None:
         self._gpus = list(gpus)
@@ -119,7 +123,8 @@ class GpuTurns:
         self._used: set[VisibleGpu] = set()
 
     async def taken(self, count: int, who: str, limit_s: float) -> GpuTurn:
-        """``count`` GPUs, free ones of this worker first; `ToolFault` where it has fewer, or one is not free within ``limit_s``."""
+        """``count`` GPUs, free ones of this worker first; `ToolFault` where it has fewer, or one is
+        not free within ``limit_s``."""
         chosen = sorted(self._gpus, key=lambda gpu: gpu in self._used)[:count]
         if len(chosen) < count:
             raise ToolFault(f"{who}: it takes {count} GPUs, and its worker sees {len(chosen)}")
@@ -155,10 +160,11 @@ class GpuTurn:
 
 
 def lock_directory() -> Path:
-    """Where the files of devices are: ``LIBRA_DEVICE_LOCKS``, or a directory of this user's own in /tmp.
+    """Where the files of devices are: ``LIBRA_DEVICE_LOCKS``, or a directory of this user's own in
+    /tmp.
 
-    ClusterError if it cannot be made, or others might write to the one in /tmp. Not a place by TMPDIR: processes of one user may
-    have different ones.
+    ClusterError if it cannot be made, or others might write to the one in /tmp. Not a place by
+    TMPDIR: processes of one user may have different ones.
     """
     given = os.environ.get(DIRECTORY_VARIABLE)
     path = Path(given) if given else Path(f"/tmp/libra-devices-{os.geteuid()}")
@@ -177,7 +183,8 @@ def lock_directory() -> Path:
 
 
 class _DeviceFile:
-    """The file of a device, open once in this process: to close any descriptor of it would release all of its locks."""
+    """The file of a device, open once in this process: to close any descriptor of it would release
+    all of its locks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

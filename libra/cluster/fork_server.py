@@ -1,8 +1,10 @@
-"""One process that has imported what local workers import; Dask's nannies fork the workers from it (`multiprocessing.forkserver`).
+"""One process that has imported what local workers import; Dask's nannies fork the workers from it
+(`multiprocessing.forkserver`).
 
-Workers import torch, transformers and Dask: seconds of each of two cores for every worker, and for every worker that comes back.
-Here that happens once, beside the imports of the driver. Linux, transformers' engine and machines without a GPU only; elsewhere,
-and with ``LIBRA_FORK_SERVER=0``, every worker is a Python of its own.
+Workers import torch, transformers and Dask: seconds of each of two cores for every worker, and for
+every worker that comes back. Here that happens once, beside the imports of the driver. Linux,
+transformers' engine and machines without a GPU only; elsewhere, and with ``LIBRA_FORK_SERVER=0``,
+every worker is a Python of its own.
 
 Invariants
 ----------
@@ -10,7 +12,7 @@ Invariants
 2. A worker has the environment that it would have as a process of its own. What native libraries read once, when they are loaded,
    was the same when the fork server started; where it is not, workers are not forked.
 3. No worker is forked with the state of another one's random numbers: `libra.cluster.forked` renews it.
-4. Ctrl-C in a terminal reaches neither this process nor a worker (`libra.cluster.worker_start`).
+4. Ctrl-C in a terminal reaches neither this process nor a worker (`libra.cluster.worker_process`).
 5. A worker that ended comes back within seconds, and the others live on, whatever has become of this process: where it is gone,
    another one like it is started; where it gives no answer, the worker is a Python of its own. The kernel says that a worker ended.
 """
@@ -27,7 +29,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import context, forkserver, popen_forkserver, popen_spawn_posix, resource_tracker, util
 from multiprocessing.connection import wait
@@ -35,7 +37,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from libra.cluster.forked import OWN_PATH_VARIABLE
-from libra.cluster.redirected_output import STDERR, redirected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,9 +45,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STDERR = 2
+
 SWITCH = "LIBRA_FORK_SERVER"
 GPU_FILES = ("/proc/driver/nvidia", "/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/accel*")
-"""Files of the drivers of NVIDIA, AMD, Windows' Linux, and other accelerators. No process reaches a GPU without one."""
+"""Files of the drivers of NVIDIA, AMD, Windows' Linux, and other accelerators. No process reaches a
+GPU without one."""
 PRELOAD = (
     "libra.cluster.forked",  # first: it gives the environment back
     "distributed.nanny",
@@ -86,7 +90,7 @@ def begin(config: RunConfig, wanted: Mapping[str, str]) -> bool:
     ----------
     config : RunConfig
     wanted : mapping
-        All variables of its workers, but for those of one worker (`libra.cluster.worker_environment`).
+        All variables of its workers, but for those of one worker (`libra.cluster.worker_process`).
 
     Returns
     -------
@@ -110,7 +114,8 @@ def begin(config: RunConfig, wanted: Mapping[str, str]) -> bool:
 
 
 def take_over() -> None:
-    """Make this process's workers of the method ``forkserver`` ours: `_started`, and no module that Dask adds to those imported."""
+    """Make this process's workers of the method ``forkserver`` ours: `_started`, and no module that
+    Dask adds to those imported."""
     import distributed.utils
 
     distributed.utils._forkserver_preload_set = True  # type: ignore[attr-defined]
@@ -118,7 +123,8 @@ def take_over() -> None:
 
 
 class _Forked(popen_forkserver.Popen):
-    """A forked worker. That it ended is known by its process, and not by the fork server, which may be stopped or gone."""
+    """A forked worker. That it ended is known by its process, and not by the fork server, which may
+    be stopped or gone."""
 
     _ended: int | None = None
 
@@ -152,7 +158,8 @@ class _Leave:
 
 
 def _started(process: Any) -> Any:
-    """A worker's process: forked, or a Python of its own where the fork server gives no answer (`multiprocessing`'s ``Popen``)."""
+    """A worker's process: forked, or a Python of its own where the fork server gives no answer
+    (`multiprocessing`'s ``Popen``)."""
     for _ in range(2):
         try:
             _keep_running()
@@ -180,7 +187,8 @@ def _keep_running() -> None:
 
 
 def _answers() -> bool:
-    """Whether the fork server forks a process, which ends at once; OSError or EOFError if it has ended itself."""
+    """Whether the fork server forks a process, which ends at once; OSError or EOFError if it has
+    ended itself."""
     global _answered_pid
     pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     status, data = forkserver.connect_to_new_process([])
@@ -208,7 +216,8 @@ def _is_stopped(pid: int) -> bool:
 
 @contextmanager
 def sigint_blocked() -> Iterator[None]:
-    """Within it, processes that this thread starts begin with SIGINT blocked: an interrupted import says so in a traceback."""
+    """Within it, processes that this thread starts begin with SIGINT blocked: an interrupted import
+    says so in a traceback."""
     _start_resource_tracker()  # which unblocks it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -228,7 +237,8 @@ def _usable(config: RunConfig) -> bool:
 
 
 def _fits(had: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-    """Whether a worker forked under ``had`` can be given the environment ``wanted``: nothing is too much, or was read too early."""
+    """Whether a worker forked under ``had`` can be given the environment ``wanted``: nothing is too
+    much, or was read too early."""
     return had.keys() <= wanted.keys() and all(
         had.get(name) == wanted[name] for name in wanted if name.startswith(READ_ONCE)
     )
@@ -248,7 +258,8 @@ def _model_modules(config: RunConfig) -> list[str]:
 
 @contextmanager
 def _in_environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment as the fork server shall have it, with the modules of this process first on its path."""
+    """This process's environment as the fork server shall have it, with the modules of this process
+    first on its path."""
     before = dict(os.environ)
     own = {name: before.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
@@ -264,7 +275,8 @@ def _in_environment(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def _start_resource_tracker() -> None:
-    """Start multiprocessing's process that removes what a killed one left; what it warns of is no news for a terminal."""
+    """Start multiprocessing's process that removes what a killed one left; what it warns of is no
+    news for a terminal."""
     if getattr(resource_tracker._resource_tracker, "_fd", None) is not None:  # type: ignore[attr-defined]
         return
     with redirected(STDERR, Path(os.devnull)):
@@ -274,3 +286,18 @@ def _start_resource_tracker() -> None:
 def _stop() -> None:
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     server._stop()
+
+
+@contextmanager
+def redirected(number: int, path: Path) -> Iterator[None]:
+    """Within it, file descriptor ``number`` writes to the end of ``path``, also for processes that
+    are started; OSError."""
+    opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    kept = os.dup(number)
+    os.dup2(opened, number)
+    os.close(opened)
+    try:
+        yield
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)

@@ -1,5 +1,5 @@
-"""What the fork server imports first (`libra.cluster.fork_server`): its environment becomes that of workers, and each worker
-that is forked gets random numbers of its own.
+"""What the fork server imports first (`libra.cluster.fork_server`): its environment becomes that of
+workers, and each worker that is forked gets random numbers of its own.
 
 Acts where it is imported by that process only.
 """
@@ -12,7 +12,8 @@ import os
 import sys
 
 OWN_PATH_VARIABLE = "LIBRA_FORK_PATH"
-"""Variables of Python's search path as workers are to have them, as JSON; the fork server itself starts with others."""
+"""Variables of Python's search path as workers are to have them, as JSON; the fork server itself
+starts with others."""
 
 
 def _freeze() -> None:
@@ -22,7 +23,8 @@ def _freeze() -> None:
 
 
 def _renew() -> None:
-    """In a worker: collect garbage, and draw other random numbers than its siblings. Python's own generator renews itself."""
+    """In a worker: collect garbage, and draw other random numbers than its siblings. Python's own
+    generator renews itself."""
     if os.getppid() == _SERVER:
         gc.enable()
         numpy = sys.modules.get("numpy")

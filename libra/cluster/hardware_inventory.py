@@ -1,4 +1,5 @@
-"""Hardware of this machine and of a cluster's workers: GPUs, their names, CPU cores, and what a tool worker has for its tools."""
+"""Hardware of this machine and of a cluster's workers: GPUs, their names, CPU cores, and what a
+tool worker has for its tools."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ DRIVER, NODES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 CPU = "cpu"
 """Name of a machine without a GPU."""
 MEMORY_SLACK_FRAC = 0.15
-"""Largest difference between the memory that a driver reports and the datasheet's: error correction and the driver take
-a part."""
+"""Largest difference between the memory that a driver reports and the datasheet's: error correction
+and the driver take a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,11 @@ def this_machine() -> Machine:
 
 
 def gpu_name(reported: str, memory_bytes: float, sheets: Mapping[str, GPU] | None = None) -> str:
-    """Name of the datasheet of the GPU that the driver calls ``reported``; ``reported`` where no datasheet fits.
+    """Name of the datasheet of the GPU that the driver calls ``reported``; ``reported`` where no
+    datasheet fits.
 
-    A datasheet fits where all words of its name are in the driver's ("RTX-4090-24G" in "NVIDIA GeForce RTX 4090") and the memory
-    is about the datasheet's.
+    A datasheet fits where all words of its name are in the driver's ("RTX-4090-24G" in "NVIDIA
+    GeForce RTX 4090") and the memory is about the datasheet's.
     """
     from libra.hardware import known_gpus  # workers do without its tables
 
@@ -83,7 +85,8 @@ def gpu_name(reported: str, memory_bytes: float, sheets: Mapping[str, GPU] | Non
 
 
 def cluster_gpu(client: Client) -> str:
-    """Name of the hardware of a cluster's rollout and training workers; several names, joined, where they differ."""
+    """Name of the hardware of a cluster's rollout and training workers; several names, joined,
+    where they differ."""
     from libra.cluster.connection import present_workers
 
     workers: Mapping[str, Mapping[str, Any]] = present_workers(client)
@@ -94,7 +97,8 @@ def cluster_gpu(client: Client) -> str:
 
 
 class VisibleGpu(NamedTuple):
-    """A GPU that a process sees. ``entry``: as CUDA_VISIBLE_DEVICES has it; ``name``: its UUID, else ``gpu-N``."""
+    """A GPU that a process sees. ``entry``: as CUDA_VISIBLE_DEVICES has it; ``name``: its UUID,
+    else ``gpu-N``."""
 
     entry: str
     name: str
@@ -128,7 +132,8 @@ def _name(entry: str, machine: Sequence[str]) -> str:
 
 
 def machine_gpus(driver: Path = DRIVER, nodes: Path = NODES) -> tuple[str, ...]:
-    """UUIDs of the GPUs that this process may open, by number (that of their PCI addresses); empty where no driver says."""
+    """UUIDs of the GPUs that this process may open, by number (that of their PCI addresses); empty
+    where no driver says."""
     found = []
     for file in sorted(driver.glob("*/information")):
         facts = dict(line.split(":", 1) for line in file.read_text().splitlines() if ":" in line)
@@ -144,7 +149,8 @@ def gpus_here(least: int = 1) -> tuple[VisibleGpu, ...]:
 
 
 class ToolSupply(NamedTuple):
-    """Of one tool worker. ``core_ids``: those that it leases; ``mib``: memory in MiB; ``gpus``: those of calls, at once."""
+    """Of one tool worker. ``core_ids``: those that it leases; ``mib``: memory in MiB; ``gpus``:
+    those of calls, at once."""
 
     core_ids: tuple[int, ...]
     mib: int
@@ -152,23 +158,24 @@ class ToolSupply(NamedTuple):
 
 
 def tool_supply(config: RunConfig, index: int = 0) -> ToolSupply:
-    """Of tool worker ``index`` on this machine. Tool workers of a local cluster share it evenly, at least a core each."""
+    """Of tool worker ``index`` on this machine. Tool workers of a local cluster share it evenly, at
+    least a core each."""
     cluster = config.cluster
     local = cluster.scheduler is None
     share = (cluster.tool_workers_most or cluster.tool_workers) if local else 1
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    count = cluster.tool_cores or max(1, len(usable) // share)
+    count = cluster.tool_supply.get("cores") or max(1, len(usable) // share)
     first = index * count if local else 0
     core_ids = tuple(usable[(first + i) % len(usable)] for i in range(min(count, len(usable))))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // share
-    if cluster.tool_memory_gib is not None:
-        memory_bytes = round(cluster.tool_memory_gib * 2**30)
-    return ToolSupply(core_ids, memory_bytes >> 20, cluster.tool_gpus)
+    if "memory_gib" in cluster.tool_supply:
+        memory_bytes = cluster.tool_supply["memory_gib"] * 2**30
+    return ToolSupply(core_ids, memory_bytes >> 20, cluster.tool_supply.get("gpus", 0))
 
 
 def tool_gpus(config: RunConfig, index: int, seen: Sequence[VisibleGpu]) -> tuple[VisibleGpu, ...]:
-    """GPUs for calls of tools on tool worker ``index``, which sees ``seen``. Tool workers of a local cluster have different ones,
-    as far as there are enough."""
-    count = min(config.cluster.tool_gpus, len(seen))
+    """GPUs for calls of tools on tool worker ``index``, which sees ``seen``. Tool workers of a
+    local cluster have different ones, as far as there are enough."""
+    count = min(config.cluster.tool_supply.get("gpus", 0), len(seen))
     first = index * count if config.cluster.scheduler is None else 0
     return tuple(seen[(first + i) % len(seen)] for i in range(count))

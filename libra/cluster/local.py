@@ -25,7 +25,7 @@ from libra.cluster.connection import new_security
 from libra.cluster.fork_server import sigint_blocked
 from libra.cluster.hardware_inventory import this_machine
 from libra.cluster.settings import DASK_SETTINGS, GUARD
-from libra.cluster.worker_environment import LOG_VARIABLE, inherited_environment, worker_environment
+from libra.cluster.worker_process import LOG_VARIABLE, inherited_environment, worker_environment
 from libra.config import RunConfig
 from libra.config.service_devices import Place, place_of_services, service_models
 from libra.errors import ClusterError
@@ -39,22 +39,26 @@ LOOPBACK = "127.0.0.1"
 NANNY_CHECK_S = 0.5
 TOOLS_CHECK_S = 1.0
 RENEW_AFTER_S = (0.0, 1.0, 5.0, 30.0)
-"""Delay before another nanny is started: after the first, second, third end in a row, and after any other."""
-WORKER_START = "libra.cluster.worker_start"
+"""Delay before another nanny is started: after the first, second, third end in a row, and after any
+other."""
+WORKER_START = "libra.cluster.worker_process"
 ENDED = (Status.closed, Status.failed)
 
 
 def split_off(specs: dict[str, Any], least: int) -> dict[str, Any]:
-    """Take the descriptions of tool workers beyond the first ``least`` out of ``specs``, and return them."""
+    """Take the descriptions of tool workers beyond the first ``least`` out of ``specs``, and return
+    them."""
     names = [name for name in specs if name.startswith("tool-") and int(name.removeprefix("tool-")) >= least]
     return {name: specs.pop(name) for name in names}
 
 
 class ElasticTools:
-    """Tool workers of a cluster beyond the first ``least``, started and ended as actions need (``cluster.tool_workers_most``).
+    """Tool workers of a cluster beyond the first ``least``, started and ended as actions need
+    (``cluster.tool_workers_most``).
 
-    The cluster is a `distributed.SpecCluster` beside its scheduler: adding a worker's description starts it. ``reserve`` describes
-    the workers that are not started. `libra.scheduler.worker_supply` decides, in the scheduler.
+    The cluster is a `distributed.SpecCluster` beside its scheduler: adding a worker's description
+    starts it. ``reserve`` describes the workers that are not started.
+    `libra.scheduler.worker_supply` decides, in the scheduler.
     """
 
     def __init__(self, cluster: Any, reserve: dict[str, Any], least: int) -> None:
@@ -86,13 +90,16 @@ def most_tools(config: RunConfig) -> int:
 
 
 class LocalWorkers(SpecCluster):
-    """Worker processes whose nannies restart them always, however long that takes, and nannies that are restarted too.
+    """Worker processes whose nannies restart them always, however long that takes, and nannies that
+    are restarted too.
 
-    ``distributed.deploy.lost-worker-timeout`` after a worker was lost, Dask closes the nanny of that name permanently if it has no
-    worker at that moment. So a worker that is lost twice, that long apart, would never return.
+    ``distributed.deploy.lost-worker-timeout`` after a worker was lost, Dask closes the nanny of
+    that name permanently if it has no worker at that moment. So a worker that is lost twice, that
+    long apart, would never return.
 
-    A nanny ends permanently if it cannot start its worker (a full disk, no process to be had), and where the worker ends by
-    itself, as one does that the scheduler has removed. Here another takes its place, after ``RENEW_AFTER_S``.
+    A nanny ends permanently if it cannot start its worker (a full disk, no process to be had), and
+    where the worker ends by itself, as one does that the scheduler has removed. Here another takes
+    its place, after ``RENEW_AFTER_S``.
     """
 
     def __init__(self, reserve: dict[str, Any] | None = None, least: int = 1, **options: Any) -> None:
@@ -107,7 +114,8 @@ class LocalWorkers(SpecCluster):
             raise
 
     def kill(self) -> None:
-        """End every worker process at once, and close in the background: an ordinary close waits for workers that start or work."""
+        """End every worker process at once, and close in the background: an ordinary close waits
+        for workers that start or work."""
         SpecCluster._instances.discard(self)
         for nanny in list(self._created):
             nanny.auto_restart = False
@@ -201,10 +209,12 @@ def most_workers(config: RunConfig) -> dict[str, int] | None:
 
 
 def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
-    """Resources of each worker by its name, ``ROLE-NUMBER``; ``number`` of each role, None: `number_of_workers`.
+    """Resources of each worker by its name, ``ROLE-NUMBER``; ``number`` of each role, None:
+    `number_of_workers`.
 
-    The first rollout workers are the hybrid ones, and the first tool worker is the committer. A teacher has a worker of its own,
-    ``teacher-0``; where jobs are of the three roles (``number``), and where it is a service, it is with the first tool worker.
+    The first rollout workers are the hybrid ones, and the first tool worker is the committer. A
+    teacher has a worker of its own, ``teacher-0``; where jobs are of the three roles (``number``),
+    and where it is a service, it is with the first tool worker.
     """
     of_its_own, number, engines = number is None, number or number_of_workers(config), engine_resources(config)
     supplies = {
@@ -226,7 +236,8 @@ def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None)
 
 
 def num_threads(resources: Mapping[str, int]) -> int:
-    """Threads of a worker: one for each quantum, and each group that a service scores; and some for other tasks."""
+    """Threads of a worker: one for each quantum, and each group that a service scores; and some for
+    other tasks."""
     scored = resources.get(keys.TEACHER, 0) if keys.TOOL in resources else 0
     return max(resources.get(keys.ROLLOUT, 0), resources.get(keys.TOOL, 0)) + scored + SPARE_THREADS
 
@@ -245,7 +256,8 @@ def engine_resources(config: RunConfig) -> list[dict[str, int]]:
 
 
 def thread_bindings(config: RunConfig, cores: list[int]) -> dict[str, str]:
-    """Cores of each vLLM engine by worker, a list per rank; empty, and left to the kernel, where there are too few for all."""
+    """Cores of each vLLM engine by worker, a list per rank; empty, and left to the kernel, where
+    there are too few for all."""
     kinds = [
         (resources.get(keys.TP, config.rollout.tp), resources.get(keys.THREADS, config.cluster.threads))
         for resources in engine_resources(config)
@@ -262,10 +274,11 @@ def thread_bindings(config: RunConfig, cores: list[int]) -> dict[str, str]:
 def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
     """GPUs of each worker (CUDA_VISIBLE_DEVICES); a worker without an entry sees all.
 
-    With enough GPUs, every engine has as many of its own as its tensor-parallel degree, engines first, and every training worker
-    and a teacher one. Tool workers with services that have a model, among them a teacher, have one more together; where only that
-    is missing, they share the last training worker's. With fewer, workers share, except that each training worker of a group has
-    its own.
+    With enough GPUs, every engine has as many of its own as its tensor-parallel degree, engines
+    first, and every training worker and a teacher one. Tool workers with services that have a
+    model, among them a teacher, have one more together; where only that is missing, they share the
+    last training worker's. With fewer, workers share, except that each training worker of a group
+    has its own.
 
     Raises
     ------
@@ -300,7 +313,8 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
 
 
 def preloads(process: str) -> list[str]:
-    """Modules that a ``worker`` or ``scheduler`` loads when it starts: ours, and those of the user's own Dask settings."""
+    """Modules that a ``worker`` or ``scheduler`` loads when it starts: ours, and those of the
+    user's own Dask settings."""
     configured = dask.config.get(f"distributed.{process}.preload") or []
     own = [configured] if isinstance(configured, str) else list(configured)
     return [GUARD, *(name for name in own if name != GUARD)]
@@ -309,8 +323,9 @@ def preloads(process: str) -> list[str]:
 def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
     """Start scheduler (in this process) and workers (a process each), bound to loopback.
 
-    Only who has the key of this cluster, which is in memory, can connect to any of them: other users of the machine could. Workers
-    write their errors to ``WORKER.log`` in the directory ``logs``; None: to the driver's standard error.
+    Only who has the key of this cluster, which is in memory, can connect to any of them: other
+    users of the machine could. Workers write their errors to ``WORKER.log`` in the directory
+    ``logs``; None: to the driver's standard error.
     """
     port = page_port(config.cluster.dashboard_port)
     logging.getLogger("distributed").setLevel(logging.WARNING)  # it logs a line per connection and worker

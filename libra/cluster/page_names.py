@@ -1,7 +1,8 @@
 """Which web pages may use the dashboard: those that it served itself, under a name of this machine.
 
-A page of another site that is open in the same browser could otherwise read it, by a websocket or by a domain name that it lets
-point to 127.0.0.1 (DNS rebinding). Such requests have the other site's name in their Host or Origin header.
+A page of another site that is open in the same browser could otherwise read it, by a websocket or
+by a domain name that it lets point to 127.0.0.1 (DNS rebinding). Such requests have the other
+site's name in their Host or Origin header.
 
 Invariants
 ----------
@@ -55,7 +56,8 @@ def check_names(pages: Application, *, shared: bool = False) -> None:
 def refusal(host: str, origin: str | None, machine: frozenset[str], allowed: frozenset[str]) -> str | None:
     """Why a request with these headers is refused; None if it is allowed.
 
-    ``machine``: names of this machine; ``allowed``: those that a user has added. Both in lower case.
+    ``machine``: names of this machine; ``allowed``: those that a user has added. Both in lower
+    case.
     """
     name = _hostname(f"//{host}")
     if name is None or not (_is_address(name) or name.endswith(".localhost") or name in machine | allowed):
@@ -74,7 +76,8 @@ def own_names() -> frozenset[str]:
 
 
 def _same_place(origin: str, host: str) -> bool:
-    """Whether a page was served at ``host``, a name with or without a port; the scheme's own port may be left out."""
+    """Whether a page was served at ``host``, a name with or without a port; the scheme's own port
+    may be left out."""
     there, here = urlsplit(origin), urlsplit(f"{urlsplit(origin).scheme}://{host}")
     default = {"http": 80, "https": 443}.get(there.scheme)
     try:

@@ -30,7 +30,8 @@ NEEDED = {
 }
 """Meaning of each resource, and options of ``dask worker`` that supply it."""
 RETURN_WAIT_S = 30.0
-"""How long a run that starts waits for a worker that has just left: a nanny starts it again within seconds."""
+"""How long a run that starts waits for a worker that has just left: a nanny starts it again within
+seconds."""
 RETURN_LOOK_S = 0.5
 
 
@@ -44,8 +45,9 @@ def resource_problems(
 ) -> list[str]:
     """Resources that the workers of a cluster lack, each with the line to type.
 
-    ``workers`` is what `libra.cluster.connection` gives: by address, with ``resources`` and ``nthreads``. Training
-    workers beyond ``train_workers`` wait to replace a lost one. ``teacher``: one is needed.
+    ``workers`` is what `libra.cluster.connection` gives: by address, with ``resources`` and
+    ``nthreads``. Training workers beyond ``train_workers`` wait to replace a lost one. ``teacher``:
+    one is needed.
     """
     problems = []
     for resource, (meaning, options) in NEEDED.items():
@@ -87,7 +89,8 @@ def resource_problems(
 
 
 def engine_problems(workers: Mapping[str, Mapping[str, Any]], address: str, config: RunConfig) -> list[str]:
-    """Differences between the rollout workers of a cluster and ``cluster.engines``, each with the line to type.
+    """Differences between the rollout workers of a cluster and ``cluster.engines``, each with the
+    line to type.
 
     None if ``cluster.engines`` is empty: then a run uses the engines that the cluster has.
     """
@@ -121,9 +124,11 @@ def engine_problems(workers: Mapping[str, Mapping[str, Any]], address: str, conf
 
 
 def check_cluster(client: Client, config: RunConfig, *, wait_s: float = RETURN_WAIT_S) -> None:
-    """ClusterError with everything that is missing or set wrongly on the scheduler and the workers of ``client``.
+    """ClusterError with everything that is missing or set wrongly on the scheduler and the workers
+    of ``client``.
 
-    If a worker left less than ``wait_s`` ago, e.g. at the end of the run before, its return is awaited for that long.
+    If a worker left less than ``wait_s`` ago, e.g. at the end of the run before, its return is
+    awaited for that long.
     """
     cluster, address = config.cluster, str(client.scheduler_info(n_workers=0)["address"])
     began_s, said = time.monotonic(), False
@@ -157,11 +162,11 @@ def check_cluster(client: Client, config: RunConfig, *, wait_s: float = RETURN_W
 def _seen_by_scheduler(
     run: str | None, within_s: float, dask_scheduler: Scheduler
 ) -> tuple[dict[str, dict[str, int]], list[str], dict[str, Any]]:
-    """On the scheduler: resources that workers will supply besides, by address; names of workers that left less than
-    ``within_s`` ago; and Dask's settings.
+    """On the scheduler: resources that workers will supply besides, by address; names of workers
+    that left less than ``within_s`` ago; and Dask's settings.
 
-    Workers in setup, for another run or an earlier start of this one, will supply more, and so will workers whose roles an earlier
-    start of this run changed.
+    Workers in setup, for another run or an earlier start of this one, will supply more, and so will
+    workers whose roles an earlier start of this run changed.
     """
     import dask
 

@@ -1,8 +1,9 @@
 """Dask settings that Libra needs, with reasons, and the check of a cluster's settings.
 
-Each was chosen after a measurement or a failure. The driver sets them for a local cluster. For a scheduler and workers started by
-hand: ``libra cluster tls DIR``, then ``DASK_CONFIG=DIR/dask.yaml`` in their environment. It has a key of their own, too, without
-which anyone who reaches the scheduler's port may run code there. ``libra doctor --settings`` prints the settings alone.
+Each was chosen after a measurement or a failure. The driver sets them for a local cluster. For a
+scheduler and workers started by hand: ``libra cluster tls DIR``, then ``DASK_CONFIG=DIR/dask.yaml``
+in their environment. It has a key of their own, too, without which anyone who reaches the
+scheduler's port may run code there. ``libra doctor --settings`` prints the settings alone.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ Process = Literal["scheduler", "worker"]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One Dask setting: its dotted key, Libra's value, and the process that reads it ("worker" includes the nanny).
+    """One Dask setting: its dotted key, Libra's value, and the process that reads it ("worker"
+    includes the nanny).
 
-    ``breaks``: whether a run with another value hangs, fails or uses a wrong order; otherwise it is only slower or less
-    robust.
-    ``reason``: the effect of another value.
+    ``breaks``: whether a run with another value hangs, fails or uses a wrong order; otherwise it is
+    only slower or less robust. ``reason``: the effect of another value.
     """
 
     key: str
@@ -38,7 +39,8 @@ class Setting:
 
 
 KEPT_KEYS = 8_192
-"""Keys after which `bound_key_cache` empties the cache. The next call for a key takes a few microseconds."""
+"""Keys after which `bound_key_cache` empties the cache. The next call for a key takes a few
+microseconds."""
 GUARD = "libra.cluster.connection_guard"
 """Module that schedulers, workers and nannies load when they start."""
 MIN_WORKER_TTL_S = 30.0
@@ -108,7 +110,8 @@ def check_settings(in_force: Mapping[str, Any], process: Process) -> tuple[Setti
 
 
 def cluster_setting_problems(client: Client) -> tuple[SettingProblem, ...]:
-    """What differs from `SETTINGS` in the scheduler and the workers a synchronous client is connected to, each once."""
+    """What differs from `SETTINGS` in the scheduler and the workers a synchronous client is
+    connected to, each once."""
     import dask.config
 
     found = list(check_settings({"distributed": client.run_on_scheduler(dask.config.get, "distributed")}, "scheduler"))
@@ -118,7 +121,8 @@ def cluster_setting_problems(client: Client) -> tuple[SettingProblem, ...]:
 
 
 def settings_yaml(certificate: Path | None = None, key: Path | None = None) -> str:
-    """`SETTINGS` as a Dask configuration file; with paths of a certificate and its key, every connection needs them."""
+    """`SETTINGS` as a Dask configuration file; with paths of a certificate and its key, every
+    connection needs them."""
     values, name = dict(DASK_SETTINGS), "libra-dask.yaml"
     if certificate is not None:
         name = str(certificate.parent / "dask.yaml")
@@ -179,7 +183,8 @@ def _seconds(got: Any) -> float:
 
 
 def bound_key_cache() -> None:
-    """Empty Dask's cache of key prefixes (``dask.utils.key_split``) in this process if it has more than `KEPT_KEYS` keys.
+    """Empty Dask's cache of key prefixes (``dask.utils.key_split``) in this process if it has more
+    than `KEPT_KEYS` keys.
 
     Each process keeps the last 100,000, 300 bytes each, of tasks that are long forgotten.
     """

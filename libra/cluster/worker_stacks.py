@@ -1,8 +1,9 @@
 """Stacks of a worker's threads and coroutines, also while its event loop is blocked.
 
-A worker whose event loop runs answers ``libra_stacks`` itself. A blocked one cannot, so on SIGUSR1 Python's faulthandler writes its
-threads to a file in its local directory, also from within C code. The signal goes only to a process of this machine that has that
-file open: a process id alone may belong to another program.
+A worker whose event loop runs answers ``libra_stacks`` itself. A blocked one cannot, so on SIGUSR1
+Python's faulthandler writes its threads to a file in its local directory, also from within C code.
+The signal goes only to a process of this machine that has that file open: a process id alone may
+belong to another program.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ async def stacks_of(scheduler: Scheduler, ws: WorkerState) -> str:
 
 
 def _holds_open(pid: int, path: Path) -> bool:
-    """Whether a process of this machine has this file open; False if that is not visible (no /proc, another user's)."""
+    """Whether a process of this machine has this file open; False if that is not visible (no /proc,
+    another user's)."""
     try:
         return any(link.readlink() == path for link in Path(f"/proc/{pid}/fd").iterdir())
     except OSError:

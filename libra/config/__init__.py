@@ -1,7 +1,7 @@
-"""Configuration: models of every setting, YAML files with deltas and overrides, and names of models."""
+"""Configuration: models of every setting, YAML files with deltas and overrides, and names of
+models."""
 
-from libra.config.load import config_from_dict, dump_config, load_config, typed_settings
+from libra.config.load import RunConfig, config_from_dict, dump_config, load_config, typed_settings
 from libra.config.model_paths import resolve_model
-from libra.config.run_config import RunConfig
 
 __all__ = ["RunConfig", "config_from_dict", "dump_config", "load_config", "resolve_model", "typed_settings"]

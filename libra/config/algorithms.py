@@ -1,21 +1,24 @@
 """Training algorithms by name: the settings that each paper's defaults amount to.
 
-An algorithm is a preset. ``trainer.algorithm`` fills the keys of ``trainer`` that are fields of `Preset` and were not given;
-a key that is given wins. ``make docs`` makes docs/algorithms.md from this table.
+An algorithm is a preset. ``trainer.algorithm`` fills the keys of ``trainer`` that are fields of
+`Preset` and were not given; a key that is given wins. ``make docs`` makes docs/algorithms.md from
+this table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from libra.config.section import Section
 
 AdvantageName = Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "remax"]
 LossName = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "vespo", "reinforce"]
-AggregationMode = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "constant"
-]
+AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 OldLogp = Literal["behaviour", "proximal", "exact", "version", "ewma"]
 CorrectionAction = Literal["none", "truncate", "mask"]
@@ -44,6 +47,113 @@ AlgorithmName = Literal[
     "opd",
 ]
 DEFAULT_ALGORITHM: AlgorithmName = "dapo"
+_Coefficient = Annotated[float, Field(gt=0)]
+_AboveOne = Annotated[float, Field(gt=1)]
+
+
+class ClipArgs(Section):
+    """Arguments of the loss gmpo; losses with a clip have these and more."""
+
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.4
+    clip_high: Annotated[float, Field(ge=0)] = 0.4
+
+
+class CispoArgs(ClipArgs):
+    """Arguments of the loss cispo."""
+
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 1.0
+    clip_high: Annotated[float, Field(ge=0)] = 4.0
+
+
+class PPOArgs(ClipArgs):
+    """Arguments of the loss ppo."""
+
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    dual_clip: _AboveOne | None = None
+    ratio_max: _AboveOne | None = None
+
+
+class GspoArgs(PPOArgs):
+    """Arguments of the loss gspo."""
+
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 3e-4
+    clip_high: Annotated[float, Field(ge=0)] = 4e-4
+
+
+class SapoArgs(Section):
+    """Arguments of the loss sapo."""
+
+    tau_positive: _Coefficient = 1.0
+    tau_negative: _Coefficient = 1.05
+
+
+class DppoArgs(ClipArgs):
+    """Arguments of the loss dppo."""
+
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    divergence: Divergence = "tv"
+    log_ratio_coef: Annotated[float, Field(ge=0)] = 0.0
+    ratio_max: _AboveOne | None = None
+
+
+class VespoArgs(Section):
+    """Arguments of the loss vespo."""
+
+    k_positive: _Coefficient = 2.0
+    lambda_positive: _Coefficient = 3.0
+    k_negative: _Coefficient = 3.0
+    lambda_negative: _Coefficient = 2.0
+
+
+class CorrectionArgs(Section):
+    """Arguments of ``trainer.correction``."""
+
+    level: CorrectionLevel = "token"
+    low: _Coefficient | None = None
+    high: _Coefficient | None = 2.0
+
+
+class AdamArgs(Section):
+    """Arguments of AdamW and the norm of its gradient."""
+
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
+    ] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: _Coefficient = 1.0
+
+
+class LateArgs(Section):
+    """Arguments of ``trainer.late``."""
+
+    versions: Annotated[int, Field(ge=1)] = 16
+    wait_s: _Coefficient = 600.0
+
+
+class LoraArgs(Section):
+    """Adapters of ``trainer.lora_rank``."""
+
+    alpha: _Coefficient = 32.0
+    targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
+
+
+class RejectArgs(Section):
+    """Arguments of ``trainer.reject``."""
+
+    level: RejectLevel = "token"
+    reduce: RejectReduce = "mean"
+    low: float | None = None
+    high: float | None = None
+
+
+LOSS_ARGS: Mapping[str, type[Section]] = MappingProxyType({
+    "ppo": PPOArgs, "gspo": GspoArgs, "cispo": CispoArgs, "sapo": SapoArgs, "gmpo": ClipArgs, "dppo": DppoArgs,
+    "vespo": VespoArgs, "reinforce": Section,
+})  # fmt: skip
+"""Keys of ``trainer.loss_args`` by loss: the arguments of its function in `libra.train.losses`,
+with the same defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +165,9 @@ class Preset:
     loss: LossName = "ppo"
     aggregation: AggregationMode = "token-mean"
     old_logp: OldLogp = "behaviour"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    log_ratio_coef: float = 0.0
+    loss_args: Mapping[str, Any] = field(default_factory=dict)
     correction: CorrectionAction = "none"
-    correction_high: float | None = 2.0
+    correction_args: Mapping[str, Any] = field(default_factory=dict)
     kl_coef: float = 0.0
 
 
@@ -102,7 +210,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "Dr. GRPO, arXiv:2503.20783",
         ),
         "dapo": Algorithm(
-            Preset(clip_high=0.28),
+            Preset(loss_args={"clip_high": 0.28}),
             "GRPO with a higher upper clip, equal weight for every token of the step, and no KL term.",
             "The default: verifiable rewards, answers of very different length.",
             "DAPO, arXiv:2503.14476",
@@ -111,7 +219,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "overlong penalty belongs in the reward function.",
         ),
         "gspo": Algorithm(
-            Preset(loss="gspo", aggregation="seq-mean-token-mean", clip_low=3e-4, clip_high=4e-4),
+            Preset(loss="gspo", aggregation="seq-mean-token-mean"),
             "The clip applies to the geometric mean of a whole answer's ratios.",
             "Mixtures of experts, whose token ratios jump; long answers.",
             "GSPO, arXiv:2507.18071",
@@ -119,7 +227,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "1e-4 nats it clips on mismatch alone.",
         ),
         "cispo": Algorithm(
-            Preset(loss="cispo", clip_low=1.0, clip_high=4.0),
+            Preset(loss="cispo"),
             "Log-probabilities weighted by a capped ratio without gradient: no token is ever dropped.",
             "Rare tokens carry the reasoning and PPO would clip them; off-policy batches.",
             "MiniMax-M1, arXiv:2506.13585",
@@ -132,7 +240,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "SAPO, arXiv:2511.20347",
         ),
         "gmpo": Algorithm(
-            Preset(loss="gmpo", aggregation="seq-mean-token-mean", clip_low=0.4, clip_high=0.4),
+            Preset(loss="gmpo", aggregation="seq-mean-token-mean"),
             "The geometric mean of an answer's ratios, each clipped in log space.",
             "Outlier ratios dominate the mean.",
             "GMPO, arXiv:2507.20673",
@@ -176,14 +284,14 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "answers count in the reported mean reward.",
         ),
         "ppo_decoupled": Algorithm(
-            Preset(old_logp="proximal", correction="mask", correction_high=5.0),
+            Preset(old_logp="proximal", correction="mask", correction_args={"high": 5.0}),
             "The clip is relative to the weights at the start of the step; a weight corrects for the engine's older weights.",
             "Asynchronous runs (`run.eta` above 0): stale tokens are neither clipped away nor trusted blindly.",
             "AReaL, arXiv:2505.24298",
             "Tokens whose weight exceeds 5 are masked, AReaL 1.0's default; the paper has no such bound.",
         ),
         "dppo": Algorithm(
-            Preset(normalize_std=False, loss="dppo", log_ratio_coef=1e-3),
+            Preset(normalize_std=False, loss="dppo", loss_args={"log_ratio_coef": 1e-3}),
             "Tokens leave the gradient when their probability, not their ratio, moved by more than 0.2.",
             "Rare tokens: a ratio of 10 on a probability of 0.001 should not stop the update.",
             "DPPO, arXiv:2602.04879, as prime-rl runs it",
@@ -193,7 +301,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "Log-probabilities weighted by a smooth function of the whole answer's ratio, which falls on both sides of its peak.",
             "Off-policy batches of long answers, where products of ratios explode and clips cut too much.",
             "VESPO, arXiv:2602.10693",
-            "Exponents and bounds are those of TRL (`trainer.vespo_positive`, `trainer.vespo_negative`).",
+            "Exponents and bounds are those of TRL (`trainer.loss_args`).",
         ),
         "opd": Algorithm(
             Preset(normalize_std=False),
@@ -208,6 +316,11 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
 
 
 def preset_values(algorithm: str) -> dict[str, Any]:
-    """The keys of ``trainer`` an algorithm fills, with their values; empty for a name that is none."""
+    """The keys of ``trainer`` that an algorithm fills, with their values; empty for an unknown
+    name."""
     found = ALGORITHMS.get(algorithm)  # type: ignore[call-overload]
-    return {} if found is None else asdict(found.preset)
+    if found is None:
+        return {}
+    values = asdict(found.preset)
+    args: dict[str, type[Section]] = {"loss_args": LOSS_ARGS[values["loss"]], "correction_args": CorrectionArgs}
+    return values | {name: kind(**values[name]).model_dump() for name, kind in args.items()}

@@ -1,22 +1,18 @@
 """Checks that concern more than one field of a configuration.
 
-Each check yields one message per contradiction: ``FIELD: what contradicts what; type A, or B``. The message names every field
-involved by its dotted name, the one to change first.
+Each check yields one message per contradiction: ``FIELD: what contradicts what; type A, or B``. The
+message names every field involved by its dotted name, the one to change first.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from libra.config.agent_checks import agent_contradictions
-from libra.config.distil_checks import distil_contradictions
-from libra.config.models import RunSections
-from libra.config.services_checks import services_contradictions
-from libra.config.spare_groups import spare_group_contradictions
-from libra.config.streaming import GROUP_ADVANTAGES, most_waves, streaming_obstacle, turning_obstacle
+from libra.config.sections import RunSections
+from libra.config.task_sections import MODEL_FUNCTIONS
+from libra.config.trainer_checks import trainer_contradictions
 
 _DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
 
@@ -24,10 +20,8 @@ _DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
 def contradictions(config: RunSections) -> list[str]:
     """A message for every contradiction between fields; empty if there is none."""
     checks = (
-        agent_contradictions, _rollout, _vllm_only, _transformers_only, _workers, _boundaries, _trainer, _batch, _algorithm,
-        _staleness, _loss, _masks, _routes, _token_rewards, _late, _streaming, _lora, _schedules, _planner,
-        _layout_auto, _as_planned, distil_contradictions, spare_group_contradictions,
-        services_contradictions,
+        _agent, _services, _rollout, _vllm_only, _transformers_only, _workers, _boundaries, trainer_contradictions,
+        _schedules, _planner, _layout_auto, _as_planned,
     )  # fmt: skip
     return [message for check in checks for message in check(config)]
 
@@ -85,19 +79,15 @@ def _transformers_only(config: RunSections) -> Iterator[str]:
     paced = any(group.min_pass_s is not None for group in config.cluster.engines)
     for name, given, why in (
         (
-            "rollout.kv_cache_gib",
-            rollout.kv_cache_gib is not None,
-            "vllm.kv_cache_gib sets the KV cache of a vllm engine",
-        ),
-        (
             "rollout.kv_host_gib",
             rollout.kv_host_gib is not None,
-            "vllm.kv_transfer_config keeps the KV of a vllm engine, e.g. {kv_connector: OffloadingConnector}",
+            "rollout.engine_args has the KV connector of a vllm engine, e.g. "
+            "{kv_transfer_config: {kv_connector: OffloadingConnector}}",
         ),
         (
             "rollout.speculate",
             rollout.speculate,
-            "vllm.speculative_config makes a vllm engine draft, e.g. {method: ngram, num_speculative_tokens: 4}",
+            "rollout.engine_args makes a vllm engine draft, e.g. {speculative_config: {method: ngram, num_speculative_tokens: 4}}",
         ),
         ("cluster.engines", paced, "only transformers engines wait for min_pass_s"),
         ("model.loader", config.model.loader is not None, "a vllm engine builds the model itself"),
@@ -143,266 +133,14 @@ def _boundaries(config: RunSections) -> Iterator[str]:
         )
 
 
-def _trainer(config: RunSections) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.micro_batch_tokens < trainer.max_row_tokens:
-        yield (
-            f"trainer.micro_batch_tokens: a micro-batch of {trainer.micro_batch_tokens} tokens does not hold one row of "
-            f"trainer.max_row_tokens={trainer.max_row_tokens}; type trainer.micro_batch_tokens={trainer.max_row_tokens}"
-        )
-    if trainer.offload and trainer.layout != "fsdp2":
-        yield (
-            f"trainer.offload: trainer.layout={trainer.layout} has no shards to offload; type trainer.layout=fsdp2, or "
-            "trainer.offload=false"
-        )
-
-
-def _batch(config: RunSections) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.group_size == 1 and trainer.normalize_std and trainer.advantage == "grpo":
-        yield (
-            "trainer.group_size: group size 1 has no standard deviation; type trainer.group_size=8 or "
-            "trainer.normalize_std=false"
-        )
-    if trainer.group_size == 1 and trainer.advantage == "remax":
-        yield (
-            "trainer.group_size: 1, and trainer.advantage=remax answers the first sample of a group greedily, as baseline of the "
-            "others; type trainer.group_size=2 or more"
-        )
-    if trainer.group_size == 1 and trainer.drop_uniform_groups:
-        yield (
-            "trainer.drop_uniform_groups: a group of one is always uniform, so every group would be dropped; type "
-            "trainer.drop_uniform_groups=false, or trainer.group_size=8"
-        )
-    batch = trainer.prompts * trainer.group_size
-    if trainer.minibatches > batch:
-        yield (
-            f"trainer.minibatches: {trainer.minibatches} minibatches cannot be cut from a batch of {batch} trajectories "
-            f"(trainer.prompts={trainer.prompts} x trainer.group_size={trainer.group_size}); type "
-            f"trainer.minibatches={batch} or less"
-        )
-
-
-def _algorithm(config: RunSections) -> Iterator[str]:
-    trainer = config.trainer
-    steps = trainer.epochs * trainer.minibatches
-    if trainer.loss == "reinforce" and (config.run.eta > 0 or steps > 1):
-        yield (
-            f"trainer.loss: reinforce is right only on samples of the current weights, but run.eta={config.run.eta} and one "
-            f"batch takes {steps} optimizer steps; type trainer.loss=ppo, or run.eta=0 trainer.epochs=1 trainer.minibatches=1"
-        )
-    if trainer.correction != "none" and trainer.old_logp == "behaviour":
-        yield (
-            f"trainer.correction: {trainer.correction} weighs the trainer against the engine, and the ratio to "
-            "trainer.old_logp=behaviour already does; type trainer.old_logp=proximal, or trainer.correction=none"
-        )
-    low, high = trainer.correction_low, trainer.correction_high
-    if low is not None and high is not None and low > high:
-        yield f"trainer.correction_low: {low} is above trainer.correction_high={high}; type trainer.correction_low={high} or less"
-
-
-def _staleness(config: RunSections) -> Iterator[str]:
-    run, section, trainer = config.run, config.staleness, config.trainer
-    if run.eta != section.eta:
-        yield (
-            f"staleness.eta: {section.eta}, and run.eta={run.eta} is the same bound; type one of them, e.g. run.eta={section.eta}"
-        )
-        return
-    most = run.eta + 1
-    if section.in_flight is not None and section.in_flight > most:
-        yield (
-            f"staleness.in_flight: {section.in_flight} batches, and run.eta={run.eta} lets {most} be generated at once; type "
-            f"staleness.in_flight={most} or less, or run.eta={section.in_flight - 1}"
-        )
-    if section.window is not None and section.window > most and section.over_age == "wait":
-        yield (
-            f"staleness.window: {section.window} versions, and staleness.over_age=wait with run.eta={run.eta} lets {most} live; "
-            f"type staleness.window={most} or less, or run.eta={section.window - 1}"
-        )
-    if section.versions == "one" and config.cluster.hybrid_workers:
-        yield (
-            f"staleness.versions: one, and with cluster.hybrid_workers={config.cluster.hybrid_workers} an engine that changes its "
-            "role would start its trajectories again; type staleness.versions=many, or cluster.hybrid_workers=0"
-        )
-    if section.engines == "rounded" and section.versions != "one":
-        yield "staleness.engines: rounded, and trajectories have many versions; type staleness.versions=one"
-    if section.over_age != "wait" and most_waves(config):
-        yield (
-            f"staleness.over_age: {section.over_age}, and with trainer.streaming={trainer.streaming} a batch is the groups of its "
-            "own iteration, which are never over age; type trainer.streaming=off, or staleness.over_age=wait"
-        )
-    if section.over_age == "correct" and trainer.old_logp != "behaviour" and trainer.correction == "none":
-        yield (
-            f"staleness.over_age: correct, and with trainer.old_logp={trainer.old_logp} and trainer.correction=none nothing "
-            "corrects a stale token; type trainer.correction=truncate, or trainer.old_logp=behaviour"
-        )
-    if section.over_age == "correct" and trainer.old_logp == "version":
-        yield (
-            "staleness.over_age: correct, and trainer.old_logp=version keeps the weights of run.eta versions, which over-age "
-            "tokens are older than; type trainer.old_logp=proximal trainer.correction=truncate, or staleness.over_age=mask"
-        )
-    returns = trainer.advantage == "reinforce_pp" and trainer.gamma < 1
-    if section.over_age in ("drop", "mask") and (trainer.kl_in_reward or returns):
-        name = "trainer.kl_in_reward=true" if trainer.kl_in_reward else f"trainer.gamma={trainer.gamma:g}"
-        yield (
-            f"staleness.over_age: {section.over_age}, and with {name} the trainer needs all members of the batch for its "
-            "advantages; type staleness.over_age=wait"
-        )
-
-
-def _masks(config: RunSections) -> Iterator[str]:
-    trainer = config.trainer
-    low, high = trainer.reject_low, trainer.reject_high
-    if trainer.reject != "none" and high is None and (low is None or trainer.reject == "binary-kl"):
-        yield (
-            f"trainer.reject: {trainer.reject}, and trainer.reject_high=null bounds nothing; type e.g. trainer.reject_high=2.0, or "
-            "trainer.reject=none"
-        )
-    if low is not None and high is not None and low > high:
-        yield f"trainer.reject_low: {low} is above trainer.reject_high={high}; type trainer.reject_low={high} or less"
-    least = {"none": -math.inf, "k1": -math.inf, "ratio": 1.0}.get(trainer.reject, 0.0)
-    if high is not None and (high < 0.0 <= least or high <= 0.0 < least):
-        yield (
-            f"trainer.reject_high: {high}, and trainer.reject={trainer.reject} is never that small: every token would be left out; "
-            f"type trainer.reject_high={least + 1.0:g}, or another bound above 0"
-        )
-    if trainer.loss == "vespo" and trainer.correction != "none" and trainer.correction_level != "token":
-        yield (
-            f"trainer.correction_level: {trainer.correction_level}, and trainer.loss=vespo multiplies the weights of a sequence's "
-            "tokens itself; type trainer.correction_level=token, or trainer.correction=none"
-        )
-
-
-def _token_rewards(config: RunSections) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.kl_in_reward and trainer.advantage not in ("rloo", "reinforce_pp"):
-        yield (
-            f"trainer.kl_in_reward: trainer.advantage={trainer.advantage} has no reward per token; type trainer.advantage=rloo (or "
-            "reinforce_pp), or trainer.kl_in_reward=false, which puts the KL into the loss"
-        )
-    discounted = trainer.gamma < 1 and trainer.advantage == "reinforce_pp"
-    name = "kl_in_reward" if trainer.kl_in_reward else "gamma"
-    for dropped in ("drop_uniform_groups", "drop_truncated"):
-        if (trainer.kl_in_reward or discounted) and getattr(trainer, dropped):
-            yield (
-                f"trainer.{dropped}: true, and with trainer.{name}={str(getattr(trainer, name)).lower()} the trainer needs all "
-                f"members of the batch for its advantages; type trainer.{dropped}=false"
-            )
-
-
-def _loss(config: RunSections) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.aggregation == "constant" and trainer.loss_divisor is None:
-        yield (
-            "trainer.loss_divisor: null, and trainer.aggregation=constant divides by it; type e.g. trainer.loss_divisor=10000"
-        )
-    if trainer.dual_clip is not None and trainer.loss not in ("ppo", "gspo"):
-        yield (
-            f"trainer.dual_clip: trainer.loss={trainer.loss} has no dual clip; type trainer.dual_clip=null, or trainer.loss=ppo"
-        )
-    if trainer.log_ratio_coef > 0 and trainer.loss != "dppo":
-        yield (
-            f"trainer.log_ratio_coef: trainer.loss={trainer.loss} has no such term; type trainer.log_ratio_coef=0, or "
-            "trainer.loss=dppo"
-        )
-
-
-def _routes(config: RunSections) -> Iterator[str]:
-    rollout = config.rollout
-    if config.trainer.routes == "recompute":
-        return
-    if rollout.engine == "vllm":
-        yield (
-            "trainer.routes: replay needs engines that record routes, and rollout.engine=vllm does not; type "
-            "trainer.routes=recompute, or rollout.engine=transformers"
-        )
-    if rollout.kv_host_gib is not None:
-        yield (
-            "trainer.routes: replay needs rollout.kv_host_gib=null: KV in host memory is kept without its routes; type "
-            "trainer.routes=recompute, or rollout.kv_host_gib=null"
-        )
-    if rollout.exact_logprobs:
-        yield (
-            "trainer.routes: replay needs rollout.exact_logprobs=false, which scores both sides without routes; type "
-            "trainer.routes=recompute, or rollout.exact_logprobs=false"
-        )
-
-
-def _late(config: RunSections) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.late != "correct":
-        return
-    if trainer.advantage not in GROUP_ADVANTAGES:
-        yield (
-            f"trainer.late: correct, and trainer.advantage={trainer.advantage} may look at other groups, whose batch is over; type "
-            f"trainer.advantage={GROUP_ADVANTAGES[0]} (or {', '.join(GROUP_ADVANTAGES[1:])}), or trainer.late=wait"
-        )
-    if trainer.minibatches > 1:
-        yield (
-            f"trainer.late: correct, and of trainer.minibatches={trainer.minibatches} one might have corrections alone, which "
-            "count in no denominator; type trainer.minibatches=1, or trainer.late=wait"
-        )
-    if trainer.kl_in_reward:
-        yield (
-            "trainer.late: correct, and with trainer.kl_in_reward=true the trainer computes advantages of a batch's rewards alone; "
-            "type trainer.kl_in_reward=false, or trainer.late=wait"
-        )
-    if trainer.loss == "reinforce" or ":" in trainer.loss or (trainer.loss == "dppo" and trainer.log_ratio_coef > 0):
-        why = "has no ratio" if trainer.loss == "reinforce" else "may have a term without the advantage"
-        yield (
-            f"trainer.late: correct needs a clipped ratio, and trainer.loss={trainer.loss} {why}; type trainer.loss=ppo, or "
-            "trainer.late=wait"
-        )
-    if trainer.old_logp not in ("behaviour", "exact") and trainer.correction == "none":
-        yield (
-            f"trainer.late: correct needs the ratio to the policy that sampled, and trainer.old_logp={trainer.old_logp} is another "
-            "one; type trainer.correction=truncate, or trainer.old_logp=behaviour"
-        )
-
-
-def _streaming(config: RunSections) -> Iterator[str]:
-    if config.trainer.streaming == "on" and (obstacle := streaming_obstacle(config)) is not None:
-        yield f"trainer.streaming: on, but {obstacle}, or trainer.streaming=auto"
-    if config.trainer.batches == "first_come":
-        if not config.run.eta:
-            yield (
-                "trainer.batches: first_come, but with run.eta=0 nothing of another iteration is generated before the batch is "
-                "trained; type run.eta=1, or trainer.batches=own"
-            )
-        elif not most_waves(config):
-            why = streaming_obstacle(config) or "trainer.streaming=off; type trainer.streaming=on"
-            yield (
-                f"trainer.batches: first_come is of streamed steps, and {why}, or trainer.batches=own, with which a step that is "
-                "not streamed takes the oldest groups that are complete"
-            )
-    if config.trainer.turning == "on" and (obstacle := turning_obstacle(config)) is not None:
-        yield f"trainer.turning: on, but {obstacle}, or trainer.turning=auto"
-
-
-def _lora(config: RunSections) -> Iterator[str]:
-    trainer, cluster = config.trainer, config.cluster
-    if trainer.lora_rank is None:
-        return
-    if trainer.offload:
-        yield (
-            f"trainer.lora_rank: {trainer.lora_rank} with trainer.offload=true, and gradients of adapters are computed where "
-            "the shards are used; type trainer.offload=false, or trainer.lora_rank=null"
-        )
-    if cluster.hybrid_workers:
-        yield (
-            f"trainer.lora_rank: {trainer.lora_rank} with cluster.hybrid_workers={cluster.hybrid_workers}, which have no "
-            "adapters to compute gradients of; type cluster.hybrid_workers=0, or trainer.lora_rank=null"
-        )
-
-
 def _schedules(config: RunSections) -> Iterator[str]:
     checkpoint, evaluation = config.checkpoint, config.evaluation
     every, between = checkpoint.every, evaluation.every
-    if checkpoint.keep_best and every and between and every % between and between % every:
+    if every and between and every % between and between % every:
         yield (
             f"checkpoint.every: checkpoints every {every} steps and evaluations every {between} (evaluation.every) rarely "
             "coincide, and only an evaluated checkpoint can be the best; type "
-            f"checkpoint.every={between}, or checkpoint.keep_best=false"
+            f"checkpoint.every={between}"
         )
     if between > 0 and evaluation.prompts == 0:
         yield (
@@ -420,17 +158,11 @@ def _planner(config: RunSections) -> Iterator[str]:
     planner = config.planner
     if planner.apply and not planner.replan:
         yield "planner.apply: true, but without planner.replan there is no plan to apply; type planner.replan=true"
-    if planner.generated_p99_tokens < planner.generated_p50_tokens:
+    median, last = planner.lengths["generated_p50_tokens"], planner.lengths["generated_p99_tokens"]
+    if last < median:
         yield (
-            f"planner.generated_p99_tokens: {planner.generated_p99_tokens:g} is below the median, "
-            f"planner.generated_p50_tokens={planner.generated_p50_tokens:g}; type "
-            f"planner.generated_p99_tokens={4 * planner.generated_p50_tokens:g}"
-        )
-    least, most = (planner.min_train_gpus, planner.min_rollout_gpus), planner.num_gpus
-    if most is not None and max(least) > 1 and sum(least) > most:
-        yield (
-            f"planner.num_gpus: {most} GPUs do not hold planner.min_train_gpus={least[0]} and "
-            f"planner.min_rollout_gpus={least[1]}; type planner.num_gpus={sum(least)}"
+            f"planner.lengths: generated_p99_tokens={last:g} is below the median, generated_p50_tokens={median:g}; type "
+            f"planner.lengths.generated_p99_tokens={4 * median:g}"
         )
 
 
@@ -498,3 +230,52 @@ def _as_planned(config: RunSections) -> Iterator[str]:
 def _engine_words(engines: list[tuple[int, int, int]]) -> str:
     """Engines, each (degree, number, slots), in words."""
     return ", ".join(f"{count} x TP{tp} with {slots} slots" for tp, count, slots in engines) or "none"
+
+
+GATEWAY_VARIABLES = frozenset({
+    "OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "LIBRA_GATEWAY_URL",
+})  # fmt: skip
+"""Variables that each agent is given for itself (`libra.agents.gateway`)."""
+
+
+def _agent(config: RunSections) -> Iterator[str]:
+    agent, rollout = config.agent, config.rollout
+    if agent.function is not None and agent.command is not None:
+        yield "agent.command: there is an agent.function, and a trajectory has one agent; leave either out"
+    if not agent.given:
+        return
+    if set_here := sorted(set(agent.env) & GATEWAY_VARIABLES):
+        yield f"agent.env: {set_here[0]} is what agents find the model by, and set for each of them; leave it out"
+    if rollout.ignore_eos:
+        yield (
+            "rollout.ignore_eos: an agent reads turns that end by themselves; type rollout.ignore_eos=false, or leave "
+            "agent.function and agent.command out"
+        )
+    if agent.idle_s > agent.timeout_s:
+        limit = f"agent.timeout_s={agent.timeout_s:g}"
+        yield f"agent.idle_s: {agent.idle_s:g} is never reached with {limit}; type agent.idle_s={agent.timeout_s:g}"
+    if config.cluster.tool_workers_most is not None:
+        yield (
+            "cluster.tool_workers_most: an agent lives on its tool worker while it waits for the model, so that none can be ended; "
+            "type cluster.tool_workers_most=null, and as many cluster.tool_workers as you want"
+        )
+    if config.distil.teacher is not None:
+        yield (
+            "distil.teacher: it scores trajectories of one conversation, and an agent may have several; leave agent.function and "
+            "agent.command out"
+        )
+    if config.trainer.routes != "recompute":
+        yield (
+            "trainer.routes: replay needs trajectories of one conversation, and an agent may have several; type "
+            "trainer.routes=recompute"
+        )
+
+
+def _services(config: RunSections) -> Iterator[str]:
+    for name, entry in config.services.named.items():
+        if entry.model is None and entry.function in MODEL_FUNCTIONS:
+            yield (
+                f"services.named: {name!r} has function {entry.function}, which asks a model, and no model; type "
+                f"services.named={{{name}: {{model: MODEL}}}} (a directory, a Hugging Face id or libra/NAME), or a function of "
+                "your own as package.module:attribute"
+            )

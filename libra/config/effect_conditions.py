@@ -1,4 +1,5 @@
-"""Conditions under which a setting has an effect: on other settings, on the command, and on the machine."""
+"""Conditions under which a setting has an effect: on other settings, on the command, and on the
+machine."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from libra.config.models import RunSections
+from libra.config.sections import RunSections
 from libra.config.yaml_text import one_line_yaml
 
 CommandName = Literal["run", "plan", "simulate", "slurm"]
@@ -39,8 +40,8 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One condition: ``fields`` it reads (empty: the command or the machine), ``text`` to type, and whether it is
-    ``met``."""
+    """One condition: ``fields`` it reads (empty: the command or the machine), ``text`` to type, and
+    whether it is ``met``."""
 
     fields: tuple[str, ...]
     text: str

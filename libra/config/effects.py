@@ -1,12 +1,14 @@
-"""When each setting has an effect: one table of all of them, and the check that reports settings without one.
+"""When each setting has an effect: one table of all of them, and the check that reports settings
+without one.
 
-Contradictions are errors (`libra.config.cross_field_checks`). A setting that contradicts nothing and has no effect is reported in
-one line before anything starts, and never refused. Only given settings are checked: those that a file, an override or a keyword
-argument sets to another value than the default or the algorithm's preset.
+Contradictions are errors (`libra.config.cross_field_checks`). A setting that contradicts nothing
+and has no effect is reported in one line before anything starts, and never refused. Only given
+settings are checked: those that a file, an override or a keyword argument sets to another value
+than the default or the algorithm's preset.
 
-One file may serve several commands, so a setting in a file is checked against every command that reads it: `planner` by
-`libra plan`,
-`simulation` by `libra simulate`. A setting typed for a command is checked against that command.
+One file may serve several commands, so a setting in a file is checked against every command that
+reads it: `planner` by `libra plan`, `simulation` by `libra simulate`. A setting typed for a command
+is checked against that command.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from libra.config.algorithms import DEFAULT_ALGORITHM, preset_values
+from libra.config.algorithms import DEFAULT_ALGORITHM, LOSS_ARGS, preset_values
 from libra.config.effect_conditions import (
     GPU,
     LOCAL,
@@ -34,7 +36,7 @@ from libra.config.effect_conditions import (
     without,
 )
 from libra.config.field_help import sections
-from libra.config.models import RunSections
+from libra.config.sections import RunSections
 from libra.config.service_devices import asked_models, service_models
 from libra.config.streaming import GROUP_ADVANTAGES
 from libra.config.yaml_text import one_line_yaml
@@ -69,21 +71,11 @@ def _simulated(*needs: Need) -> Reading:
     return _of("simulate", needs=needs)
 
 
-def _simulated_policy(*names: str) -> Need:
-    return Need(
-        ("simulation.policy", "policy.name"),
-        f"simulation.policy={' or '.join(names)}",
-        lambda config, _: (config.simulation.policy or config.policy.name) in names,
-    )
-
-
 _LEARNS = above("trainer.lr", 0)
-_CLIPS = is_not("trainer.loss", "sapo", "vespo", "reinforce")
 _CORRECTS = is_not("trainer.correction", "none")
 _REJECTS = is_not("trainer.reject", "none")
-_REJECTS_RANGE = is_not("trainer.reject", "none", "binary-kl")
 _HAS_KL = above("trainer.kl_coef", 0)
-_SCALES = (either(is_("trainer.advantage", "grpo"), own("trainer.advantage")), is_("trainer.normalize_std", True))
+_SCALES = either(is_("trainer.advantage", "grpo"), own("trainer.advantage"))
 _TEACHES = given("distil.teacher")
 _SERVICE_TEACHES = Need(
     ("distil.teacher",), "distil.teacher={service: NAME}", lambda config, _: config.distil.service is not None
@@ -97,7 +89,6 @@ _HAS_ASKED_MODELS = Need(
     "a service with a model, and another function than teach, in services.named",
     lambda config, _: bool(asked_models(config)),
 )
-_LATE_CORRECTS = is_("trainer.late", "correct")
 _STREAMS = (
     is_("trainer.late", "off"),
     is_("trainer.epochs", 1),
@@ -122,25 +113,10 @@ _TRACED = either(
     Need((), "--trace or --from-run", lambda _, situation: bool(situation.options & {"--trace", "--from-run"})),
 )
 _DRAWN = without("--from-run", "--workload")
-_LENGTHS_GIVEN = (missing("simulation.traces"), _DRAWN)
+_LENGTHS_GIVEN = (missing("planner.trace"), _DRAWN)
 _NOT_OF_RUN = without("--from-run")  # such a simulation has the sections of that run
-_BY_TABLES = Need(
-    ("simulation.calibration", "planner.calibration"),
-    "no simulation.calibration, and no planner.calibration unless simulation.model is given",
-    lambda config, _: (
-        config.simulation.calibration is None
-        and (config.planner.calibration is None or config.simulation.model is not None)
-    ),
-)
-_CLUSTER_SIMULATED = (missing("simulation.layout"), missing("cluster.engines"), _NOT_OF_RUN)
-_OWN_SIMULATED = Need(
-    ("simulation.policy", "policy.name"),
-    "a policy of your own",
-    lambda config, _: ":" in (config.simulation.policy or config.policy.name),
-)
-_FORECASTS = _simulated_policy("cmlfq")
-_JOB_KEYS = "jobs partition cpus memory walltime directives skip"
-_JOB_GPUS: Reading = {"slurm": (), "plan": (either(_TEACHES, _HAS_MODELS),)}
+_CLUSTER_SIMULATED = (missing("cluster.engines"),)
+_FORECASTS = either(is_("policy.name", "cmlfq"), own("policy.name"))
 _SOME_SLOTS = Need(
     ("cluster.engines",),
     "an entry of cluster.engines without slots, or none",
@@ -169,27 +145,24 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("run", "name dir iterations from_checkpoint", _run()),
     ("run", "seed", {"run": (), "plan": (_TRACED,), "simulate": ()}),
     ("run", "eta", _of("run", "plan", "simulate")),
-    ("staleness", "eta", _of("run", "plan", "simulate")),
     ("distil", "teacher", _of("run", "plan", "simulate", "slurm")),
-    ("distil", "late", _of("run", "plan", "simulate", needs=(_TEACHES,))),
     ("distil", "divergence estimator reward_coef", _run(_TEACHES)),
     ("distil", "top_k", _run(_TEACHES, is_("distil.estimator", "top_k"))),
     ("distil", "samples", _run(_TEACHES, is_("distil.estimator", "sampled"))),
-    ("distil", "wait_s", _run(_TEACHES, is_("distil.late", "wait"))),
+    ("distil", "wait_s", _of("run", "plan", "simulate", needs=(_TEACHES,))),
     ("staleness", "versions", _run(above("run.eta", 0))),
     ("staleness", "engines", _run(above("run.eta", 0), is_("staleness.versions", "one"), _SEVERAL_ENGINES)),
-    ("staleness", "window in_flight over_age", _of("run", "simulate", needs=(above("run.eta", 0),))),
+    ("staleness", "window over_age", _of("run", "simulate", needs=(above("run.eta", 0),))),
     (
         "model",
         "path",
-        {"run": (), "plan": (), "simulate": (either(given("simulation.calibration"), missing("simulation.model")),)},
+        _of("run", "plan", "simulate"),
     ),
     ("model", "dtype", _of("run", "plan")),
     ("model", "master_dtype", {"run": (is_("model.dtype", "bfloat16"),), "plan": ()}),
     ("model", "loader", _run()),
     ("environment", "name quotas retries", _run()),
     ("environment", "args", {"run": (), "plan": (_HAS_ASKED_MODELS,)}),
-    ("environment", "retry_s", _run(above("environment.retries", 0))),
     ("services", "named", {**_of("run", "plan"), **_of("simulate", "slurm", needs=(_SERVICE_TEACHES,))}),
     ("services", "device_gib", {"run": (_HAS_SERVICES,), "plan": (_HAS_MODELS,)}),
     ("environment", "tools", _run(missing("agent.function"), missing("agent.command"))),
@@ -204,10 +177,10 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("rollout", "max_turns", {"run": (), "simulate": _LENGTHS_GIVEN}),
     ("rollout", "engine", _of("run", "plan")),
     ("rollout", "max_context_tokens", {**_of("run", "plan"), "simulate": _LENGTHS_GIVEN}),
-    ("rollout", "kv_cache_gib", _run(is_not("rollout.engine", "vllm"))),
+    ("rollout", "kv_cache_gib", _run()),
     ("rollout", "exact_logprobs kv_host_gib speculate", _run(is_("rollout.engine", "transformers"))),
     ("rollout", "tp", {"run": (is_not("rollout.engine", "transformers"), _ALIKE), "simulate": _CLUSTER_SIMULATED}),
-    ("rollout", "keep_kv", _run(_VLLM)),
+    ("rollout", "keep_kv engine_args", _run(_VLLM)),
     (
         "rollout",
         "slots",
@@ -215,46 +188,30 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ),
     ("rollout", "chunk_tokens", _of("run", "simulate", needs=(_DIVIDES,))),
     ("rollout", "max_new_tokens", {"run": (), "plan": _NO_TRACE, "simulate": _LENGTHS_GIVEN}),
-    ("vllm", "kv_cache_gib eager kv_transfer_config speculative_config", _run(_VLLM)),
-    ("vllm", "gpu_memory_frac", _run(_VLLM, GPU)),
     ("trainer", "algorithm resample lr drop_uniform_groups train_prompts drop_truncated loss aggregation", _run()),
     ("trainer", "advantage", _of("run", "plan")),
     ("trainer", "lora_rank", _run()),
-    ("trainer", "lora_alpha lora_targets", _run(given("trainer.lora_rank"))),
-    ("trainer", "share_prompts mismatch_alarm mismatch_k3_alarm mismatch_action dispatch no_signal", _run()),
-    ("trainer", "no_signal_batches", _run(is_("trainer.no_signal", "stop"))),
+    ("trainer", "lora_args", _run(given("trainer.lora_rank"))),
+    ("trainer", "mismatch_alarm mismatch_k3_alarm mismatch_action dispatch no_signal", _run()),
     ("trainer", "prompts group_size", _of("run", "plan", "simulate")),
     ("trainer", "kl_coef entropy_coef epochs minibatches max_row_tokens logit_chunk_tokens", _of("run", "plan")),
     ("trainer", "micro_batch_tokens gradient_checkpointing", _of("run", "plan")),
-    ("trainer", "betas weight_decay warmup_steps lr_schedule max_grad_norm", _run(_LEARNS)),
-    ("trainer", "normalize_std", _run(_SCALES[0])),
-    ("trainer", "std_eps", _run(*_SCALES)),
-    ("trainer", "loss_divisor", _run(is_("trainer.aggregation", "seq-mean-token-sum-norm", "constant"))),
+    ("trainer", "adam_args warmup_steps lr_schedule", _run(_LEARNS)),
+    ("trainer", "normalize_std", _run(_SCALES)),
     ("trainer", "old_logp", {"run": (either(is_not("trainer.loss", "reinforce"), _CORRECTS, _REJECTS),), "plan": ()}),
-    ("trainer", "ewma_decay", _run(is_("trainer.old_logp", "ewma"))),
-    ("trainer", "clip_low clip_high", _run(_CLIPS)),
-    ("trainer", "dual_clip", _run(is_("trainer.loss", "ppo", "gspo"))),
-    ("trainer", "tau_positive tau_negative", _run(is_("trainer.loss", "sapo"))),
-    ("trainer", "log_ratio_coef", _run(is_("trainer.loss", "dppo"))),
-    ("trainer", "dppo_divergence", _run(is_("trainer.loss", "dppo"))),
-    ("trainer", "ratio_max", _run(is_("trainer.loss", "ppo", "gspo", "dppo"))),
-    ("trainer", "vespo_positive vespo_negative", _run(is_("trainer.loss", "vespo"))),
+    ("trainer", "loss_args", _run(is_not("trainer.loss", "reinforce"))),
     ("trainer", "reject off_policy_threshold", _run()),
     ("trainer", "m2po_threshold", _of("run", "plan")),
-    ("trainer", "reject_high", _run(_REJECTS)),
-    ("trainer", "reject_low reject_level", _run(_REJECTS_RANGE)),
-    ("trainer", "reject_reduce", _run(_REJECTS_RANGE, is_("trainer.reject_level", "sequence"))),
+    ("trainer", "reject_args", _run(_REJECTS)),
     ("trainer", "correction", _run(is_not("trainer.old_logp", "behaviour"))),
-    ("trainer", "correction_level correction_low correction_high", _run(_CORRECTS)),
-    ("trainer", "kl_estimator kl_bound kl_in_reward", _run(_HAS_KL)),
+    ("trainer", "correction_args", _run(_CORRECTS)),
+    ("trainer", "kl_estimator kl_in_reward", _run(_HAS_KL)),
     ("trainer", "kl_target", _run(_HAS_KL, is_("trainer.kl_in_reward", True))),
-    ("trainer", "kl_horizon", _run(_HAS_KL, is_("trainer.kl_in_reward", True), given("trainer.kl_target"))),
     ("trainer", "gamma", _run(is_("trainer.advantage", "reinforce_pp"))),
     ("trainer", "routes", _run()),
     ("trainer", "layout", {"run": (_REPLICAS,), "plan": ()}),
     ("trainer", "late", _of("run", "plan")),
-    ("trainer", "late_guess late_tau late_versions", _run(_LATE_CORRECTS)),
-    ("trainer", "late_wait_s", _run(is_("trainer.late", "wait"))),
+    ("trainer", "late_args", _run(is_("trainer.late", "correct", "wait"))),
     ("trainer", "streaming", {"run": _STREAMS, "plan": ()}),
     ("trainer", "batches", _run(*_STREAMS, is_not("trainer.streaming", "off"), above("run.eta", 0))),
     (
@@ -266,62 +223,44 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
         },
     ),
     ("trainer", "offload", {"run": (is_("trainer.layout", "fsdp2"), _REPLICAS, GPU), "plan": ()}),
-    ("checkpoint", "every keep keep_best", _run()),
+    ("checkpoint", "every keep", _run()),
     ("evaluation", "prompts", _run()),
     ("evaluation", "every temperature", _run(above("evaluation.prompts", 0))),
-    ("policy", "name", {"run": (), "simulate": (missing("simulation.policy"), _NOT_OF_RUN)}),
-    (
-        "policy",
-        "objective",
-        {
-            "run": (either(is_("policy.name", "cmlfq"), own("policy.name")),),
-            "simulate": (either(_FORECASTS, _OWN_SIMULATED), missing("simulation.objective"), _NOT_OF_RUN),
-        },
-    ),
+    ("policy", "name", _of("run", "simulate")),
+    ("policy", "objective", _of("run", "simulate", needs=(_FORECASTS,))),
     (
         "policy",
         "boundaries_tokens",
-        {"run": (is_("policy.name", "cmlfq"), _SEVERAL_ENGINES), "simulate": (_FORECASTS,)},
+        {"run": (is_("policy.name", "cmlfq"), _SEVERAL_ENGINES), "simulate": (is_("policy.name", "cmlfq"),)},
     ),
-    (
-        "policy",
-        "patience",
-        {
-            "run": (is_not("policy.name", "fifo"),),
-            "simulate": (either(_simulated_policy("cmlfq", "mlfq"), _OWN_SIMULATED), _NOT_OF_RUN),
-        },
-    ),
+    ("policy", "patience", _of("run", "simulate", needs=(is_not("policy.name", "fifo"),))),
     ("cluster", "scheduler", {"run": (NO_CLIENT,), "plan": (_HAS_ASKED_MODELS,)}),
     (
         "cluster",
         "rollout_workers",
-        {"run": (LOCAL,), "slurm": (missing("slurm_rollout.jobs"),), "simulate": _CLUSTER_SIMULATED},
+        {"run": (LOCAL,), "slurm": (), "simulate": _CLUSTER_SIMULATED},
     ),
-    ("cluster", "engines", {"run": (), "slurm": (), "simulate": (missing("simulation.layout"), _NOT_OF_RUN)}),
+    ("cluster", "engines", _of("run", "slurm", "simulate")),
     ("cluster", "hybrid_workers threads", _of("run", "slurm")),
     ("cluster", "train_workers", _of("run", "plan", "slurm")),
     ("cluster", "drain_timeout_s", _run(above("cluster.hybrid_workers", 0))),
     (
         "cluster",
         "tool_workers tool_workers_most",
-        {"run": (LOCAL,), "slurm": (missing("slurm_tool.jobs"),), "plan": (_HAS_ASKED_MODELS,)},
+        {"run": (LOCAL,), "slurm": (), "plan": (_HAS_ASKED_MODELS,)},
     ),
     ("cluster", "tool_slots dashboard_port dashboard_names", {"run": (LOCAL,), "slurm": ()}),
     ("cluster", "device", {"run": (), "plan": (either(_SERVICE_TEACHES, _HAS_ASKED_MODELS),)}),
-    ("cluster", "tool_cores tool_memory_gib tool_gpus", _run()),
-    ("observe", "tensorboard trackers event_log progress on_iteration on_batch on_evaluation", _run()),
+    ("cluster", "tool_supply", _run()),
+    ("observe", "trackers event_log progress callbacks", _run()),
     ("store", "keep_versions keep_journals", _run()),
     ("weights", "transfer", _run()),
     ("watchdog", "timeout_s", _run()),
     ("watchdog", "restart", _run(given("watchdog.timeout_s"))),
-    ("slurm", "dir host port account setup python reconcile_s drain_s", _of("slurm")),
-    *((f"slurm_{role}", _JOB_KEYS, _of("slurm")) for role in ("rollout", "train", "tool")),
-    *((f"slurm_{role}", "gpus", _JOB_GPUS) for role in ("rollout", "train", "tool")),
-    ("simulation", "calibration layout slots policy train_s load_s tool_slots noise", _of("simulate")),
-    ("simulation", "gpu model", _simulated(missing("simulation.calibration"))),
-    ("simulation", "objective", _simulated(either(_FORECASTS, _OWN_SIMULATED))),
-    ("simulation", "traces iterations", _simulated(_DRAWN)),
-    ("simulation", "turns", _simulated(*_LENGTHS_GIVEN)),
+    ("slurm", "dir host setup python", _of("slurm")),
+    ("slurm", "jobs", {"slurm": (), "plan": (either(_TEACHES, _HAS_MODELS),)}),
+    ("simulation", "train_s load_s tool_slots noise", _simulated()),
+    ("simulation", "iterations", _simulated(_DRAWN)),
     ("planner", "layout", _of("run", "slurm")),
     ("planner", "planned replan", _run()),
     ("planner", "apply", _run(is_("planner.replan", True))),
@@ -330,44 +269,26 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
         "change_cost_s",
         {**_run(either(is_("planner.replan", True), is_not("trainer.turning", "off"))), "plan": ()},
     ),
-    ("planner", "gpu", {**_planned(), "simulate": (missing("simulation.gpu"), _BY_TABLES, _NOT_OF_RUN)}),
-    (
-        "planner",
-        "calibration",
-        {
-            **_planned(),
-            "simulate": (
-                missing("simulation.calibration"),
-                missing("simulation.gpu"),
-                missing("simulation.model"),
-                _NOT_OF_RUN,
-            ),
-        },
-    ),
+    ("planner", "gpu", {**_planned(), "simulate": (missing("planner.calibration"),)}),
+    ("planner", "calibration", {**_planned(), "simulate": ()}),
     ("planner", "tp", _planned()),
-    ("planner", "num_gpus gpus_per_node trace trajectories max_concurrency update_s", _plan()),
-    ("planner", "tool_s", {**_plan(), "simulate": _LENGTHS_GIVEN}),
-    ("planner", "min_train_gpus min_rollout_gpus fixed_train_gpus fixed_engines", _plan()),
-    ("planner", "trained_frac", _plan(without("--from-run"))),
-    ("planner", "turns", {**_plan(*_NO_TRACE), "simulate": (missing("simulation.turns"), *_LENGTHS_GIVEN)}),
-    (
-        "planner",
-        "prompt_tokens generated_p50_tokens generated_p99_tokens observation_tokens",
-        {**_plan(*_NO_TRACE), "simulate": _LENGTHS_GIVEN},
-    ),
+    ("planner", "num_gpus", _plan()),
+    ("planner", "trace", {**_plan(), "simulate": (_DRAWN,)}),
+    ("planner", "update_s fixed_train_gpus fixed_engines", _plan()),
+    ("planner", "lengths", {**_plan(), "simulate": _LENGTHS_GIVEN}),
 )
 
 READ: Mapping[str, Reading] = MappingProxyType(
     {f"{section}.{key}": reading for section, keys, reading in _TABLE for key in keys.split()}
 )
-"""Every field of the configuration; a test fails if one is missing, and compares the claims with the code. What an algorithm sets
-counts as read by itself here (`_reading`)."""
+"""Every field of the configuration; a test fails if one is missing, and compares the claims with
+the code. What an algorithm sets counts as read by itself here (`_reading`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A given setting without effect: ``given`` is the field with its value as typed, ``why`` the change that would make it
-    effective."""
+    """A given setting without effect: ``given`` is the field with its value as typed, ``why`` the
+    change that would make it effective."""
 
     field: str
     given: str
@@ -380,7 +301,8 @@ class Ignored:
 
 
 def ignored_settings(config: RunSections, situation: Situation | None = None) -> tuple[Ignored, ...]:
-    """Settings that were given and have no effect in this combination, in the order of the sections."""
+    """Settings that were given and have no effect in this combination, in the order of the
+    sections."""
     around = situation or Situation()
     found = ((name, _why_ignored(config, name, around)) for name in _given(config))
     return tuple(Ignored(name, _with_value(config, name), why) for name, why in found if why)
@@ -415,7 +337,8 @@ def _why_ignored(config: RunSections, name: str, situation: Situation) -> str | 
 
 
 def _reading(config: RunSections, name: str, situation: Situation) -> Reading:
-    """Who reads a setting. Of an algorithm these are all who read a value that differs by it, or a teacher, which needs it."""
+    """Who reads a setting. Of an algorithm these are all who read a value that differs by it, or a
+    teacher, which needs it."""
     if name != "trainer.algorithm":
         return READ[name]
     sets, usual = preset_values(config.trainer.algorithm), preset_values(DEFAULT_ALGORITHM)
@@ -430,7 +353,8 @@ def _reading(config: RunSections, name: str, situation: Situation) -> Reading:
 
 
 def _is_for_slurm(config: RunSections) -> bool:
-    """Whether a configuration has something of `libra cluster slurm`, so that its cluster may have been started from it."""
+    """Whether a configuration has something of `libra cluster slurm`, so that its cluster may have
+    been started from it."""
     return any(name.startswith("slurm") for name in _given(config))
 
 
@@ -457,6 +381,8 @@ def default_of(config: RunSections, name: str) -> Any:
     """The value of a field that is not given, the algorithm's preset included."""
     section, _, key = name.partition(".")
     preset = preset_values(config.trainer.algorithm) if section == "trainer" else {}
+    if key == "loss_args" and config.trainer.loss != preset["loss"]:
+        return LOSS_ARGS[config.trainer.loss]().model_dump() if config.trainer.loss in LOSS_ARGS else {}
     return (
         preset[key] if key in preset else sections()[section].model_fields[key].get_default(call_default_factory=True)
     )

@@ -6,7 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libra.config.field_help import FieldReference, field_references, inner_reference, sections
+from libra.config.algorithms import LOSS_ARGS, AdamArgs, LoraArgs
+from libra.config.field_help import (
+    FieldReference,
+    field_references,
+    in_arguments,
+    inner_reference,
+    reference_of,
+    sections,
+)
+from libra.config.planner import LengthArgs
+from libra.config.section import ArgumentError
 from libra.config.yaml_text import one_line_yaml
 from libra.errors import nearest_name
 
@@ -31,9 +41,20 @@ _IN_OTHER_FRAMEWORKS: Mapping[str, str] = {
     "model_name_or_path": "model.path",
     "max_tokens": "rollout.max_new_tokens",
     "beta": "trainer.kl_coef",
-    "weight_decay_rate": "trainer.weight_decay",
+    "weight_decay": "trainer.adam_args.weight_decay",
 }
 """Names of settings in other frameworks."""
+
+_INSIDE: Mapping[str, str] = {
+    key: f"{owner}.{key}"
+    for owner, kinds in (
+        ("trainer.loss_args", LOSS_ARGS.values()), ("trainer.lora_args", [LoraArgs]), ("trainer.adam_args", [AdamArgs]),
+        ("planner.lengths", [LengthArgs]),
+    )
+    for kind in kinds
+    for key in kind.model_fields
+}  # fmt: skip
+"""Keys inside mappings of arguments."""
 
 _SECTIONS_ELSEWHERE: Mapping[str, str] = {
     "env": "environment",
@@ -46,14 +67,6 @@ _SECTIONS_ELSEWHERE: Mapping[str, str] = {
 }
 """Names of sections in other frameworks."""
 
-_REMOVED: Mapping[str, str] = {
-    "planner.training": "trainer.layout=ddp or trainer.layout=fsdp2",
-    "planner.gradient_checkpointing": "trainer.gradient_checkpointing=true or false",
-    "planner.offload_optimizer": "trainer.offload=true or false",
-    "planner.logits_chunk_tokens": "trainer.logit_chunk_tokens=1024",
-}
-"""Removed settings, copies of another section's, and what to type instead."""
-
 _EXAMPLES: Mapping[str, str] = {
     "services.named": "{judge: {model: Qwen/Qwen3-4B}}",
     "environment.tools": "{mcp: python my_server.py}",
@@ -62,7 +75,8 @@ _EXAMPLES: Mapping[str, str] = {
 
 
 def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
-    """A message for one entry of pydantic's ``ValidationError.errors()``: field, place, value, allowed values, what to type."""
+    """A message for one entry of pydantic's ``ValidationError.errors()``: field, place, value,
+    allowed values, what to type."""
     path = tuple(str(part) for part in error["loc"] if part != "[key]")  # pydantic's mark of a key that is not allowed
     if error["type"] == "extra_forbidden":
         inside = [str(key) for key in error["input"]] if isinstance(error["input"], Mapping) else []
@@ -72,17 +86,33 @@ def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
         keys = ", ".join(sections()[path[0]].model_fields)
         return f"{name}{where}: got {got}; a section is a mapping of keys: {keys}"
     field = field_references()[".".join(path[:2])]
+    if error["type"] == "value_error" and isinstance(wrong := error["ctx"]["error"], ArgumentError):
+        return _argument_message(wrong, path, origins)
     if error["type"] == "value_error":
         return f"{name}{where}: {_without_name(str(error['ctx']['error']), name)}"
     field = inner_reference(path) or field
     return f"{name}{where}: got {got}; allowed is {field.allowed}; {_advice(field, error['input'])}"
 
 
+def _argument_message(error: ArgumentError, path: tuple[str, ...], origins: Origins) -> str:
+    """A message for a wrong argument in a mapping such as `trainer.loss_args`."""
+    key, report = str(error.report["loc"][0]), error.report
+    name, where = ".".join((*path, key)), origin_of((*path, key), origins)
+    if report["type"] == "extra_forbidden":
+        keys = ", ".join(error.kind.model_fields)
+        near = nearest_name(key, error.kind.model_fields)
+        meant = f"; did you mean {'.'.join((*path, near))}?" if near else ""
+        return f"unknown key {name}{where}: {error.owner} has {f'the keys {keys}' if keys else 'no keys'}{meant}"
+    field = reference_of(name, error.kind.model_fields[key])
+    return (
+        f"{name}{where}: got {_shown(report['input'])}; allowed is {field.allowed}; {_advice(field, report['input'])}"
+    )
+
+
 def unknown_key_message(path: Sequence[str], where: str, inside: Sequence[str] = ()) -> str:
-    """Message for an unknown key, with the nearest known one; ``inside`` are the keys given in an unknown section."""
+    """Message for an unknown key, with the nearest known one; ``inside`` are the keys given in an
+    unknown section."""
     name = ".".join(path)
-    if name in _REMOVED:
-        return f"{name}{where} was removed: the planner reads section trainer; type {_REMOVED[name]} instead"
     nearest = (nearest_key((*path, inside[0])) if len(path) == 1 and inside else None) or nearest_key(path)
     if nearest and len(path) < 3:
         return f"unknown key {name}{where}; did you mean {nearest}? (libra config --fields lists every key)"
@@ -98,9 +128,12 @@ def unknown_key_message(path: Sequence[str], where: str, inside: Sequence[str] =
 
 
 def nearest_key(path: Sequence[str]) -> str | None:
-    """The existing section or dotted name that is most similar to an unknown one, or None if none is similar."""
+    """The existing section or dotted name that is most similar to an unknown one, or None if none
+    is similar."""
     names, last = list(field_references()), path[-1].lower().replace("-", "_")
     same = [name for name in names if name.split(".")[1] == last]
+    if len(path) == 2 and _INSIDE.get(last, "").startswith(f"{path[0]}."):
+        return _INSIDE[last]
     section = _SECTIONS_ELSEWHERE.get(path[0].lower())
     if section is not None:
         return section if len(path) == 1 else nearest_key((section, *path[1:])) or section
@@ -126,7 +159,8 @@ def nearest_key(path: Sequence[str]) -> str | None:
 
 
 def origin_of(path: Sequence[str], origins: Origins) -> str:
-    """`` (file:line)`` of a key, of the nearest parent that was set or of the first key in it; empty if set in Python."""
+    """`` (file:line)`` of a key, of the nearest parent that was set or of the first key in it;
+    empty if set in Python."""
     for length in range(len(path), 0, -1):
         if tuple(path[:length]) in origins:
             return f" ({origins[tuple(path[:length])]})"
@@ -135,7 +169,8 @@ def origin_of(path: Sequence[str], origins: Origins) -> str:
 
 
 def _advice(field: FieldReference, got: object) -> str:
-    """What to type: the same number if it was given as text or as 1000.0, the nearest of some names, else the default."""
+    """What to type: the same number if it was given as text or as 1000.0, the nearest of some
+    names, else the default."""
     if isinstance(got, str | float) and field.allowed.startswith(("a whole number", "a number")):
         try:
             number = float(got)
@@ -156,7 +191,7 @@ def _advice(field: FieldReference, got: object) -> str:
 
 def _typed(field: FieldReference, value: str) -> str:
     """A setting as an override has it; one inside a mapping as it stands there."""
-    inside = field.name.count(".") > 1
+    inside = field.name.count(".") > 1 and not in_arguments(field.name.split("."))
     return f"{field.name.rpartition('.')[2]}: {value}" if inside else f"{field.name}={value}"
 
 

@@ -12,13 +12,21 @@ from typing import Any, Literal, cast
 
 from pydantic.fields import FieldInfo
 
-from libra.config.models import RunSections
-from libra.config.own_parts import OwnOr
-from libra.config.section import Section
+from libra.config.planner import PlannedLayout
+from libra.config.section import OwnOr, Section
+from libra.config.sections import RunSections
 from libra.config.yaml_text import one_line_yaml as one_line_yaml  # also read from here
+
+MERGED = frozenset({
+    *(("trainer", f"{name}_args") for name in ("loss", "correction", "reject", "lora", "adam", "late")),
+    ("environment", "args"), ("slurm", "jobs"), ("rollout", "engine_args"), ("planner", "lengths"), ("cluster", "tool_supply"),
+    ("observe", "callbacks"),
+})  # fmt: skip
+"""Settings that are mappings and are merged key by key."""
 
 _WORDS: Mapping[Any, str] = types.MappingProxyType(
     {
+        PlannedLayout: "a mapping that libra plan --write writes",
         int: "a whole number",
         float: "a number",
         bool: "true or false",
@@ -64,6 +72,11 @@ def sections() -> dict[str, type[Section]]:
     return cast("dict[str, type[Section]]", found)
 
 
+def in_arguments(path: Sequence[str]) -> bool:
+    """Whether ``path`` is a key inside a mapping whose keys are set one by one."""
+    return tuple(path[:2]) in MERGED and len(path) > 2
+
+
 @cache
 def field_references() -> dict[str, FieldReference]:
     """Every setting by its dotted name, in the order of the models."""
@@ -71,12 +84,13 @@ def field_references() -> dict[str, FieldReference]:
     for section_name, section in sections().items():
         for field_name, field in section.model_fields.items():
             name = f"{section_name}.{field_name}"
-            found[name] = _reference(name, field)
+            found[name] = reference_of(name, field)
     return found
 
 
 def inner_reference(path: Sequence[str]) -> FieldReference | None:
-    """A key of a section that is a value of a setting's mapping, e.g. ``services.named.judge.max_batch``; None: it is none."""
+    """A key of a section that is a value of a setting's mapping, e.g.
+    ``services.named.judge.max_batch``; None: it is none."""
     annotation: Any = sections()[path[0]].model_fields[path[1]].annotation
     found = None
     for number, key in enumerate(path[2:], start=3):
@@ -85,13 +99,14 @@ def inner_reference(path: Sequence[str]) -> FieldReference | None:
             annotation = typing.get_args(annotation)[1]
         elif isinstance(annotation, type) and issubclass(annotation, Section) and key in annotation.model_fields:
             field = annotation.model_fields[key]
-            found, annotation = _reference(".".join(path[:number]), field), field.annotation
+            found, annotation = reference_of(".".join(path[:number]), field), field.annotation
         else:
             return None
     return found
 
 
-def _reference(name: str, field: FieldInfo) -> FieldReference:
+def reference_of(name: str, field: FieldInfo) -> FieldReference:
+    """The setting ``name`` as its field describes it."""
     return FieldReference(
         name=name,
         allowed=_allowed(field),

@@ -5,8 +5,7 @@ Invariants
 1. Every key is used or refused; none is dropped.
 2. A later layer wins over an earlier one: extended file, file, further files, overrides (the last of two equal ones). A layer
    that changes `environment.name` or `trainer.algorithm` also drops the `args` of the other environment, or the keys of the other
-   algorithm's preset, from earlier layers: a resolved configuration gives every key, and would keep the other values. So does one
-   that has `run.eta` or `staleness.eta`, which are one setting, with the other of them.
+   algorithm's preset, from earlier layers: a resolved configuration gives every key, and would keep the other values.
 3. All problems of a configuration are reported at once, each with the file and line or the override it comes from.
 """
 
@@ -15,25 +14,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from libra.config import yaml_text
 from libra.config.algorithms import DEFAULT_ALGORITHM, preset_values
 from libra.config.cross_field_checks import contradictions, fields_of
 from libra.config.error_messages import origin_of, problem_message, unknown_key_message
-from libra.config.field_help import field_references, sections
+from libra.config.field_help import MERGED, field_references, in_arguments, sections
 from libra.config.model_paths import packaged_config
-from libra.config.models import RunSections
-from libra.config.run_config import RunConfig
-from libra.config.staleness import TWINS
-from libra.errors import ConfigError
+from libra.config.sections import RunSections
+from libra.errors import ConfigError, RunDirectoryError
 
 EXTENDS = "extends"
 """Key of a file that names the file it is a delta to."""
 
 Path_ = tuple[str, ...]
+
+
+class RunConfig(RunSections):
+    """Every setting of one run. Build it with `load_config` or `config_from_dict`, whose errors are
+    Libra's own."""
+
+    @model_validator(mode="after")
+    def _check_across_sections(self) -> Self:
+        if found := contradictions(self):
+            raise ValueError("; ".join(found))
+        return self
 
 
 @dataclass(slots=True)
@@ -56,9 +64,10 @@ def load_config(
         A YAML file, or ``libra/NAME`` for one that ships with Libra. Its ``extends:`` names the file below it, relative to it
         or one that ships.
     overrides : sequence of str
-        ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``, ``trainer.betas=[0.9, 0.99]``, ``run.name=null``. Further
-        files (``*.yaml``, ``libra/NAME``) may stand among them: they are merged over ``path`` in their order, below all
-        overrides.
+        ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``,
+        ``trainer.loss_args.clip_high=0.3``, ``run.name=null``. Further files (``*.yaml``,
+        ``libra/NAME``) may stand among them: they are merged over ``path`` in their order, below
+        all overrides.
     values : mapping of section to {key: value}, optional
 
     Raises
@@ -81,7 +90,8 @@ def _names_file(text: str) -> bool:
 
 
 def config_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of nested mappings ``{section: {key: value}}``; ConfigError with every problem found."""
+    """The configuration of nested mappings ``{section: {key: value}}``; ConfigError with every
+    problem found."""
     layer = _Layer()
     _merge(layer, _plain(values), {})
     _merge_overrides(layer, overrides)
@@ -89,7 +99,8 @@ def config_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -
 
 
 def typed_settings(overrides: Sequence[str]) -> dict[str, Any]:
-    """Overrides ``section.key=value`` as arguments of `libra.train`, ``section__key``: what the command line of a script takes.
+    """Overrides ``section.key=value`` as arguments of `libra.train`, ``section__key``: what the
+    command line of a script takes.
 
     Keys and values are checked by `libra.train`; ConfigError for an override of another form.
     """
@@ -142,23 +153,18 @@ def _files(name: str, parent: Path | None, seen: tuple[Path, ...]) -> list[tuple
 
 def _merge(layer: _Layer, values: Mapping[str, Any], origins: Mapping[Path_, str]) -> None:
     """Merge ``values`` over ``layer``, section by section and within `environment.args` key by key."""
-    if isinstance(values.get("environment"), dict) and "name" in values["environment"]:
-        below = layer.values.get("environment")
-        if isinstance(below, dict) and below.get("name") != values["environment"]["name"]:
-            below.pop("args", None)
-            _forget(layer, ("environment", "args"))
+    for section, key, args in (("environment", "name", "args"), ("trainer", "loss", "loss_args")):
+        if _has(values, f"{section}.{key}"):
+            below = layer.values.get(section)
+            if isinstance(below, dict) and below.get(key) != values[section][key]:
+                below.pop(args, None)
+                _forget(layer, (section, args))
     if isinstance(values.get("trainer"), dict) and "algorithm" in values["trainer"]:
         below = layer.values.get("trainer")
         if isinstance(below, dict) and below.get("algorithm", DEFAULT_ALGORITHM) != values["trainer"]["algorithm"]:
             for key in preset_values(DEFAULT_ALGORITHM):  # keys of the other algorithm
                 below.pop(key, None)
                 _forget(layer, ("trainer", key))
-    for twin in TWINS:
-        if _has(values, twin):
-            for section, key in (name.split(".") for name in TWINS):
-                if isinstance(layer.values.get(section), dict):
-                    layer.values[section].pop(key, None)
-                    _forget(layer, (section, key))
     _lay_over(layer, values, origins, layer.values, ())
 
 
@@ -173,7 +179,7 @@ def _lay_over(
     for key, value in values.items():
         here = (*path, key)
         old = below.get(key)
-        mapping = len(here) == 1 or here == ("environment", "args")
+        mapping = len(here) == 1 or here in MERGED or here[:-1] == ("slurm", "jobs")
         if mapping and value is None and here in origins:
             value = {}  # a section whose keys are all commented out
         if mapping and isinstance(value, dict):
@@ -206,7 +212,7 @@ def _merge_overrides(layer: _Layer, overrides: Sequence[str]) -> None:
             layer.problems.append(f"{origin}: an override is section.key=value; type e.g. trainer.lr=1e-4")
             continue
         known = ".".join(path[:2]) in field_references()
-        if len(path) < 2 or (len(path) > 2 and path[:2] != ("environment", "args")):
+        if len(path) < 2 or (len(path) > 2 and not in_arguments(path)):
             layer.problems.append(
                 f"{origin}: {name} is a section; type one of its keys, e.g. {_first_key(path[0])}"
                 if len(path) == 1 and path[0] in sections()
@@ -287,3 +293,80 @@ def _config_error(problems: Sequence[str]) -> ConfigError:
         return ConfigError(problems[0])
     lines = "".join(f"\n  {problem}" for problem in problems)
     return ConfigError(f"{len(problems)} problems in the configuration:{lines}")
+
+
+RESOLVED_FILE = "config.resolved.yaml"
+FREE_SECTIONS = (
+    "policy",
+    "cluster",
+    "observe",
+    "checkpoint",
+    "store",
+    "weights",
+    "watchdog",
+    "planner",
+    "simulation",
+    "slurm",
+)
+"""Sections about execution, display and retention: they do not change the result of a run."""
+FREE_FIELDS = (
+    "run.iterations",
+    "run.dir",
+    "run.name",
+    "environment.retries",
+    "services.device_gib",
+    "rollout.tp",
+    "rollout.engine_args",
+    "trainer.max_row_tokens",
+    "trainer.micro_batch_tokens",
+    "trainer.mismatch_alarm",
+    "trainer.mismatch_k3_alarm",
+    "trainer.mismatch_action",
+    "trainer.no_signal",
+)
+"""Further fields that may change."""
+
+
+def load_resumed(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Configuration of the run in ``run_dir``, with overrides of what may change.
+
+    Raises
+    ------
+    RunDirectoryError
+        There is no run in ``run_dir``.
+    ConfigError
+        An override is wrong, or changes a field that would change the result.
+    """
+    directory = run_dir.expanduser().absolute()
+    file = directory / RESOLVED_FILE
+    if not file.is_file():
+        raise RunDirectoryError(
+            f"{run_dir}: no run here, it has no {RESOLVED_FILE}; type the directory of a run, such as runs/NAME"
+        )
+    here = {"name": directory.name, "dir": directory.parent}
+    config = load_config(file, overrides)
+    config = config.model_copy(update={"run": config.run.model_copy(update=here)})
+    check_unchanged(directory, config)
+    return config
+
+
+def check_unchanged(directory: Path, config: RunConfig) -> RunConfig:
+    """The configuration that the run in ``directory`` was started with; ConfigError naming the
+    first field in which ``config`` differs from it and must not."""
+    file = directory / RESOLVED_FILE
+    was = load_config(file)
+    before, after = _flat(was.model_dump()), _flat(config.model_dump())
+    for name in sorted(before.keys() | after.keys()):
+        if name in FREE_FIELDS or name.split(".")[0] in FREE_SECTIONS:
+            continue
+        if before.get(name) != after.get(name):
+            raise ConfigError(
+                f"{name}: the run was started with {before.get(name)!r}, got {after.get(name)!r}; a resumed run keeps it. "
+                f"For a run with another value type libra run {file} {name}=... run.name=ANOTHER_NAME "
+                f"--from {directory / 'checkpoints' / 'best'}"
+            )
+    return was
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{name}": value for section, fields in values.items() for name, value in fields.items()}

@@ -27,7 +27,8 @@ def prepared_dir(name: str) -> Path:
 
 
 def packaged_config(name: str) -> Path | None:
-    """File of a configuration that ships, from ``libra/NAME``, or None if the name is not of that form or unknown.
+    """File of a configuration that ships, from ``libra/NAME``, or None if the name is not of that
+    form or unknown.
 
     They are in ``libra/assets/configs`` of an installed package, and in ``configs`` of a checkout.
     """
@@ -103,7 +104,8 @@ def shipped_models() -> list[str]:
 
 
 def model_line(path: str) -> str:
-    """The model that a run trains, for its first line; what it was made for, if it is the one that ships."""
+    """The model that a run trains, for its first line; what it was made for, if it is the one that
+    ships."""
     if path != TOY:
         return path
     return f"{path} (0.5 M parameters, made for arithmetic with a calculator; give a model to train another)"

@@ -1,25 +1,28 @@
-"""Section ``planner``: the input of `libra plan`, whether a run plans at its start, and the plan that it starts."""
+"""Sections ``planner`` and ``simulation``: input of `libra plan` and `libra simulate`, and the plan
+that a run starts."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+import msgspec
+from pydantic import Field, PlainSerializer, PlainValidator, field_validator
 
-from libra.config.section import AtLeastOne, AtLeastZero, Section
+from libra.config.section import AtLeastOne, AtLeastZero, Section, arguments
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class PlannedEngines(Section):
-    """Engines of one tensor-parallel degree in a plan."""
+class PlannedEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Engines of one tensor-parallel degree in a plan: degree (GPUs of each), number, and
+    concurrent generations of each."""
 
-    tp: AtLeastOne
-    """Tensor-parallel degree, which is also the number of GPUs of each."""
-    count: AtLeastOne
-    """Number of them."""
-    concurrency: AtLeastOne
-    """Concurrent generations of each."""
+    tp: _Count
+    count: _Count
+    concurrency: _Count
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -27,43 +30,52 @@ class PlannedEngines(Section):
         return self.tp, self.count, self.concurrency
 
 
-class PlannedLayout(Section):
-    """A plan that a run starts, and its purpose. `libra plan --write` and `planner.layout=auto` write it."""
+class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan that a run starts, and its purpose. `libra plan --write` and `planner.layout=auto`
+    write it.
 
-    model: Annotated[str, Field(min_length=1)]
-    """Name of the model."""
-    model_digest: Annotated[str, Field(min_length=1)]
-    """SHA-256 of the model's sizes and number format: the plan holds for every model with these."""
-    gpu: Annotated[str, Field(min_length=1)]
-    """Its hardware: the GPU's name, or "cpu", where a rank of a worker counts as a GPU."""
-    num_gpus: AtLeastOne
-    """GPUs to divide."""
-    train_gpus: AtLeastOne
-    """GPUs for training (`cluster.train_workers`)."""
-    engines: Annotated[tuple[PlannedEngines, ...], Field(strict=False, min_length=1)]
-    """Engines by rising degree (`cluster.engines`)."""
-    boundaries_tokens: Annotated[tuple[float, ...], Field(strict=False)] = ()
-    """Generated tokens at which one degree's trajectories end and the next one's begin, one fewer than degrees."""
+    Attributes
+    ----------
+    model, model_digest : str
+        Name of the model; SHA-256 of its sizes and number format: the plan holds for every model with these.
+    gpu : str
+        Name of the GPU, or "cpu", where a rank of a worker counts as a GPU.
+    num_gpus, train_gpus : int
+        GPUs to divide, and GPUs for training (`cluster.train_workers`).
+    engines : tuple of PlannedEngines
+        By rising degree (`cluster.engines`).
+    boundaries_tokens : tuple of float
+        Generated tokens at which one degree's trajectories end and the next one's begin, one fewer than degrees.
+    teacher : str
+        Where a teacher computes, and its seconds for a batch; empty without one.
+    micro_batch_tokens : int
+        Tokens per forward and backward pass (`trainer.micro_batch_tokens`).
+    step_s, rests_on, why, lost
+        Predicted seconds of a step, their source, what limits the step, and why the next best layouts are worse.
+    way, way_why
+        How its steps should be taken, and the reason; a run with `trainer.streaming` or `trainer.turning` auto begins with it.
+    """
+
+    model: _Text
+    model_digest: _Text
+    gpu: _Text
+    num_gpus: _Count
+    train_gpus: _Count
+    engines: Annotated[tuple[PlannedEngines, ...], msgspec.Meta(min_length=1)]
+    boundaries_tokens: tuple[float, ...] = ()
     teacher: str = ""
-    """Where a teacher computes, and its seconds for a batch; empty: there is none."""
-    micro_batch_tokens: AtLeastOne
-    """Tokens per forward and backward pass (`trainer.micro_batch_tokens`)."""
-    step_s: Annotated[float, Field(gt=0)]
-    """Predicted seconds of a step."""
+    micro_batch_tokens: _Count
+    step_s: Annotated[float, msgspec.Meta(gt=0)]
     rests_on: str
-    """Source of the seconds."""
     why: str
-    """What limits the step."""
-    lost: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """The next best layouts, and why each is worse."""
+    lost: tuple[str, ...] = ()
     way: Literal["split", "streaming", "turning"] | None = None
-    """How its steps should be taken; a run with `trainer.streaming` or `trainer.turning` auto begins with it. None: not planned."""
     way_why: str = ""
-    """What that was decided by."""
 
     @property
     def boundaries(self) -> tuple[tuple[int, float], ...]:
-        """Pairs (degree, generated tokens): the boundary of each degree but the last, which has none."""
+        """Pairs (degree, generated tokens): the boundary of each degree but the last, which has
+        none."""
         return tuple(
             (engines.tp, tokens) for engines, tokens in zip(self.engines, self.boundaries_tokens, strict=False)
         )
@@ -78,76 +90,88 @@ class PlannedLayout(Section):
         return found
 
 
+def _planned(given: Any) -> PlannedLayout | None:
+    try:
+        return msgspec.convert(given, PlannedLayout | None)
+    except msgspec.ValidationError as error:
+        raise ValueError(
+            f"{error}; type libra plan CONFIG --write FILE, which writes it, or planner.planned=null"
+        ) from None
+
+
+class LengthArgs(Section):
+    """Lengths of trajectories in `planner.lengths`."""
+
+    prompt_tokens: AtLeastOne = 512
+    generated_p50_tokens: Annotated[float, Field(gt=0)] = 1024.0
+    generated_p99_tokens: Annotated[float, Field(gt=0)] = 4096.0
+    observation_tokens: AtLeastZero = 0
+    turns: AtLeastOne = 1
+    tool_s: Annotated[float, Field(ge=0)] = 0.5
+    trained_frac: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
 class PlannerSection(Section):
-    """Input of `libra plan`: hardware, the trajectories of a batch, and constraints. A run reads it only if it plans."""
+    """Input of `libra plan`: hardware, the trajectories of a batch, and constraints. A run reads it
+    only if it plans."""
 
     layout: Literal["configured", "auto"] = "configured"
-    """Layout that a run starts. configured: that of section `cluster`. auto: before any worker starts, the run plans for its model,
-    trainer and batch, and takes `cluster.train_workers`, `cluster.engines`, `policy.boundaries_tokens` and
-    `trainer.micro_batch_tokens` from the plan."""
-    planned: PlannedLayout | None = None
-    """The plan behind the settings of `cluster` and `trainer`, as `libra plan --write` and `layout` auto write it. A run on another
-    model or other hardware is refused. None: they are not planned."""
+    """Layout that a run starts. configured: that of section `cluster`. auto: before any worker
+    starts, the run plans for its model, trainer and batch, and takes `cluster.train_workers`,
+    `cluster.engines`, `policy.boundaries_tokens` and `trainer.micro_batch_tokens` from the plan."""
+    planned: Annotated[PlannedLayout | None, PlainValidator(_planned), PlainSerializer(msgspec.to_builtins)] = None
+    """The plan behind the settings of `cluster` and `trainer`, as `libra plan --write` and `layout`
+    auto write it. A run on another model or other hardware is refused. None: they are not planned."""
 
     replan: bool = False
-    """In a run, plan again after each iteration: fit the cost model to it, and log any better plan. Without `planner.apply` nothing
-    changes."""
+    """In a run, plan again after each iteration: fit the cost model to it, and log any better plan.
+    Without `planner.apply` nothing changes."""
     apply: bool = False
-    """Apply accepted plans during the run: slots of engines and bucket boundaries, and with `cluster.hybrid_workers` also the roles
-    of workers and the degrees of engines. Needs `planner.replan`."""
+    """Apply accepted plans during the run: slots of engines and bucket boundaries, and with
+    `cluster.hybrid_workers` also the roles of workers and the degrees of engines. Needs
+    `planner.replan`."""
     change_cost_s: Annotated[float, Field(ge=0)] = 18.8
-    """Assumed seconds that a role change, or a change of engines' GPUs, costs until one of its kind has been measured.
-    The tail of a streamed step assumes three loads of a version, at most this much.
-    The default is what the Libra paper reports for both directions together (Qwen3-14B on A800). A plan is applied if
-    it gains one and a half times its cost in the remaining iterations, or if the next iterations would not fit into KV
-    memory."""
+    """Assumed seconds that a role change, or a change of engines' GPUs, costs until one of its kind
+    has been measured. The tail of a streamed step assumes three loads of a version, at most this
+    much. The default is what the Libra paper reports for both directions together (Qwen3-14B on
+    A800). A plan is applied if it gains one and a half times its cost in the remaining iterations,
+    or if the next iterations would not fit into KV memory."""
     gpu: Annotated[str, Field(min_length=1)] | None = None
-    """GPU of every machine: a name of `libra/hardware/gpus`, or the path of a datasheet. None: for `layout` auto the GPU of this
-    machine, else A800-80G."""
+    """GPU of every machine: a name of `libra/hardware/gpus`, or the path of a datasheet. None: for
+    `layout` auto the GPU of this machine, else A800-80G."""
     calibration: Annotated[Path, Field(strict=False)] | None = None
-    """File that `libra calibrate RUN --save` wrote: engines have the seconds measured in that run instead of the GPU's tables, and
-    training is scaled to its steps; `tp` loses the degrees that were not measured. Its weight update replaces
-    `update_s` if that is not given. It must be of the model in `model.path`. None: the GPU's tables."""
+    """File that `libra calibrate RUN --save` wrote: engines have the seconds measured in that run
+    instead of the GPU's tables, and training is scaled to its steps; `tp` loses the degrees that
+    were not measured. Its weight update replaces `update_s` if that is not given. It must be of the
+    model in `model.path`. None: the GPU's tables."""
     num_gpus: AtLeastOne | None = None
-    """GPUs to divide between training and rollout. None: for `layout` auto those of this machine (without a GPU: its cores divided
-    by `cluster.threads`), else 8."""
-    gpus_per_node: AtLeastOne | None = None
-    """GPUs of one machine; no engine spans two. None: the datasheet's number."""
+    """GPUs to divide between training and rollout. None: for `layout` auto those of this machine
+    (without a GPU: its cores divided by `cluster.threads`), else 8."""
     tp: Annotated[list[AtLeastOne], Field(min_length=1)] = [1, 2, 4, 8]
-    """Tensor-parallel degrees an engine may have; each must divide the next, and the last one the GPUs of a machine."""
+    """Tensor-parallel degrees an engine may have; each must divide the next, and the last one the
+    GPUs of a machine."""
     trace: Annotated[Path, Field(strict=False)] | None = None
-    """CSV of agents' turns to draw the batch from, with columns task, sample, turn, prompt_tokens (the context before the turn),
-    completion_tokens and, if known, tool_s. None: lengths as given below."""
-    trajectories: AtLeastOne | None = None
-    """Trajectories of one step. None: `trainer.prompts` x `trainer.group_size`."""
-    trained_frac: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a step's trajectories that carry a gradient. Those of groups with equal rewards, failed, masked and cut ones are
-    only generated. A run's metrics have it: `forwarded_sequences` over `trajectories`."""
-    prompt_tokens: AtLeastOne = 512
-    """Tokens before the first turn. Used without a trace."""
-    generated_p50_tokens: Annotated[float, Field(gt=0)] = 1024.0
-    """Median of a trajectory's generated tokens, whose lengths are assumed to be log-normal. Used without a trace."""
-    generated_p99_tokens: Annotated[float, Field(gt=0)] = 4096.0
-    """99th percentile of a trajectory's generated tokens. Used without a trace."""
-    observation_tokens: AtLeastZero = 0
-    """Tokens that tools add to the context of a trajectory. Used without a trace."""
-    turns: AtLeastOne = 1
-    """Generations of a trajectory. Used without a trace."""
-    tool_s: Annotated[float, Field(ge=0)] = 0.5
-    """Seconds of a tool call, if the trace has none."""
-    max_concurrency: AtLeastOne = 256
-    """Maximum concurrent generations of one engine, even if its memory holds more."""
+    """CSV of agents' turns to draw the batch from, with columns task, sample, turn, prompt_tokens
+    (the context before the turn), completion_tokens and, if known, tool_s. None: `lengths`."""
+    lengths: dict[str, Any] = LengthArgs().model_dump()
+    """Lengths of the batch's trajectories: `prompt_tokens` before the first turn;
+    `generated_p50_tokens` and `generated_p99_tokens`, the median and the 99th percentile of generated
+    tokens, log-normal; `observation_tokens` that tools add; generations (`turns`). Also with a trace:
+    `tool_s`, seconds of a tool call, where the trace has none; `trained_frac`, the share that carries
+    a gradient, which a run's metrics have as `forwarded_sequences` over `trajectories`."""
     update_s: Annotated[float, Field(ge=0)] | None = None
-    """Seconds from a step's end until engines serve its weights; with `run.eta` at 1 or more and one GPU in training beside the
-    next step. None: 10, or with `calibration` as measured."""
-    min_train_gpus: AtLeastOne = 1
-    """Minimum GPUs of the core training pool."""
-    min_rollout_gpus: AtLeastOne = 1
-    """Minimum GPUs of the core rollout pool."""
+    """Seconds from a step's end until engines serve its weights; with `run.eta` at 1 or more and
+    one GPU in training beside the next step. None: 10, or with `calibration` as measured."""
     fixed_train_gpus: AtLeastOne | None = None
-    """Exact number of GPUs for training, one worker each (`cluster.train_workers`). None: the best number."""
+    """Exact number of GPUs for training, one worker each (`cluster.train_workers`). None: the best
+    number."""
     fixed_engines: dict[Annotated[int, Field(ge=1, strict=False)], AtLeastZero] = {}
     """Exact number of engines by degree, e.g. {"1": 4, "8": 1}; other degrees are free."""
+
+    @field_validator("lengths")
+    @classmethod
+    def _arguments(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return arguments(LengthArgs, given, "planner.lengths")
 
     @field_validator("tp")
     @classmethod
@@ -155,3 +179,23 @@ class PlannerSection(Section):
         if any(later % degree or later == degree for degree, later in pairwise(tp)):
             raise ValueError(f"{tp}: each degree must divide the next, larger one; type e.g. planner.tp=[1, 2, 4]")
         return tp
+
+
+class SimulationSection(Section):
+    """Input of `libra simulate` beside the run's own sections: `policy`, `cluster.engines`,
+    `model`, `trainer` and `run` as for a run, GPU, calibration and lengths of trajectories from
+    `planner`."""
+
+    iterations: AtLeastOne = 1
+    """Iterations to simulate."""
+    train_s: Annotated[float, Field(ge=0)] | None = None
+    """Seconds of an optimizer step with its weight update. None: 0, or with `planner.calibration`
+    as measured."""
+    load_s: Annotated[float, Field(ge=0)] | None = None
+    """Seconds in which an engine loads new weights; running requests then recompute their context.
+    None: 0, or with `planner.calibration` as measured."""
+    tool_slots: AtLeastOne | None = None
+    """Concurrent actions. None: no limit."""
+    noise: bool = False
+    """Draw the seconds of engines around the predicted ones, with the residuals of measured
+    kernels; the same seed draws the same."""

@@ -1,13 +1,15 @@
-"""Where services with models compute: what a local cluster binds their workers to, and what a plan counts, by one rule."""
+"""Where services with models compute: what a local cluster binds their workers to, and what a plan
+counts, by one rule."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-from libra.config.models import RunSections
+from libra.config.sections import RunSections
 
 GPU_FRAC = 0.9
-"""Share of a GPU's free memory that weights of services take where ``services.device_gib`` does not say."""
+"""Share of a GPU's free memory that weights of services take where ``services.device_gib`` does not
+say."""
 
 
 class Place(Enum):
@@ -25,8 +27,9 @@ class Place(Enum):
 
 
 def place_of_services(num_gpus: int, of_others: int, *, on_cores: bool = False) -> Place | None:
-    """Where services with models compute, on a machine or cluster with ``num_gpus`` GPUs of which engines, training and a teacher
-    of its own take ``of_others``; None: they have too few, and services share what there is."""
+    """Where services with models compute, on a machine or cluster with ``num_gpus`` GPUs of which
+    engines, training and a teacher of its own take ``of_others``; None: they have too few, and
+    services share what there is."""
     if on_cores:
         return Place.CORES
     if num_gpus > of_others:
@@ -62,9 +65,30 @@ def asked_models(config: RunSections) -> dict[str, str]:
 
 
 def service_workers(config: RunSections) -> int:
-    """Tool workers of a local cluster that restore weights of services to one device. A service with function ``teach`` is asked on
-    the first of them alone, and a job of Slurm has GPUs of its own."""
+    """Tool workers of a local cluster that restore weights of services to one device. A service
+    with function ``teach`` is asked on the first of them alone, and a job of Slurm has GPUs of its
+    own."""
     cluster = config.cluster
-    if not asked_models(config) or cluster.scheduler is not None or config.slurm_tool.gpus:
+    if not asked_models(config) or cluster.scheduler is not None or config.slurm.of_role("tool").gpus:
         return 1
     return cluster.tool_workers_most or cluster.tool_workers
+
+
+def teacher_model(config: RunSections) -> str | None:
+    """The teacher's model, its own or that of its service, named as ``model.path`` is; None: there
+    is no teacher."""
+    teacher = config.distil.teacher
+    if not isinstance(teacher, dict):
+        return teacher
+    return config.services.named[teacher["service"]].model
+
+
+def draws_of_student(config: RunSections) -> bool:
+    """Whether the divergence is estimated from what the student draws as it generates."""
+    distil = config.distil
+    return distil.teacher is not None and (distil.divergence, distil.estimator) == ("reverse", "sampled")
+
+
+def extra_draws(config: RunSections) -> int:
+    """Tokens that an engine draws for each place beside the generated one (``TurnRequest.draws``)."""
+    return config.distil.samples - 1 if draws_of_student(config) else 0

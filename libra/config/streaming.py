@@ -1,17 +1,20 @@
-"""Whether the steps of a run are streamed: the gradient of a batch is added up in waves while its last groups are generated.
+"""Whether the steps of a run are streamed: the gradient of a batch is added up in waves while its
+last groups are generated.
 
-A wave takes groups that are complete, so their advantages must not depend on groups that are not, and all waves of a batch
-must see the same weights.
+A wave takes groups that are complete, so their advantages must not depend on groups that are not,
+and all waves of a batch must see the same weights.
 """
 
 from __future__ import annotations
 
-from libra.config.models import RunSections
+from libra.config.sections import RunSections
 
 MAX_WAVES = 16
-"""Most waves of a batch. At most a sixteenth of its gradient is left when its last group arrives; more waves only cost tasks."""
+"""Most waves of a batch. At most a sixteenth of its gradient is left when its last group arrives;
+more waves only cost tasks."""
 SEQUENCES = 4
-"""Sequences of a wave for each trainer, where engines turn: few of them divide badly, many make one that comes wait."""
+"""Sequences of a wave for each trainer, where engines turn: few of them divide badly, many make one
+that comes wait."""
 GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "remax")
 """Estimators of `libra.config.algorithms.AdvantageName` that look at one group at a time."""
 
@@ -55,7 +58,8 @@ def wave_groups(config: RunSections) -> int:
 
 
 def turning_obstacle(config: RunSections) -> str | None:
-    """Why no engine of this configuration can train while the tail of a rollout runs, with what to type; None if one can."""
+    """Why no engine of this configuration can train while the tail of a rollout runs, with what to
+    type; None if one can."""
     cluster = config.cluster
     if not most_waves(config):
         return "its steps are not streamed, so that no gradient is computed before the batch is complete; type trainer.streaming=on"
@@ -77,8 +81,8 @@ def turns(config: RunSections) -> bool:
 
 
 def ways_of(config: RunSections) -> tuple[str, ...]:
-    """Ways in which a run of this configuration may take its steps, the least change first: of `libra.policy.step_ways`, those
-    that `auto` leaves open."""
+    """Ways in which a run of this configuration may take its steps, the least change first: of
+    `libra.policy.step_ways`, those that `auto` leaves open."""
     if not most_waves(config):
         return ("split",)
     trainer, may_turn = config.trainer, turns(config)
@@ -89,7 +93,8 @@ def ways_of(config: RunSections) -> tuple[str, ...]:
 
 
 def enough_groups(config: RunSections) -> int:
-    """Most groups of a wave where engines turn, 0 elsewhere: sequences for each trainer, and soon a wave for one that comes."""
+    """Most groups of a wave where engines turn, 0 elsewhere: sequences for each trainer, and soon a
+    wave for one that comes."""
     if not turns(config):
         return 0
     cluster = config.cluster

@@ -1,4 +1,5 @@
-"""Section ``trainer`` of a configuration: the algorithm, its batch, its optimizer, and how a step is computed.
+"""Section ``trainer`` of a configuration: the algorithm, its batch, its optimizer, and how a step
+is computed.
 
 Keys marked (preset) are filled from `libra.config.algorithms`.
 """
@@ -7,189 +8,159 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import Field, ModelWrapValidatorHandler, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, field_validator, model_validator
 
 from libra.config.algorithms import (
     DEFAULT_ALGORITHM,
+    LOSS_ARGS,
+    AdamArgs,
     AdvantageName,
     AggregationMode,
     AlgorithmName,
     CorrectionAction,
-    CorrectionLevel,
-    Divergence,
+    CorrectionArgs,
     KLEstimator,
+    LateArgs,
     LayoutName,
+    LoraArgs,
     LossName,
     OldLogp,
-    RejectLevel,
+    RejectArgs,
     RejectMetric,
-    RejectReduce,
     preset_values,
 )
-from libra.config.own_parts import OwnOr
-from libra.config.section import AtLeastOne, AtLeastZero, Section
+from libra.config.section import AtLeastOne, AtLeastZero, OwnOr, Section, arguments
 
 FEWEST_MISMATCH_TOKENS = 64
-"""Tokens of an engine or length class from which its mismatch can raise an alarm: k3 of few has a long right tail."""
+"""Tokens of an engine or length class from which its mismatch can raise an alarm: k3 of few has a
+long right tail."""
 ROUNDING_NATS: Final = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean |log p(rollout) - log p(trainer)| that rounding explains, ten to a thousand times what is measured (`mismatch_alarm`)."""
+"""Mean |log p(rollout) - log p(trainer)| that rounding explains, ten to a thousand times what is
+measured (`mismatch_alarm`)."""
 
 
 class TrainerSection(Section):
     """The algorithm, its batch and its optimizer (AdamW)."""
 
     algorithm: AlgorithmName = DEFAULT_ALGORITHM
-    """Training algorithm: a preset for the keys marked (preset) that are not given, listed in docs/algorithms.md. A file or a
-    command line that changes it starts from its preset."""
+    """Training algorithm: a preset for the keys marked (preset) that are not given, listed in
+    docs/algorithms.md. A file or a command line that changes it starts from its preset."""
     prompts: AtLeastOne = 16
     """Groups in one batch: B prompts, each sampled `group_size` times."""
     group_size: AtLeastOne = 8
     """Trajectories per prompt (G); their mean reward is the baseline."""
     resample: AtLeastZero = 1
-    """Retries of a trajectory that failed for a reason other than the model, and of a failed grading. After that the
-    group closes with the members it has; `docs/failures.md` has the rules."""
+    """Retries of a trajectory that failed for a reason other than the model, and of a failed
+    grading. After that the group closes with the members it has; `docs/failures.md` has the rules."""
     lr: Annotated[float, Field(ge=0)] = 1e-4
     """Learning rate after warm-up. 0: measure without training."""
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
-    ] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's decoupled weight decay."""
+    adam_args: dict[str, Any] = AdamArgs().model_dump()
+    """Of AdamW: decay rates of both moments (`betas`), decoupled `weight_decay`, and the norm to
+    which the gradient is clipped (`max_grad_norm`)."""
     warmup_steps: AtLeastZero = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     lr_schedule: Annotated[str, OwnOr(("constant",))] = "constant"
-    """Factor of the learning rate at each step, which the warm-up multiplies too. constant: 1. Your own:
-    `libra.train.own_parts.LRSchedule`."""
+    """Factor of the learning rate at each step, which the warm-up multiplies too. constant: 1. Your
+    own: `libra.train.own_parts.LRSchedule`."""
     lora_rank: AtLeastOne | None = None
-    """Train adapters of this rank (LoRA) instead of all weights; versions and checkpoints hold the merged model, and
-    CHECKPOINT/adapter the adapters in the format of peft. Needs `offload` false and no `cluster.hybrid_workers`. None: all
-    weights."""
-    lora_alpha: Annotated[float, Field(gt=0)] = 32.0
-    """Scale of the adapters: their product is multiplied by `lora_alpha` / `lora_rank`."""
-    lora_targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Linear layers with adapters, by the last part of their name, e.g. [q_proj, v_proj]. Empty: all but the output head."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Norm to which the gradient is clipped."""
+    """Train adapters of this rank (LoRA) instead of all weights; versions and checkpoints hold the
+    merged model, and CHECKPOINT/adapter the adapters in the format of peft. Needs `offload` false
+    and no `cluster.hybrid_workers`. None: all weights."""
+    lora_args: dict[str, Any] = LoraArgs().model_dump()
+    """`alpha`: the product of the adapters is multiplied by alpha / `lora_rank`. `targets`: linear
+    layers with adapters, by the last part of their name, e.g. {targets: [q_proj, v_proj]}; empty:
+    all but the output head."""
     advantage: Annotated[str, OwnOr(get_args(AdvantageName))] = "grpo"
-    """(preset) Advantage estimator: relative to the group (grpo, rloo, opo), to the greedy answer, which is the first sample of
-    each group (remax), to the batch (reinforce_pp), or to the group on the scale of the batch (reinforce_pp_baseline). Your own:
+    """(preset) Advantage estimator: relative to the group (grpo, rloo, opo), to the greedy answer,
+    which is the first sample of each group (remax), to the batch (reinforce_pp), or to the group on
+    the scale of the batch (reinforce_pp_baseline). Your own:
     `libra.train.own_parts.AdvantageEstimator`."""
     normalize_std: bool = True
-    """(preset) Divide advantages by the standard deviation of their group (GRPO); false leaves the centred reward (Dr.
-    GRPO). For `advantage` grpo."""
+    """(preset) Divide advantages by the standard deviation of their group (GRPO); false leaves the
+    centred reward (Dr. GRPO). For `advantage` grpo."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """For `advantage` reinforce_pp: discount per generated token, of the reward at the end of a trajectory and of what follows a
-    token in general. Below 1 every token has an advantage of its own."""
-    std_eps: Annotated[float, Field(ge=0)] = 1e-6
-    """Added to that standard deviation before dividing."""
+    """For `advantage` reinforce_pp: discount per generated token, of the reward at the end of a
+    trajectory and of what follows a token in general. Below 1 every token has an advantage of its
+    own."""
     drop_uniform_groups: bool = False
-    """Leave groups whose rewards are all equal out of the step, means included. `train_prompts` replaces them."""
+    """Leave groups whose rewards are all equal out of the step, means included. `train_prompts`
+    replaces them."""
     train_prompts: AtLeastOne | None = None
-    """Groups of a batch that train: of the `prompts` groups that are generated, the first so many whose rewards differ, in
-    the order of the batch. The others stand by in place of groups without signal (DAPO's dynamic sampling, with the
-    candidates generated beforehand), and count in no denominator; all are generated to their end, so that short ones are
-    not preferred. If fewer have a signal, these train. Without `streaming`. None: all groups."""
+    """Groups of a batch that train: of the `prompts` groups that are generated, the first so many
+    whose rewards differ, in the order of the batch. The others stand by in place of groups without
+    signal (DAPO's dynamic sampling, with the candidates generated beforehand), and count in no
+    denominator; all are generated to their end, so that short ones are not preferred. If fewer have
+    a signal, these train. Without `streaming`. None: all groups."""
     no_signal: Literal["warn", "stop"] = "warn"
-    """After a batch from which nothing can be learned, because no member has an advantage: every trajectory failed, or no group
-    has rewards that differ. warn: say so, with the first cause. stop: also end the run after `no_signal_batches` such batches in
-    a row."""
-    no_signal_batches: AtLeastOne = 3
-    """Batches in a row without signal after which `no_signal` stop ends the run."""
+    """After a batch from which nothing can be learned, because no member has an advantage: every
+    trajectory failed, or no group has rewards that differ. warn: say so, with the first cause.
+    stop: also end the run after three such batches in a row."""
     drop_truncated: bool = False
-    """Exclude truncated trajectories ("length") from the step; they still count in the baseline of their group."""
+    """Exclude truncated trajectories ("length") from the step; they still count in the baseline of
+    their group."""
     loss: Annotated[str, OwnOr(get_args(LossName))] = "ppo"
     """(preset) Loss of a token, as a function of its probability ratio and advantage. Your own:
     `libra.train.own_parts.TokenLoss`."""
+    loss_args: dict[str, Any] = preset_values(DEFAULT_ALGORITHM)["loss_args"]
+    """(preset) Arguments of the loss, by name (docs/algorithms.md). ppo, gspo, cispo, gmpo: the
+    ratio is clipped to [1 - `clip_low`, 1 + `clip_high`] (gmpo: its logarithm). ppo, gspo:
+    `dual_clip` bounds the loss at negative advantages to this many times the advantage, `ratio_max`
+    the unclipped ratio. sapo: `tau_positive` and `tau_negative` are the steepness of its gate.
+    dppo: the `divergence` (tv or kl) of "this token or another" is bounded by `clip_low` and
+    `clip_high`; `log_ratio_coef` weighs the squared log ratio; above `ratio_max` the gradient goes
+    through the log-probability alone. vespo: k and lambda of the sequence weight e^lambda w^k
+    e^(-lambda w), for positive and negative advantages. A loss of your own reads them from
+    ``settings.loss_args``."""
     aggregation: AggregationMode = "token-mean"
-    """(preset) How token losses become the loss of the step: their mean over all tokens; the mean over sequences of
-    each sequence's token sum or token mean; that token sum divided by a fixed length (-norm); their total divided by a
-    constant."""
-    loss_divisor: Annotated[float, Field(gt=0)] | None = None
-    """Divisor for `aggregation` seq-mean-token-sum-norm, in tokens (None: `rollout.max_context_tokens`), and for
-    constant."""
+    """(preset) How token losses become the loss of the step: their mean over all tokens; the mean
+    over sequences of each sequence's token sum or token mean; that token sum divided by
+    `rollout.max_context_tokens` (-norm)."""
     old_logp: OldLogp = "behaviour"
-    """(preset) Denominator of the probability ratio: the engine's recorded log-probability (behaviour), the trainer's
-    at the start of the step (proximal), the trainer's for tokens of the weights being trained and the engine's for stale ones
-    (exact), the trainer's under the weights that sampled each token (version), or under a moving average of the weights
-    (ewma). All but the first cost a forward pass if one batch takes several optimizer steps. version also costs one of the
-    stale tokens, and keeps the weights of `run.eta` versions before the newest checkpoint and of all since, unless
-    `rollout.exact_logprobs` has the engines record them; ewma costs one of the batch, and a copy of the weights in memory and
-    checkpoints."""
-    ewma_decay: Annotated[float, Field(ge=0, lt=1)] = 0.889
-    """For `old_logp` ewma: share of the average that stays at each batch. 0.889 looks back over about eight (PPO-EWMA)."""
-    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """(preset) The probability ratio is clipped below at 1 - `clip_low`; gmpo clips its logarithm, dppo bounds the probability."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """(preset) The probability ratio is clipped above at 1 + `clip_high`."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """For negative advantages the loss is at most this many times the advantage (ppo and gspo). None: not bounded."""
-    ratio_max: Annotated[float, Field(gt=1)] | None = None
-    """Largest unclipped ratio, whatever the sign of the advantage (ppo and gspo: two-sided GRPO). For dppo the ratio is cut there
-    and the gradient goes through the log-probability alone. None: not bounded."""
-    tau_positive: Annotated[float, Field(gt=0)] = 1.0
-    """For `loss` sapo: steepness of the gate for positive advantages."""
-    tau_negative: Annotated[float, Field(gt=0)] = 1.05
-    """For `loss` sapo: steepness of the gate for all other advantages."""
-    log_ratio_coef: Annotated[float, Field(ge=0)] = 0.0
-    """(preset) For `loss` dppo: weight of the squared log ratio, which keeps the policy near the engine's."""
-    dppo_divergence: Divergence = "tv"
-    """For `loss` dppo: what `clip_low` and `clip_high` bound, of "this token or another": total variation (tv) or KL divergence
-    (kl)."""
-    vespo_positive: Annotated[
-        tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]], Field(strict=False)
-    ] = (2.0, 3.0)
-    """For `loss` vespo and advantages of at least 0: k and lambda of the weight e^lambda w^k e^(-lambda w) of a sequence with ratio
-    w, which is largest at k / lambda."""
-    vespo_negative: Annotated[
-        tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]], Field(strict=False)
-    ] = (3.0, 2.0)
-    """The same for negative advantages."""
+    """(preset) Denominator of the probability ratio: the engine's recorded log-probability
+    (behaviour), the trainer's at the start of the step (proximal), the trainer's for tokens of the
+    weights being trained and the engine's for stale ones (exact), the trainer's under the weights
+    that sampled each token (version), or under a moving average of the weights (ewma). All but the
+    first cost a forward pass if one batch takes several optimizer steps. version also costs one of
+    the stale tokens, and keeps the weights of `run.eta` versions before the newest checkpoint and
+    of all since, unless `rollout.exact_logprobs` has the engines record them; ewma costs one of the
+    batch, and a copy of the weights in memory and checkpoints."""
     correction: CorrectionAction = "none"
-    """(preset) A token's importance weight (trainer over engine) outside [`correction_low`, `correction_high`] becomes
-    the bound (truncate) or 0 (mask). none: no weights. Not with `old_logp` behaviour."""
-    correction_level: CorrectionLevel = "token"
-    """The weight is the token's ratio, the product over its sequence, or the geometric mean over it."""
-    correction_low: Annotated[float, Field(gt=0)] | None = None
-    """Smallest weight. None: no bound."""
-    correction_high: Annotated[float, Field(gt=0)] | None = 2.0
-    """(preset) Largest weight. None: no bound."""
+    """(preset) A token's importance weight (trainer over engine) outside its bounds
+    (`correction_args`) becomes the bound (truncate) or 0 (mask). none: no weights. Not with
+    `old_logp` behaviour."""
+    correction_args: dict[str, Any] = preset_values(DEFAULT_ALGORITHM)["correction_args"]
+    """(preset) `level`: the weight is the ratio of the token, the product over its sequence, or the
+    geometric mean over it. `low` and `high`: smallest and largest weight; null: no bound."""
     reject: RejectMetric = "none"
-    """Leave tokens out of the loss where trainer and engine disagree, with d = log p(trainer) - log p(engine): outside
-    [`reject_low`, `reject_high`] lies e^d (ratio), d (k1), d^2/2 (k2), e^d - 1 - d (k3), e^-d - 1 + d (k3-reverse), or above
-    `reject_high` the KL divergence of "this token or another" in either direction (binary-kl). p(trainer) is that of `old_logp`;
-    for behaviour, of the weights in training. Rejected tokens still count in the denominators."""
-    reject_level: RejectLevel = "token"
-    """What is left out: tokens, or whole sequences by their mean, sum or largest value (`reject_reduce`). Not for binary-kl."""
-    reject_reduce: RejectReduce = "mean"
-    """From tokens to a sequence; for ratio of the logarithms."""
-    reject_low: float | None = None
-    """Smallest value that is kept. None: no bound."""
-    reject_high: float | None = None
-    """Largest value that is kept. None: no bound."""
+    """Leave tokens out of the loss where trainer and engine disagree, with d = log p(trainer) - log
+    p(engine): outside the bounds of `reject_args` lies e^d (ratio), d (k1), d^2/2 (k2), e^d - 1 - d
+    (k3), e^-d - 1 + d (k3-reverse), or above `high` the KL divergence of "this token or another" in
+    either direction (binary-kl). p(trainer) is that of `old_logp`; for behaviour, of the weights in
+    training. Rejected tokens still count in the denominators."""
+    reject_args: dict[str, Any] = RejectArgs().model_dump()
+    """`low` and `high`: smallest and largest value that is kept; null: no bound. `level`: leave out
+    tokens, or whole sequences by their mean, sum or max (`reduce`; for ratio of the logarithms)."""
     off_policy_threshold: float | None = None
-    """Leave sequences of negative advantage out of the loss if their mean of log p(engine) - log p(now) is above this many nats
-    (DeepSeek-V3.2). None: none."""
+    """Leave sequences of negative advantage out of the loss if their mean of log p(engine) - log
+    p(now) is above this many nats (DeepSeek-V3.2). None: none."""
     m2po_threshold: Annotated[float, Field(ge=0)] | None = None
-    """Leave the fewest tokens out of the loss that bring the mean square of log p(now) - log p(engine) over the minibatch down to
-    this (M2PO: 0.04), the largest first and only those that the advantage pushes further away. Costs a forward pass per optimizer
-    step. None: none."""
+    """Leave the fewest tokens out of the loss that bring the mean square of log p(now) - log
+    p(engine) over the minibatch down to this (M2PO: 0.04), the largest first and only those that
+    the advantage pushes further away. Costs a forward pass per optimizer step. None: none."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """(preset) Weight of the KL term to the model of `model.path`. 0: no reference model is loaded."""
     kl_estimator: KLEstimator = "k3"
-    """Estimator of the KL term. With +, the value is the estimator's and the gradient is that of k2, which is the
-    gradient of the divergence."""
-    kl_bound: Annotated[float, Field(gt=0)] | None = 10.0
-    """Upper bound of a token's KL estimate, in nats. None: no bound."""
+    """Estimator of the KL term. With +, the value is the estimator's and the gradient is that of
+    k2, which is the gradient of the divergence."""
     kl_in_reward: bool = False
-    """Subtract `kl_coef` x KL estimate from the reward of each token, before advantages are computed, instead of a term of the loss
-    (`advantage` rloo and reinforce_pp, as their papers do). The KL is that of the engine's policy at the time it sampled. The
-    advantages in the record of a batch are those without it."""
+    """Subtract `kl_coef` x KL estimate from the reward of each token, before advantages are
+    computed, instead of a term of the loss (`advantage` rloo and reinforce_pp, as their papers do).
+    The KL is that of the engine's policy at the time it sampled. The advantages in the record of a
+    batch are those without it."""
     kl_target: Annotated[float, Field(gt=0)] | None = None
-    """Adapt the coefficient of `kl_in_reward`, which begins at `kl_coef`, so that the mean KL per token approaches this many nats:
-    after each batch it changes by a share of at most 0.2 x trajectories / `kl_horizon`. None: it stays."""
-    kl_horizon: Annotated[float, Field(gt=0)] = 10_000.0
-    """Trajectories over which `kl_target` acts."""
+    """Adapt the coefficient of `kl_in_reward`, which begins at `kl_coef`, so that the mean KL per
+    token approaches this many nats: after each batch it changes by a share of at most 0.2 x
+    trajectories / 10000. None: it stays."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus, in units of loss per nat."""
     epochs: AtLeastOne = 1
@@ -197,83 +168,111 @@ class TrainerSection(Section):
     minibatches: AtLeastOne = 1
     """Optimizer steps per pass; one batch takes `epochs` x `minibatches` of them."""
     max_row_tokens: AtLeastOne = 512
-    """Trajectories are packed into rows of up to this many tokens; a longer one has a row of its own. Short rows are faster
-    on a CPU, where attention costs the square of the row length. The result does not change."""
-    share_prompts: bool = True
-    """Samples of a group that fit into one row of `max_row_tokens` share one forward pass of their prompt. Only for
-    models whose layers all use full attention; others are packed without sharing. The result does not change."""
+    """Trajectories are packed into rows of up to this many tokens; a longer one has a row of its
+    own. Short rows are faster on a CPU, where attention costs the square of the row length. The
+    result does not change."""
     micro_batch_tokens: AtLeastOne = 4096
     """Tokens per forward and backward pass. Bounds memory; the result does not change."""
     logit_chunk_tokens: AtLeastOne = 1024
-    """Generated tokens whose logits (times the vocabulary) the trainer holds at once; the backward pass recomputes
-    them. Bounds memory; the result changes only by the rounding of sums."""
+    """Generated tokens whose logits (times the vocabulary) the trainer holds at once; the backward
+    pass recomputes them. Bounds memory; the result changes only by the rounding of sums."""
     mismatch_alarm: Annotated[float, Field(gt=0)] | None = None
-    """Alarm if the mean |log p(rollout) - log p(trainer)| of a step, over tokens sampled from the trained weights, is
-    above this many nats, in all or for one engine or length class. float32 has about 1e-6, bfloat16 about 0.01. None: above 1e-3
-    (float32) or 0.1 (bfloat16), plus -log(`rollout.top_p`), by which engines record more."""
+    """Alarm if the mean |log p(rollout) - log p(trainer)| of a step, over tokens sampled from the
+    trained weights, is above this many nats, in all or for one engine or length class. float32 has
+    about 1e-6, bfloat16 about 0.01. None: above 1e-3 (float32) or 0.1 (bfloat16), plus
+    -log(`rollout.top_p`), by which engines record more."""
     mismatch_k3_alarm: Annotated[float, Field(gt=0)] | None = None
-    """The same for the k3 estimate of KL(rollout | trainer) of these tokens, in nats: about half the mean square of the gap, so
-    that few large gaps count. float32 has about 1e-12, bfloat16 about 1e-4; 1e-3 is far from both. None: it is only recorded."""
+    """The same for the k3 estimate of KL(rollout | trainer) of these tokens, in nats: about half
+    the mean square of the gap, so that few large gaps count. float32 has about 1e-12, bfloat16
+    about 1e-4; 1e-3 is far from both. None: it is only recorded."""
     mismatch_action: Literal["warn", "pause", "stop"] = "stop"
-    """What either alarm does: a line on terminal and page; end the run after this step (`libra resume` continues it); or end it
-    before this step."""
+    """What either alarm does: a line on terminal and page; end the run after this step (`libra
+    resume` continues it); or end it before this step."""
     layout: LayoutName = "ddp"
-    """Layout of the model on `cluster.train_workers` replicas: whole on each (ddp), or weights, gradients and optimizer state in
-    shards (fsdp2), which needs 1 / replicas of the memory and more network. No effect with one replica."""
+    """Layout of the model on `cluster.train_workers` replicas: whole on each (ddp), or weights,
+    gradients and optimizer state in shards (fsdp2), which needs 1 / replicas of the memory and more
+    network. No effect with one replica."""
     late: Literal["off", "correct", "wait", "drop"] = "off"
-    """What becomes of a reward that comes later (`libra.Late`, docs/late_rewards.md). One that is there when the batch of its
-    trajectory is made counts in it; else the provisional value counts, or the trajectory is left out where it has none. Then
-    correct: the reward counts in the next batch after it came, as the difference that it makes to the advantages of its group,
-    times e^(-delay / `late_tau`) and the clipped ratio of the loss (RAC). wait: batches wait for it, up to `late_wait_s`. drop: it
-    is dropped. off: such a reward is a failure of class reward."""
-    late_guess: Literal["learned", "full"] = "learned"
-    """For `late` correct: what a provisional reward counts for until the true one comes. learned: for what guesses were worth in
-    this run, from 0 to 1; the noise of a guess and its correction is then that of rewards on time. full: as if it were true
-    (RAC)."""
-    late_tau: Annotated[float, Field(gt=0)] = 50.0
-    """For `late` correct: versions after which a late reward counts for 1/e of its difference."""
-    late_versions: AtLeastOne = 16
-    """For `late` correct: versions for which a trained group waits for its rewards; later ones are dropped. Group records are kept
-    as long."""
-    late_wait_s: Annotated[float, Field(gt=0)] = 600.0
-    """For `late` wait: seconds that a batch waits for late rewards of its members; then the provisional values count."""
+    """What becomes of a reward that comes later (`libra.Late`, docs/late_rewards.md). One that is
+    there when the batch of its trajectory is made counts in it; else the provisional value counts,
+    or the trajectory is left out where it has none. Then correct: the reward counts in the next
+    batch after it came, as the difference that it makes to the advantages of its group, times
+    e^(-delay / 50 versions) and the clipped ratio of the loss (RAC). wait: batches wait for it, up
+    to `late_args.wait_s`. drop: it is dropped. off: such a reward is a failure of class reward."""
+    late_args: dict[str, Any] = LateArgs().model_dump()
+    """`versions`, for `late` correct: for which a trained group waits for its rewards; later ones are
+    dropped, and group records are kept as long. `wait_s`, for `late` wait: seconds that a batch waits
+    for rewards of its members; then the provisional values count."""
     dispatch: Literal["storage", "peer"] = "storage"
-    """How a step gets its trajectories. "storage": every replica reads the whole batch from the run directory. "peer":
-    each replica fetches its slice over the network from the workers that graded it, and reads rows that those workers
-    lost from the run directory. It fetches the whole batch if several steps begin with a pass over it (`old_logp`),
-    with `m2po_threshold`, or with `exact_logprobs`."""
+    """How a step gets its trajectories. "storage": every replica reads the whole batch from the run
+    directory. "peer": each replica fetches its slice over the network from the workers that graded
+    it, and reads rows that those workers lost from the run directory. It fetches the whole batch if
+    several steps begin with a pass over it (`old_logp`), with `m2po_threshold`, or with
+    `exact_logprobs`."""
     routes: Literal["recompute", "replay"] = "recompute"
-    """Experts of a mixture of experts in training. recompute: as the trainer's routers choose. replay: those that the engine
-    recorded while it generated; their weights are the trainer's (Rollout Routing Replay). Removes what near ties of a router add to
-    the mismatch. Needs a qwen3_moe model, engines transformers, no `rollout.kv_host_gib` and no `rollout.exact_logprobs`; takes
-    2 x layers x experts per token bytes per token in records and engines."""
+    """Experts of a mixture of experts in training. recompute: as the trainer's routers choose.
+    replay: those that the engine recorded while it generated; their weights are the trainer's
+    (Rollout Routing Replay). Removes what near ties of a router add to the mismatch. Needs a
+    qwen3_moe model, engines transformers, no `rollout.kv_host_gib` and no `rollout.exact_logprobs`;
+    takes 2 x layers x experts per token bytes per token in records and engines."""
     gradient_checkpointing: bool = False
-    """Keep only each layer's input and recompute the rest in the backward pass: less memory, about a third more
-    compute."""
+    """Keep only each layer's input and recompute the rest in the backward pass: less memory, about
+    a third more compute."""
     streaming: Literal["off", "auto", "on"] = "off"
-    """Add up the gradient of a batch in waves of complete groups while its other groups are generated. Needs one optimizer step
-    per batch and advantages of a group alone. auto: where that is so and pays, as `planner.planned` says and then each measured
-    step. A batch then is the groups of its own iteration, also with `run.eta` above 0, unless `batches` says otherwise. The result
-    changes only by the rounding of sums."""
-    batches: Literal["own", "first_come"] = "own"
-    """Groups of a batch whose step is streamed (`streaming`), with `run.eta` above 0: those of its own iteration, or what is
-    complete first, of any iteration. Places are kept then for groups whose tokens would become older than `run.eta` allows. Without
-    `streaming` a batch takes the oldest of what is complete."""
-    turning: Literal["off", "auto", "on"] = "off"
-    """Let workers of `cluster.hybrid_workers` train for the open step while the tail of its rollout fits on the other engines, and
-    generate again for the next rollout. Needs streamed steps (`streaming`) and another engine. auto: where that is so and pays, as
-    for `streaming`. What runs on such a worker ends its turn or chunk there first, or stops after `cluster.drain_timeout_s`. The
+    """Add up the gradient of a batch in waves of complete groups while its other groups are
+    generated. Needs one optimizer step per batch and advantages of a group alone. auto: where that
+    is so and pays, as `planner.planned` says and then each measured step. A batch then is the
+    groups of its own iteration, also with `run.eta` above 0, unless `batches` says otherwise. The
     result changes only by the rounding of sums."""
+    batches: Literal["own", "first_come"] = "own"
+    """Groups of a batch whose step is streamed (`streaming`), with `run.eta` above 0: those of its
+    own iteration, or what is complete first, of any iteration. Places are kept then for groups
+    whose tokens would become older than `run.eta` allows. Without `streaming` a batch takes the
+    oldest of what is complete."""
+    turning: Literal["off", "auto", "on"] = "off"
+    """Let workers of `cluster.hybrid_workers` train for the open step while the tail of its rollout
+    fits on the other engines, and generate again for the next rollout. Needs streamed steps
+    (`streaming`) and another engine. auto: where that is so and pays, as for `streaming`. What runs
+    on such a worker ends its turn or chunk there first, or stops after `cluster.drain_timeout_s`.
+    The result changes only by the rounding of sums."""
     offload: bool = False
-    """Keep shards in host memory between their uses. Needs `layout` fsdp2; on a CPU it has no effect."""
+    """Keep shards in host memory between their uses. Needs `layout` fsdp2; on a CPU it has no
+    effect."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _preset(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill missing keys from the algorithm's preset; they do not count as given (``model_fields_set``)."""
+        """Fill missing keys from the algorithm's preset; they do not count as given
+        (``model_fields_set``)."""
         if not isinstance(given, dict):
             return validate(given)
         preset = preset_values(given.get("algorithm", DEFAULT_ALGORITHM))
-        made = validate({**preset, **given})
+        filled = {**preset, **given}
+        for name in ("loss_args", "correction_args"):
+            other_loss = name == "loss_args" and filled.get("loss") != preset.get("loss")
+            if other_loss or isinstance(given.get(name), dict):
+                filled[name] = ({} if other_loss else preset.get(name, {})) | given.get(name, {})
+        made = validate(filled)
         made.model_fields_set.difference_update(preset.keys() - given.keys())
         return made
+
+    @field_validator("loss_args", "correction_args", "reject_args", "lora_args", "adam_args", "late_args")
+    @classmethod
+    def _arguments(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """The arguments of the chosen loss, correction or metric, with defaults. A loss of one's
+        own takes any."""
+        name = str(info.field_name).removesuffix("_args")
+        chosen = info.data.get(name, "")
+        kinds: dict[str, type[Section]] = {
+            "correction": CorrectionArgs,
+            "reject": RejectArgs,
+            "lora": LoraArgs,
+            "adam": AdamArgs,
+            "late": LateArgs,
+        }
+        kind = LOSS_ARGS.get(chosen) if name == "loss" else kinds[name]
+        return (
+            given
+            if kind is None
+            else arguments(kind, given, f"trainer.{name}={chosen}" if chosen else f"trainer.{name}_args")
+        )

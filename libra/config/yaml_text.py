@@ -1,7 +1,8 @@
 """Reading and writing YAML: PyYAML with the core types of YAML 1.2, and the line of every key.
 
-YAML 1.1, PyYAML's default, reads ``1e-4`` as text, ``no`` as false, ``010`` as 8 and ``12:30`` as 750, and keeps the last of two
-equal keys. Here numbers are numbers, only true and false are truth values, and a repeated key is an error.
+YAML 1.1, PyYAML's default, reads ``1e-4`` as text, ``no`` as false, ``010`` as 8 and ``12:30`` as
+750, and keeps the last of two equal keys. Here numbers are numbers, only true and false are truth
+values, and a repeated key is an error.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ _Dumper.add_multi_representer(Path, lambda dumper, path: dumper.represent_data(s
 
 
 def read_mapping(text: str, source: str) -> tuple[dict[str, Any], Lines]:
-    """The mapping in a YAML document, and the line of each of its keys; an empty document is an empty mapping.
+    """The mapping in a YAML document, and the line of each of its keys; an empty document is an
+    empty mapping.
 
-    Raises ConfigError, which begins with ``source``, where the text is not YAML, is not a mapping, repeats a key, or has a key that
-    is not text.
+    Raises ConfigError, which begins with ``source``, where the text is not YAML, is not a mapping,
+    repeats a key, or has a key that is not text.
     """
     node, value, lines = _parsed(text, source)
     if node is None:
@@ -69,7 +71,8 @@ def read_mapping(text: str, source: str) -> tuple[dict[str, Any], Lines]:
 
 
 def read_value(text: str, source: str) -> Any:
-    """The value of ``text`` as YAML, as in an override ``a.b=text``; ConfigError if it is not exactly one value."""
+    """The value of ``text`` as YAML, as in an override ``a.b=text``; ConfigError if it is not
+    exactly one value."""
     node, value, _ = _parsed(text, source)
     if node is None or text[node.end_mark.index :].strip():
         raise ConfigError(f"{source}: {text!r} is not one value; type null for none, and quotes around text with '#'")

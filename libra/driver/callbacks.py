@@ -66,10 +66,10 @@ class Callbacks:
         """The configured and the ``given`` functions; ConfigError if a name cannot be imported or called so."""
         found: dict[str, list[tuple[str, Callable[..., object]]]] = {kind: [] for kind in KINDS}
         for kind, (call, count) in KINDS.items():
-            name = getattr(config.observe, kind)
+            name = dict[str, str](config.observe.callbacks).get(kind)
             if name is not None:
-                function = named_function(f"observe.{kind}", name, call, *range(count))
-                found[kind].append((f"observe.{kind}={name}", function))
+                function = named_function(f"observe.callbacks.{kind}", name, call, *range(count))
+                found[kind].append((f"observe.callbacks.{kind}={name}", function))
             extra = (given or {}).get(kind)
             if extra is not None:
                 found[kind].append((kind, extra))

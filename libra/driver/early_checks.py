@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from libra import keys
 from libra.config import RunConfig, resolve_model
-from libra.config.engine_package import check_installed
 from libra.config.model_paths import model_line
+from libra.config.sections import check_vllm
 from libra.driver.start_records import check_free
 from libra.errors import ClusterError, ConfigError
 
@@ -47,7 +47,7 @@ def check_early(config: RunConfig, *, resume: bool, starts_workers: bool, given:
         _check_listening(config.cluster.scheduler)
     resolve_model(config.model.path)
     if starts_workers and config.rollout.engine == "vllm":
-        check_installed()
+        check_vllm()
     if not given:
         from libra.envs.environment import check_named
 

@@ -12,9 +12,7 @@ from functools import lru_cache
 from numbers import Real
 from pathlib import Path
 
-from libra.config.load import load_config
-from libra.config.resume_changes import RESOLVED_FILE
-from libra.config.run_config import RunConfig
+from libra.config.load import RESOLVED_FILE, RunConfig, load_config
 from libra.envs.grader import MAX_REWARD, plain_number
 from libra.errors import LateRefused, RecordExists, RunDirectoryError
 from libra.store.run_records import batch_path, group_path, read_batch, read_group, read_late, runs_here, write_late
@@ -138,7 +136,7 @@ def _when(files: RunDirectory, config: RunConfig, trajectory: TrajectoryId) -> s
         return f"in batch {newest + 1}, as a correction of batch {batch}"
     if (first := read_late(files.late_dir, trajectory)) is not None:
         raise LateRefused(f"{trajectory}: {first:g} was delivered before, and the first one counts")
-    why = {"drop": "trainer.late=drop", "wait": f"trainer.late=wait, for {config.trainer.late_wait_s:g} s"}.get(
-        config.trainer.late, f"a group waits for trainer.late_versions={config.trainer.late_versions} versions"
+    why = {"drop": "trainer.late=drop", "wait": f"trainer.late=wait, for {config.trainer.late_args['wait_s']:g} s"}.get(
+        config.trainer.late, f"a group waits for {config.trainer.late_args['versions']} versions (trainer.late_args)"
     )
     raise LateRefused(f"{trajectory}: too late; batch {batch} trained it, and no batch takes its reward ({why})")

@@ -12,6 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from libra.cluster.hardware_inventory import CPU, Machine, cluster_gpu, this_machine
 from libra.config import RunConfig, config_from_dict
 from libra.config.planner import PlannedLayout
@@ -169,13 +171,13 @@ def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here:
 def plan_layout(config: RunConfig, gpu: str, rests_on: str, turns: TrajectoryTotals | None = None) -> PlannedLayout:
     """The plan that a run of ``config`` starts on ``gpu``; ``turns`` by default from `planner.trace`, or drawn."""
     if turns is None and config.planner.trace is not None:
-        turns = read_trace(config.planner.trace, config.planner.tool_s)
+        turns = read_trace(config.planner.trace, config.planner.lengths["tool_s"])
     snapshot, _ = snapshot_of(config, turns, what_if=False, on_cores=gpu == CPU)
     floor = max(config.rollout.max_context_tokens, config.trainer.max_row_tokens)
     plan, micro_batch_tokens = planned(snapshot, floor, may_grow=gpu != CPU)
     layout = layout_of(plan, snapshot.shape, micro_batch_tokens, gpu, rests_on)
     found = planned_regime(config, plan, snapshot)
-    return layout.model_copy(update={"way": found.choice, "way_why": found.words})
+    return msgspec.structs.replace(layout, way=found.choice, way_why=found.words)
 
 
 def check_workers(config: RunConfig, client: Client) -> None:

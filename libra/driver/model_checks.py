@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from libra.config import RunConfig, resolve_model
-from libra.config.distil_checks import teacher_model
+from libra.config.service_devices import teacher_model
 from libra.errors import ConfigError, ModelError
 from libra.model_loader import check_lengths
 from libra.seals import parsed_json

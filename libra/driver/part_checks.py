@@ -15,7 +15,7 @@ from dask.delayed import Delayed
 from libra import keys
 from libra.cluster.hardware_inventory import tool_supply
 from libra.config import RunConfig
-from libra.config.services import MODEL_FUNCTIONS, ServiceEntry
+from libra.config.task_sections import MODEL_FUNCTIONS, ServiceEntry
 from libra.driver.model_checks import ModelFiles, checked_model
 from libra.envs import Environment, Tool
 from libra.errors import ConfigError, ModelError, nearest

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from libra.config import resolve_model
-from libra.config.distil_checks import teacher_model
+from libra.config.service_devices import teacher_model
 from libra.driver.damage import Repairs
 from libra.driver.file_checks import RunCheck, journal_faults
 from libra.driver.start_records import read_given
@@ -268,7 +268,7 @@ def opened_with(run: Path, number: int) -> list[tuple[int, int]]:
 
 def config_of(check: RunCheck) -> RunConfig:
     """The configuration of the run."""
-    from libra.config.resume_changes import load_resumed
+    from libra.config.load import load_resumed
 
     return load_resumed(check.files.directory)
 

@@ -286,7 +286,7 @@ def _attributes(store: Path, files: RunDirectory, record: StoreRecord | None) ->
     if record is not None:
         found = {**_isolation(store), **record.attributes}
     elif not (found := root_attributes(store)):
-        from libra.config.resume_changes import load_resumed
+        from libra.config.load import load_resumed
 
         config = load_resumed(files.directory)
         found = {"run": config.run.name, "model": config.model.path}

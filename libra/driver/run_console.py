@@ -35,7 +35,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from libra.cluster.redirected_output import STDERR, redirected
+from libra.cluster.fork_server import STDERR, redirected
 from libra.driver.start_records import STARTS_FILE
 from libra.errors import shell_path
 from libra.store.run_records import read_evaluations

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NO_SIGNAL_BATCHES = 3
+"""Batches in a row without an advantage after which ``trainer.no_signal=stop`` ends the run."""
+
 
 class Session:
     """A started run, stepped by its caller; a context manager.
@@ -150,8 +153,7 @@ class Session:
         self._stages.begin("workers")
         self.client, self.cluster = connect_run(start.config, request.client, logs.path.parent, exits)
         observe, plain = start.config.observe, start.config.model_dump(mode="json")
-        tensorboard = ("tensorboard",) if observe.tensorboard else ()
-        trackers = Trackers((*tensorboard, *observe.trackers), self.directory, start.spec.run, plain)
+        trackers = Trackers(observe.trackers, self.directory, start.spec.run, plain)
         self.metrics = MetricsLog(self.directory, trackers)
         exits.callback(self.metrics.close)
         self.scheduler = RunClient(self.client, start.spec.run, start.spec.epoch)
@@ -281,7 +283,7 @@ class Session:
 
     def _check_signal(self, in_a_row: int, cause: str) -> None:
         trainer = self.config.trainer
-        if trainer.no_signal == "stop" and in_a_row >= trainer.no_signal_batches:
+        if trainer.no_signal == "stop" and in_a_row >= NO_SIGNAL_BATCHES:
             raise NothingToLearn(
                 f"trainer.no_signal: nothing to learn in {in_a_row} iterations in a row: {cause}. See libra inspect "
                 f"{shell_path(self.directory)}; to go on, type libra resume {shell_path(self.directory)} trainer.no_signal=warn"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from libra.config import RunConfig, dump_config, resolve_model
-from libra.config.resume_changes import check_unchanged
+from libra.config.load import check_unchanged
 from libra.driver.damage import refuse_damaged
 from libra.driver.early_checks import check_main, run_directory
 from libra.driver.model_checks import ModelFiles

@@ -151,15 +151,15 @@ class RunCheckpoints:
     def __init__(self, spec: RunSpec, result: Callable[[Future[Any], int], Any]) -> None:
         self._spec, self._result = spec, result
         keep = spec.config.checkpoint
-        self._kept = KeptCheckpoints(spec.checkpoints_dir, keep=keep.keep, keep_best=keep.keep_best)
+        self._kept = KeptCheckpoints(spec.checkpoints_dir, keep=keep.keep, keep_best=True)
         self.newest: Path | None = newest(spec.checkpoints_dir)
         self._saving: deque[tuple[int, Future[Any]]] = deque()
         self._pruned = 0  # batches whose group records are removed
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint with the best score, if ``checkpoint.keep_best`` is set."""
-        return self._kept.best() if self._spec.config.checkpoint.keep_best else None
+        """The checkpoint with the best score,"""
+        return self._kept.best()
 
     def score(self, version: int, reward: float) -> None:
         """Record the reward of a version that has a checkpoint; see `libra.train.checkpoint_directory`."""

@@ -124,7 +124,6 @@ def service(
     max_batch: int = 8,
     max_wait_s: float = 0.05,
     timeout_s: float = 600.0,
-    answer_s: float | None = None,
     **args: Any,
 ) -> dict[str, Any]:
     """An entry of ``services.named`` for ``libra.train(services={"judge": libra.service(...)})``.
@@ -141,8 +140,6 @@ def service(
         Most requests in one batch, and longest seconds that a request waits for others.
     timeout_s : float
         Seconds after which a batch fails.
-    answer_s : float, optional
-        Device seconds for one answer, for ``libra plan``.
     **args
         Further keyword arguments of the function.
 
@@ -154,7 +151,7 @@ def service(
     named = name_of("libra.service", function)
     return {
         "model": model, "function": named, "args": args, "max_batch": max_batch, "max_wait_s": max_wait_s,
-        "timeout_s": timeout_s, "answer_s": answer_s,
+        "timeout_s": timeout_s,
     }  # fmt: skip
 
 

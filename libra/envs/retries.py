@@ -35,7 +35,7 @@ TOTAL_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class BackOff:
-    """``environment.retries``, ``environment.retry_s`` and the run's seed."""
+    """``environment.retries`` and the run's seed."""
 
     retries: int = 5
     first_s: float = 1.0

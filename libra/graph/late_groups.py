@@ -41,6 +41,8 @@ from libra.worker.training.batch_rows import take_late
 
 logger = logging.getLogger(__name__)
 
+LATE_TAU = 50.0
+"""Versions after which a late reward counts for 1/e of its difference (RAC)."""
 POLL_S = 0.1
 HEARTBEAT_S = 5.0
 """Seconds between two reports of a batch that waits, for the watchdog."""
@@ -63,16 +65,17 @@ async def take_delivered(
         found.update(came(spec.late_dir, [trajectory for trajectory in late if trajectory not in found]))
         return len(late) - len(found)
 
+    limit_s = trainer.late_args["wait_s"]
     if trainer.late == "wait" and len(found) < len(late):
         logger.info(
             "run %s: batch %d waits for %d of %d late rewards", spec.run, batch, len(late) - len(found), len(late)
         )
-        if await wait_for(context, batch, trainer.late_wait_s, missing):
+        if await wait_for(context, batch, limit_s, missing):
             first = next(trajectory for trajectory in late if trajectory not in found)
             logger.warning(
-                "run %s: batch %d: %d of %d late rewards did not come in trainer.late_wait_s=%g s, the first for %s: "
+                "run %s: batch %d: %d of %d late rewards did not come in trainer.late_args.wait_s=%g s, the first for %s: "
                 "provisional values count, and trajectories without one are left out",
-                spec.run, batch, len(late) - len(found), len(late), trainer.late_wait_s, first,
+                spec.run, batch, len(late) - len(found), len(late), limit_s, first,
             )  # fmt: skip
     for trajectory, value in found.items():
         late[trajectory].take_late(value)
@@ -115,12 +118,12 @@ def late_facts(
     waited = waiting_after(spec, batch - 1)
     values = came(spec.late_dir, [TrajectoryId(*place) for group in waited for place in group.places()])
     here: dict[Place, float] = {trajectory[:3]: value for trajectory, value in values.items()}
-    settled = settle(waited, batch, here, versions=spec.config.trainer.late_versions)
+    settled = settle(waited, batch, here, versions=spec.config.trainer.late_args["versions"])
     corrected, worth = corrections(spec.config, spec.groups_dir, settled.arrivals, worth_after(spec, batch - 1))
     begins: list[WaitingGroup] = []
     dropped: list[Place] = []
     for members, row in zip(groups, rows, strict=True):
-        group = _with_rewards_to_come(batch, members, row, found, guess_weight(spec.config, worth))
+        group = _with_rewards_to_come(batch, members, row, found, worth.slope)
         if group is None:
             continue
         if mode == "correct" and row.get("over_age") != Verdict.DROP:
@@ -168,10 +171,10 @@ def _tell(
     begin: int,
 ) -> None:
     """Log what a batch does about late rewards, and report it for the event log."""
-    spec, versions = context.spec, context.spec.config.trainer.late_versions
+    spec, versions = context.spec, context.spec.config.trainer.late_args["versions"]
     if settled.dropped:
         logger.warning(
-            "run %s: batch %d: %d late rewards did not come within trainer.late_versions=%d versions, the first for %s; they "
+            "run %s: batch %d: %d late rewards did not come within trainer.late_args.versions=%d, the first for %s; they "
             "are dropped",
             spec.run, batch, len(settled.dropped), versions, TrajectoryId(*settled.dropped[0]),
         )  # fmt: skip
@@ -189,11 +192,6 @@ def _tell(
             waiting=len(settled.waiting) + begin,
         )
     )
-
-
-def guess_weight(config: RunConfig, worth: GuessWorth) -> float:
-    """Weight of the provisional rewards of a batch, 0 to 1."""
-    return worth.slope if config.trainer.late_guess == "learned" else 1.0
 
 
 def discount(row: dict[str, Any], group: WaitingGroup) -> None:
@@ -226,7 +224,7 @@ def corrections(
             _weight(trained, waited) * before,
             _weight(trains, now) * after,
             delay=arrival.delay,
-            tau=config.trainer.late_tau,
+            tau=LATE_TAU,
         )
         first = trains & ~trained
         takes_part = first | (advantages != 0)

@@ -36,7 +36,6 @@ def member_rows(
         [group_rewards(group, verdict) for group, verdict in zip(groups, left_out, strict=True)],
         estimator_of(trainer),
         normalize_std=trainer.normalize_std,
-        eps=trainer.std_eps,
         drop_uniform_groups=trainer.drop_uniform_groups,
         drop_truncated=trainer.drop_truncated,
     )

@@ -62,7 +62,7 @@ async def _scored(host: WorkerRuntime, members: Sequence[Trajectory]) -> Scored:
 
 
 async def with_scores(context: WorkerContext, batch: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Set ``taught`` in the ``rows`` of groups that the teacher has scored, after the wait of ``distil.late``.
+    """Set ``taught`` in the ``rows`` of groups that the teacher has scored, after a wait of up to ``distil.wait_s``.
 
     Where rewards do not count, trajectories without scores take no part in the step. No effect without a teacher.
     """
@@ -71,13 +71,13 @@ async def with_scores(context: WorkerContext, batch: int, rows: Sequence[dict[st
         return
     paths = [scores_path(spec.groups_dir / Path(row["path"]).name) for row in rows]
     wanted = [path for path, row in zip(paths, rows, strict=True) if any(row["trains"])]
-    if distil.late == "wait":
+    if distil.wait_s > 0:
         await wait_for(context, batch, distil.wait_s, lambda: sum(not path.exists() for path in wanted))
     missing = [path.stem for path in wanted if not path.exists()]
     if missing:
         logger.warning(
-            "run %s: batch %d trains %s %d of %d groups that the teacher has not scored (distil.late=%s), the first is %s",
-            spec.run, batch, "on rewards alone for" if distil.reward_coef else "without", len(missing), len(rows), distil.late,
+            "run %s: batch %d trains %s %d of %d groups that the teacher has not scored (distil.wait_s=%g), the first is %s",
+            spec.run, batch, "on rewards alone for" if distil.reward_coef else "without", len(missing), len(rows), distil.wait_s,
             missing[0],
         )  # fmt: skip
     for path, row in zip(paths, rows, strict=True):

@@ -1,6 +1,6 @@
 """Measured hardware of a run: capacity and seconds of its engines, its trainer, and the seconds between them.
 
-`libra calibrate RUN --save FILE` writes it as one JSON file; `simulation.calibration` and `planner.calibration` read it. `libra
+`libra calibrate RUN --save FILE` writes it as one JSON file; `planner.calibration` reads it. `libra
 simulate --from-run` computes it from the run. Seconds of engines are those that they declared (`engine_declared`).
 
 A step of its trainer takes ``fixed + tokens x token`` seconds. Every second step is fitted and the others
@@ -119,7 +119,7 @@ class RunCalibration:
             known = ", ".join(f"tp{degree}" for degree in self.degrees)
             raise ConfigError(
                 f"{where}: engines of tp{tp} are requested, and {self.source} measured {known} only; type "
-                f"simulation.layout={{tp{self.degrees[0]}: 1}}, or calibrate from a run that has an engine of tp{tp}"
+                f"cluster.engines=[{{tp: {self.degrees[0]}}}], or calibrate from a run that has an engine of tp{tp}"
             )
         return max(engines, key=lambda engine: (engine.slots, engine.steps.num_steps, engine.worker))
 

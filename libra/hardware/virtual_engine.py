@@ -84,7 +84,7 @@ class VirtualEngine:
         if need > self._tables.kv_capacity_tokens:
             raise ConfigError(
                 f"{request.key} needs {need} tokens of KV, {self.name} holds {self._tables.kv_capacity_tokens}; "
-                "type simulation.layout with a higher degree, or shorten the trajectories (simulation.turns, simulation.traces)"
+                "type cluster.engines with a higher tp, or shorten the trajectories (planner.lengths.turns, planner.trace)"
             )
         self._advance(now_s)
         self._serial += 1

@@ -15,7 +15,6 @@ from statistics import NormalDist
 import numpy as np
 
 from libra.config import RunConfig
-from libra.config.distil_checks import teacher_model
 from libra.config.model_paths import resolve_model
 from libra.config.service_devices import (
     asked_models,
@@ -23,6 +22,7 @@ from libra.config.service_devices import (
     least_of_others,
     service_models,
     service_workers,
+    teacher_model,
 )
 from libra.errors import ConfigError, ModelError, PlanError
 from libra.hardware import GPU, ModelShape, load_gpu, load_shape
@@ -159,9 +159,9 @@ def snapshot_of(
                 "--what-if plans with them."
             )
     note = "".join(notes)
-    num = section.trajectories or config.trainer.prompts * config.trainer.group_size
+    num = config.trainer.prompts * config.trainer.group_size
     if turns is None:
-        workload, cut = batch_of(config, num=num, turns=section.turns)
+        workload, cut = batch_of(config, num=num, turns=section.lengths["turns"])
     else:
         workload, cut = turns.resampled(num, config.run.seed, config.rollout.max_context_tokens), ""
     note = "\n".join(sentence for sentence in (cut, note, _without_gpu(config)) if sentence)
@@ -171,17 +171,13 @@ def snapshot_of(
         num_gpus=section.num_gpus or DEFAULT_NUM_GPUS,
         workload=workload,
         tp=tuple(degrees),
-        gpus_per_node=section.gpus_per_node,
         training=trainer_layout(config, workload),
         eta=config.run.eta,
         update_s=update_s,
         beside_s=update_s,
-        min_train_gpus=section.min_train_gpus,
-        min_rollout_gpus=section.min_rollout_gpus,
         fixed_train_gpus=section.fixed_train_gpus,
         fixed_engines=section.fixed_engines,
-        max_concurrency=section.max_concurrency,
-        trained_frac=section.trained_frac,
+        trained_frac=section.lengths["trained_frac"],
         services=services_of(config, on_cores=on_cores),
     )
     if section.calibration is None:
@@ -266,7 +262,7 @@ def services_of(config: RunConfig, *, on_cores: bool = False) -> ServiceModels:
     `snapshot_of`."""
     teacher, path, asked = None, teacher_model(config), asked_models(config)
     if path is not None:
-        weight_bytes, waits = DTYPE_BYTES[config.model.dtype], config.distil.late == "wait"
+        weight_bytes, waits = DTYPE_BYTES[config.model.dtype], config.distil.wait_s > 0
         shape = _known_sizes(path, "distil.teacher")
         teacher = ServiceModel(config.distil.service or "", shape, weight_bytes=weight_bytes, waits=waits)
     if not asked and (teacher is None or not teacher.name):
@@ -275,7 +271,7 @@ def services_of(config: RunConfig, *, on_cores: bool = False) -> ServiceModels:
     for name, model in asked.items():
         entry = config.services.named[name]
         shape, passes = _known_sizes(model, f"services.named: {name!r}"), PASSES.get(entry.function, 0)
-        found.append(ServiceModel(name, shape, passes, entry.answer_s, _number_bytes(model), name not in late))
+        found.append(ServiceModel(name, shape, passes, _number_bytes(model), name not in late))
     gib = config.services.device_gib
     return ServiceModels(
         tuple(found),
@@ -309,46 +305,46 @@ def _without_gpu(config: RunConfig) -> str:
     taught, models = config.distil.teacher is not None, service_models(config)
     if not taught and not models:
         return ""
-    rollout, train, tool = (jobs.gpus for jobs in (config.slurm_rollout, config.slurm_train, config.slurm_tool))
+    rollout, train, tool = (config.slurm.of_role(role).gpus for role in ("rollout", "train", "tool"))
     if tool or not (rollout or train):
         return ""
     if not taught:
         return (
-            f"slurm_tool.gpus: 0, and among jobs of Slurm services ({', '.join(models)}) are with the tool workers, where they "
-            "would answer on CPU cores; the plan assumes a GPU: type slurm_tool.gpus=1."
+            f"slurm.jobs.tool.gpus: 0, and among jobs of Slurm services ({', '.join(models)}) are with the tool workers, "
+            "where they would answer on CPU cores; the plan assumes a GPU: type slurm.jobs.tool.gpus=1."
         )
     return (
-        "slurm_tool.gpus: 0, and among jobs of Slurm the teacher is with the first tool worker, where it would score on CPU cores; "
-        "the plan assumes a GPU: type slurm_tool.gpus=1."
+        "slurm.jobs.tool.gpus: 0, and among jobs of Slurm the teacher is with the first tool worker, where it would score on CPU "
+        "cores; the plan assumes a GPU: type slurm.jobs.tool.gpus=1."
     )
 
 
 def batch_of(config: RunConfig, *, num: int, turns: int) -> tuple[TrajectoryTotals, str]:
     """``num`` trajectories of ``turns`` turns with the lengths of section `planner`, cut at the limits of section `rollout`,
     and a sentence on those that were cut."""
-    section, rollout = config.planner, config.rollout
-    room = rollout.max_context_tokens - section.prompt_tokens - section.observation_tokens
+    lengths, rollout = config.planner.lengths, config.rollout
+    room = rollout.max_context_tokens - lengths["prompt_tokens"] - lengths["observation_tokens"]
     if room < 1:
         raise PlanError(
-            f"planner.prompt_tokens: {section.prompt_tokens} tokens of prompt and planner.observation_tokens="
-            f"{section.observation_tokens} leave nothing to generate in rollout.max_context_tokens="
-            f"{rollout.max_context_tokens}; type e.g. planner.prompt_tokens={max(rollout.max_context_tokens // 4, 1)}"
+            f"planner.lengths: prompt_tokens={lengths['prompt_tokens']} and observation_tokens="
+            f"{lengths['observation_tokens']} leave nothing to generate in rollout.max_context_tokens="
+            f"{rollout.max_context_tokens}; type e.g. planner.lengths.prompt_tokens={max(rollout.max_context_tokens // 4, 1)}"
         )
     most = min(room, rollout.max_new_tokens * turns)
-    normal, (median, last) = NormalDist(), (section.generated_p50_tokens, section.generated_p99_tokens)
+    normal, (median, last) = NormalDist(), (lengths["generated_p50_tokens"], lengths["generated_p99_tokens"])
     quantiles = np.array([normal.inv_cdf((number + 0.5) / num) for number in range(num)])
     wanted = median * np.exp(np.log(last / median) / normal.inv_cdf(0.99) * quantiles)
     workload = TrajectoryTotals.of(
-        np.full(num, float(section.prompt_tokens)),
+        np.full(num, float(lengths["prompt_tokens"])),
         np.minimum(wanted, most),
-        observation_tokens=float(section.observation_tokens),
+        observation_tokens=float(lengths["observation_tokens"]),
         num_turns=float(turns),
-        tool_wait_s=section.tool_s * (turns - 1),
+        tool_wait_s=lengths["tool_s"] * (turns - 1),
     )
     cut = int((wanted > most).sum())
     limit = (
         f"rollout.max_context_tokens={rollout.max_context_tokens}"
         if most == room
-        else f"rollout.max_new_tokens={rollout.max_new_tokens} in planner.turns={turns}"
+        else f"rollout.max_new_tokens={rollout.max_new_tokens} in planner.lengths.turns={turns}"
     )
     return workload, f"{cut} of {num} trajectories end at {most:,} generated tokens: {limit}." if cut else ""

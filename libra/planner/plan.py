@@ -196,7 +196,7 @@ class Plan:
 _WHY = {
     "training": "it takes longer than generating, so that a GPU is worth more there",
     "rollout throughput": "engines are busy nearly all the time; more of them would shorten the step",
-    "teacher": "it takes this long to score the batch; a smaller one or distil.late=drop would help, more GPUs would not",
+    "teacher": "it takes this long to score the batch; a smaller one or distil.wait_s=0 would help, more GPUs would not",
     "services": "they take this long to answer for the batch; smaller models or late rewards would help, more GPUs would not",
     "longest trajectory": "the longest take this long however many GPUs there are; faster engines would help, more would not",
 }

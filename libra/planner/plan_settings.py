@@ -119,7 +119,7 @@ def with_plan(config: RunConfig, layout: PlannedLayout) -> RunConfig:
     values["trainer"] |= {"micro_batch_tokens": layout.micro_batch_tokens}
     if config.policy.name == ROUTED:
         values["policy"] |= {"boundaries_tokens": layout.route}
-    values["planner"] |= {"layout": "configured", "planned": layout.model_dump()}
+    values["planner"] |= {"layout": "configured", "planned": layout}
     return config_from_dict(values)
 
 

@@ -83,8 +83,6 @@ class Problem:
         Seconds from the end of a step until engines serve its weights, during which neither pool works.
     beside_s : float
         Of these, the seconds that pass beside the next step if one GPU trains and eta is at least 1.
-    min_train_gpus, min_rollout_gpus : int
-        Minimum GPUs of each side of the split (core pools).
     fixed_train_gpus : int or None
         The training pool, if it is given.
     fixed_engines : mapping of TP degree to number of engines
@@ -101,8 +99,6 @@ class Problem:
     eta: int = 1
     update_s: float = 0.0
     beside_s: float = 0.0
-    min_train_gpus: int = 1
-    min_rollout_gpus: int = 1
     fixed_train_gpus: int | None = None
     fixed_engines: Mapping[int, int] = field(default_factory=dict)
 
@@ -243,11 +239,10 @@ def splits_of(problem: Problem) -> Ints:
     takes = np.isfinite(problem.least_s)
     smallest = int(np.where(takes, problem.tp[:, None], problem.gpus_per_node).min(axis=0).max())
     fixed_gpus = sum(degree * number for degree, number in problem.fixed_engines.items())
-    needed = max(problem.min_rollout_gpus, smallest, fixed_gpus)
+    needed = max(smallest, fixed_gpus)
     why_needed = {
         fixed_gpus: f"planner.fixed_engines={dict(problem.fixed_engines)} takes {fixed_gpus} GPUs",
         smallest: f"the smallest engine that holds the longest trajectory takes {smallest} GPUs",
-        problem.min_rollout_gpus: f"planner.min_rollout_gpus={problem.min_rollout_gpus}",
     }[needed]
     runs = np.isfinite(problem.train_s)
     if problem.num_gpus < 2:
@@ -270,14 +265,7 @@ def splits_of(problem: Problem) -> Ints:
     pinned = problem.fixed_train_gpus
     if pinned is not None:
         return _pinned(problem, pinned, needed, why_needed)
-    chosen = runs & (problem.train_gpus >= problem.min_train_gpus) & (problem.train_gpus <= problem.num_gpus - needed)
-    if not chosen.any():
-        counts = problem.train_gpus[runs].tolist()
-        raise PlanError(
-            f"planner.min_train_gpus: got {problem.min_train_gpus}, and {why_needed}, out of {problem.num_gpus} GPUs; training "
-            f"runs on {_some(counts)} GPUs; type planner.min_train_gpus={least_train}, or planner.min_rollout_gpus={smallest}"
-        )
-    return np.flatnonzero(chosen)
+    return np.flatnonzero(runs & (problem.train_gpus <= problem.num_gpus - needed))
 
 
 def _pinned(problem: Problem, pinned: int, needed: int, why_needed: str) -> Ints:

@@ -6,7 +6,7 @@ if engines and training leave one, else they share that of a training worker; on
 for which no rank is counted.
 
 A plan assumes that each service is asked once for each trajectory of a batch, about all of its tokens, and
-answers in its declared ``answer_s``, else in the passes of the model that its function makes. Restoring
+answers in the passes of the model that its function makes. Restoring
 weights that others evicted takes no time.
 """
 
@@ -35,8 +35,6 @@ class ServiceModel:
     shape : ModelShape
     passes : int
         Forward passes of an answer; 0: not known.
-    answer_s : float or None
-        Declared seconds of an answer on its device.
     weight_bytes : int
         Of a number of its weights.
     waits : bool
@@ -46,7 +44,6 @@ class ServiceModel:
     name: str
     shape: ModelShape
     passes: int = 1
-    answer_s: float | None = None
     weight_bytes: int = 2
     waits: bool = True
 
@@ -57,8 +54,6 @@ class ServiceModel:
 
     def batch_s(self, gpu: GPU, workload: TrajectoryTotals, training: Layout) -> float:
         """Seconds of its device for the trajectories of a batch."""
-        if self.answer_s is not None:
-            return self.answer_s * len(workload)
         return self.passes * float(sequences_s(gpu, self.shape, workload.final_context_tokens, training).sum())
 
 
@@ -174,8 +169,8 @@ class ServiceModels:
         """Where the others compute, and what a plan assumes of that, in words; empty without any."""
         if not self.models:
             return ""
-        unknown = [model.name for model in self.models if model.answer_s is None and not model.passes]
-        free = f"; {', '.join(unknown)} assumed to take no time: type answer_s in services.named" if unknown else ""
+        unknown = [model.name for model in self.models if not model.passes]
+        free = f"; {', '.join(unknown)} assumed to take no time" if unknown else ""
         late = "" if any(model.waits for model in self.models) else "; rewards do not wait for them"
         names, where = (
             ", ".join(model.name for model in self.models),

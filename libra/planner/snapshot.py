@@ -43,7 +43,7 @@ class PlanningSnapshot:
         Publishing and loading new weights.
     beside_s : float
         Of these, publishing, which a single training worker does beside its next step at ``eta`` >= 1.
-    min_train_gpus, min_rollout_gpus, fixed_train_gpus, fixed_engines
+    fixed_train_gpus, fixed_engines
         As of `Problem`.
     max_concurrency : int
         Trajectories that generate at once on one engine at most.
@@ -67,8 +67,6 @@ class PlanningSnapshot:
     eta: int = 1
     update_s: float = 0.0
     beside_s: float = 0.0
-    min_train_gpus: int = 1
-    min_rollout_gpus: int = 1
     fixed_train_gpus: int | None = None
     fixed_engines: Mapping[int, int] = field(default_factory=dict)
     max_concurrency: int = 256
@@ -151,8 +149,6 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
         eta=snapshot.eta,
         update_s=snapshot.update_s,
         beside_s=snapshot.beside_s,
-        min_train_gpus=snapshot.min_train_gpus,
-        min_rollout_gpus=snapshot.min_rollout_gpus,
         fixed_train_gpus=snapshot.fixed_train_gpus,
         fixed_engines=dict(snapshot.fixed_engines),
     )

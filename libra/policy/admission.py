@@ -31,7 +31,7 @@ from enum import StrEnum
 from typing import Self
 
 from libra import facts
-from libra.config.models import RunSections
+from libra.config.sections import RunSections
 from libra.facts import Fact, OpenBatch, OpenGate, OpenWave, StepMeasured, TakeSteps
 from libra.policy.saved import Saved
 from libra.policy.step_ways import WayChoice
@@ -89,11 +89,7 @@ def keeps_version(config: RunSections) -> bool:
 
 def staleness_of(config: RunSections) -> StalenessPolicy:
     eta, section = config.run.eta, config.staleness
-    return (
-        StalenessPolicy(eta, Verdict(section.over_age), section.window, section.in_flight)
-        if eta
-        else StalenessPolicy(0)
-    )
+    return StalenessPolicy(eta, Verdict(section.over_age), section.window) if eta else StalenessPolicy(0)
 
 
 Opened = OpenGate | OpenBatch | OpenWave | TakeSteps

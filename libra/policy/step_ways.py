@@ -31,7 +31,7 @@ from typing import Self
 
 import msgspec
 
-from libra.config.models import RunSections
+from libra.config.sections import RunSections
 from libra.config.streaming import ways_of
 from libra.facts import StepMeasured, TakeSteps
 from libra.policy.saved import Saved

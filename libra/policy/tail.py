@@ -27,7 +27,7 @@ from typing import Any, Self
 import msgspec
 
 from libra import facts
-from libra.config.models import RunSections
+from libra.config.sections import RunSections
 from libra.config.streaming import turns
 from libra.facts import Turned
 from libra.policy.admission import Admission

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Self
 
-from libra.config.models import RunSections
+from libra.config.sections import RunSections
 from libra.config.streaming import enough_groups, most_waves, wave_groups
 from libra.facts import OpenWave
 from libra.policy.saved import Saved

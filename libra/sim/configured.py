@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from libra.config.distil_checks import teacher_model
+from libra.config.load import RunConfig
 from libra.config.model_paths import resolve_model
-from libra.config.run_config import RunConfig
-from libra.config.simulation import SimulationSection
+from libra.config.service_devices import teacher_model
 from libra.errors import ConfigError, ModelError
 from libra.facts import boundaries_of
 from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
@@ -26,7 +24,6 @@ from libra.planner.cost import Layout
 from libra.planner.cost.training_cost import sequences_s
 from libra.planner.from_config import batch_of
 from libra.policy import CMLFQ, Fifo, Ordering, staleness_of
-from libra.policy.cmlfq import Objective
 from libra.sim.from_run import RunSetting, engine_spec
 from libra.sim.run_record import digest_of
 from libra.sim.simulation_options import EngineSpec, QuantumOverhead, SimulationOptions, fleet, slots_of
@@ -34,7 +31,7 @@ from libra.sim.simulator import Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, draw, load_traces
 from libra.types import NO_TOOL, ToolStatus
 
-CALIBRATION = "simulation.calibration"
+CALIBRATION = "planner.calibration"
 LAYOUT = Layout()
 """Training of the cost model, with gradient checkpointing."""
 PASSES = 4.0
@@ -45,9 +42,9 @@ def drawn_workload(config: RunConfig) -> Workload:
     """The workload of ``config``: drawn from its traces, or of the lengths that `libra plan` expects; the same seed
     draws the same."""
     section, trainer, seed = config.simulation, config.trainer, config.run.seed
-    if section.traces is None:
+    if config.planner.trace is None:
         return expected_workload(config)
-    traces = load_traces(section.traces, seed=seed)
+    traces = load_traces(config.planner.trace, seed=seed)
     return draw(
         traces, num_groups=trainer.prompts, group_size=trainer.group_size, seed=seed, iterations=section.iterations
     )
@@ -56,12 +53,12 @@ def drawn_workload(config: RunConfig) -> Workload:
 def expected_workload(config: RunConfig) -> Workload:
     """Trajectories of the lengths in section `planner`, within the limits of section `rollout`, in an order by the seed.
 
-    Each has `planner.turns` turns (or `simulation.turns`; `rollout.max_turns` at most) of equal length.
+    Each has `planner.lengths.turns` turns of equal length, `rollout.max_turns` at most.
     """
     section, trainer = config.simulation, config.trainer
-    turns = min(section.turns or config.planner.turns, config.rollout.max_turns)
+    turns = min(config.planner.lengths["turns"], config.rollout.max_turns)
     totals, _ = batch_of(config, num=trainer.prompts * trainer.group_size, turns=turns)
-    tool_s = config.planner.tool_s
+    tool_s = config.planner.lengths["tool_s"]
     columns = totals.prompt_tokens, totals.generated_tokens, totals.observation_tokens
     rows = np.stack(columns, axis=1).round().astype(int)
     plans: list[TrajectoryPlan] = []
@@ -87,45 +84,24 @@ def _parts(total: int, number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The choices of a simulation: section `simulation` of ``config``, and the run's own sections for what it leaves
-    out."""
+    """The choices of a simulation in the sections of ``config``."""
 
     config: RunConfig
 
     @property
-    def policy(self) -> str:
-        """Name of the ordering."""
-        return self.config.simulation.policy or self.config.policy.name
-
-    @property
-    def objective(self) -> Objective:
-        """Objective of orderings with forecasts."""
-        return self.config.simulation.objective or self.config.policy.objective
-
-    @property
-    def calibration(self) -> Path | None:
-        """File of measured seconds; None: the GPU's tables."""
-        section = self.config.simulation
-        if section.calibration is None and section.gpu is None and section.model is None:
-            return self.config.planner.calibration
-        return section.calibration
-
-    @property
     def gpu(self) -> str:
         """GPU of the engines, without a calibration."""
-        return self.config.simulation.gpu or self.config.planner.gpu or "A800-80G"
+        return self.config.planner.gpu or "A800-80G"
 
     @property
     def model(self) -> str:
-        """Name or directory of the model, without a calibration."""
-        return self.config.simulation.model or str(resolve_model(self.config.model.path))
+        """Directory of the model, without a calibration."""
+        return str(resolve_model(self.config.model.path))
 
     @property
     def layout(self) -> dict[int, int]:
         """Engines by TP degree."""
-        named, cluster = self.config.simulation.layout, self.config.cluster
-        if named is not None:
-            return {int(name.removeprefix("tp")): count for name, count in named.items()}
+        cluster = self.config.cluster
         if not cluster.engines:
             return {self.config.rollout.tp: cluster.rollout_workers}
         counts: Counter[int] = Counter()
@@ -133,22 +109,29 @@ class Simulated:
             counts[group.tp] += group.count
         return dict(counts)
 
+    @property
+    def slots(self) -> dict[int, int]:
+        """Concurrent generations of an engine by TP degree, where `cluster.engines` gives them."""
+        return {group.tp: group.slots for group in self.config.cluster.engines if group.slots is not None}
+
     def ordering(self) -> Ordering:
         """A new object of the policy."""
-        if self.policy == Fifo.name:
+        policy = self.config.policy
+        if policy.name == Fifo.name:
             return Fifo()
-        learns = self.policy == CMLFQ.name or is_named(self.policy)
-        options: dict[str, Any] = {"objective": self.objective} if learns else {}
-        return ordering_of(self.policy, patience=self.config.policy.patience, **options)
+        learns = policy.name == CMLFQ.name or is_named(policy.name)
+        options: dict[str, Any] = {"objective": policy.objective} if learns else {}
+        return ordering_of(policy.name, patience=policy.patience, **options)
 
     def as_settings(self) -> dict[str, Any]:
-        """The choices as values of section `simulation`, for JSON."""
+        """The choices, for JSON."""
+        config = self.config
         return {
-            "policy": self.policy,
-            "objective": self.objective,
+            "policy": config.policy.name,
+            "objective": config.policy.objective,
             "gpu": self.gpu,
             "model": self.model,
-            "calibration": None if self.calibration is None else str(self.calibration),
+            "calibration": None if config.planner.calibration is None else str(config.planner.calibration),
             "layout": {f"tp{tp}": count for tp, count in self.layout.items()},
         }
 
@@ -158,8 +141,7 @@ def _gpu(choices: Simulated) -> GPU:
     try:
         return load_gpu(choices.gpu)
     except ConfigError as error:
-        section = "simulation" if choices.config.simulation.gpu else "planner"
-        raise ConfigError(f"{section}.gpu: {error}") from error
+        raise ConfigError(f"planner.gpu: {error}") from error
 
 
 def _model(choices: Simulated) -> ModelShape:
@@ -167,27 +149,24 @@ def _model(choices: Simulated) -> ModelShape:
     try:
         return load_shape(choices.model)
     except ModelError as error:
-        setting = "simulation.model" if choices.config.simulation.model else "model.path"
-        raise ModelError(f"{setting}: {error}") from error
+        raise ModelError(f"model.path: {error}") from error
 
 
-def engines_of(
-    choices: Simulated, layout: Mapping[int, int], slots: int | None, workload: Workload
-) -> tuple[EngineSpec, ...]:
-    """Engines of a layout with the seconds of a GPU's tables; ``slots`` None: as many as fit at mean length."""
+def engines_of(choices: Simulated, layout: Mapping[int, int], workload: Workload) -> tuple[EngineSpec, ...]:
+    """Engines of a layout with the seconds of a GPU's tables; slots that are not given are as many as fit at mean length."""
     gpu, model = _gpu(choices), _model(choices)
     tables = {tp: EngineTables(engine_seconds(gpu, model, tp)) for tp in layout}
     plans = workload.trajectories
     mean = sum(plan.final_tokens for plan in plans) // max(1, len(plans))
-    return fleet(dict(layout), tables, {tp: slots or slots_of(tables[tp], mean) for tp in layout})
+    return fleet(dict(layout), tables, {tp: choices.slots.get(tp) or slots_of(tables[tp], mean) for tp in layout})
 
 
 def measured_engines(
-    calibration: RunCalibration, layout: Mapping[int, int], slots: int | None
+    calibration: RunCalibration, layout: Mapping[int, int], slots: Mapping[int, int]
 ) -> tuple[EngineSpec, ...]:
     """Engines of a layout as ``calibration`` measured them; ConfigError for a degree that it lacks."""
     return tuple(
-        engine_spec(calibration.of_tp(tp, "simulation.layout"), f"tp{tp}-{index}", slots=slots)
+        engine_spec(calibration.of_tp(tp, "cluster.engines"), f"tp{tp}-{index}", slots=slots.get(tp))
         for tp in sorted(layout)
         for index in range(layout[tp])
     )
@@ -203,7 +182,7 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
     """
     section, choices = config.simulation, Simulated(config)
     workload = drawn_workload(config) if workload is None else workload
-    measured, path = None, choices.calibration
+    measured, path = None, config.planner.calibration
     if path is not None:
         measured = read_calibration(path, CALIBRATION)
         measured.check_model(config.model.path, digest_of(config.model.path), CALIBRATION)
@@ -214,13 +193,13 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         tool_slots=section.tool_slots,
         chunk_tokens=config.rollout.chunk_tokens,
         residuals=shipped_residuals() if section.noise else None,
-        boundaries=(boundaries_of(config.policy.boundaries_tokens) if choices.policy == CMLFQ.name else ()),
+        boundaries=(boundaries_of(config.policy.boundaries_tokens) if config.policy.name == CMLFQ.name else ()),
         teacher_token_s=expected_teacher_token_s(choices, measured, workload),
     )
     if measured is None:
-        engines = engines_of(choices, choices.layout, section.slots, workload)
+        engines = engines_of(choices, choices.layout, workload)
     else:
-        engines = measured_engines(measured, choices.layout, section.slots)
+        engines = measured_engines(measured, choices.layout, choices.slots)
         options = replace(
             options,
             load_s=measured.load_s if section.load_s is None else section.load_s,
@@ -242,7 +221,7 @@ def expected_teacher_token_s(choices: Simulated, measured: RunCalibration | None
     gradient, or 0 if it has none. ModelError if the teacher's sizes are not known here.
     """
     named = teacher_model(choices.config)
-    if named is None or choices.config.distil.late != "wait":
+    if named is None or not choices.config.distil.wait_s:
         return 0.0
     try:
         teacher = load_shape(str(resolve_model(named)))
@@ -280,8 +259,11 @@ class RunSimulation(NamedTuple):
     measured: bool  # engines are as the run measured them
 
 
-INSTEAD = ("gpu", "model", "calibration")
-"""Keys of section `simulation` that replace the run's engines."""
+LAYOUT_SETTINGS = frozenset({"cluster.engines", "cluster.rollout_workers", "rollout.tp"})
+REPLACED = LAYOUT_SETTINGS | {
+    "model.path", "planner.gpu", "planner.calibration", "policy.name", "policy.objective", "policy.patience"
+}  # fmt: skip
+"""Settings beside section `simulation` that replace those of a simulated run where they are typed."""
 
 
 def simulator_of_setting(config: RunConfig, setting: RunSetting, typed: Set[str]) -> RunSimulation:
@@ -290,29 +272,28 @@ def simulator_of_setting(config: RunConfig, setting: RunSetting, typed: Set[str]
     Parameters
     ----------
     typed : set of str
-        Dotted names that were given on the command line. Section `simulation` of a file is not this run's.
+        Dotted names that were given on the command line. Other settings of ``config`` are not this run's.
     """
     section, options = config.simulation, setting.options
     given = {name.removeprefix("simulation.") for name in typed if name.startswith("simulation.")}
-    tables = bool(given & set(INSTEAD))
     own = setting.record.config
-    # What was not typed is the run's: section `simulation` of a file is not.
-    typed_only = SimulationSection(**{name: getattr(section, name) for name in given})
-    choices = Simulated(own.model_copy(update={"simulation": typed_only}))
-    layout = choices.layout if "layout" in given else dict(Counter(engine.tp for engine in setting.calibration.engines))
-    if "calibration" in given and section.calibration is not None:
-        measured = read_calibration(section.calibration, CALIBRATION)
+    if "planner.calibration" not in typed:
+        own = own.model_copy(update={"planner": own.planner.model_copy(update={"calibration": None})})
+    for part, _, key in (name.partition(".") for name in sorted(typed & REPLACED)):
+        replaced = getattr(own, part).model_copy(update={key: getattr(getattr(config, part), key)})
+        own = own.model_copy(update={part: replaced})
+    tables, laid_out, choices = bool(typed & {"planner.gpu", "model.path"}), typed & LAYOUT_SETTINGS, Simulated(own)
+    layout = choices.layout if laid_out else dict(Counter(engine.tp for engine in setting.calibration.engines))
+    if (path := own.planner.calibration) is not None:
+        measured = read_calibration(path, CALIBRATION)
         measured.check_model(own.model.path, digest_of(own.model.path), CALIBRATION)
-        engines = measured_engines(measured, layout, typed_only.slots)
+        engines = measured_engines(measured, layout, choices.slots)
     elif tables:
-        engines = engines_of(choices, layout, typed_only.slots, setting.workload)
-    elif "layout" in given:
-        engines = measured_engines(setting.calibration, layout, typed_only.slots)
+        engines = engines_of(choices, layout, setting.workload)
+    elif laid_out:
+        engines = measured_engines(setting.calibration, layout, choices.slots)
     else:
-        engines = tuple(
-            spec._replace(slots=typed_only.slots, announced=()) if typed_only.slots else spec
-            for spec in setting.engines
-        )
+        engines = setting.engines
     if "train_s" in given:
         options = replace(options, train_s=section.train_s or 0.0, publish_s=0.0, steps_s=())
     if "load_s" in given:
@@ -330,4 +311,4 @@ def simulator_of_setting(config: RunConfig, setting: RunSetting, typed: Set[str]
     seed = config.run.seed if "run.seed" in typed else setting.record.config.run.seed
     ordering = choices.ordering()
     simulator = Simulator(setting.workload, engines, ordering, seed=seed, options=options)
-    return RunSimulation(simulator, tuple(sorted(typed)), not tables)
+    return RunSimulation(simulator, tuple(sorted(typed)), not tables and own.planner.calibration is None)

@@ -171,7 +171,7 @@ class RunRecord:
 
     def scores(self) -> dict[tuple[int, ...], tuple[float, float]]:
         """When the teacher had scored each group that a batch waits for, and in how many seconds, by (iteration, group)."""
-        if self.config.distil.late != "wait":
+        if not self.config.distil.wait_s:
             return {}
         return {
             (each["iteration"], each["group"]): (each["t_s"], each["score_s"]) for each in self.named("group_scored")

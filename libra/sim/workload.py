@@ -269,7 +269,7 @@ def load_traces(path: Path, *, seed: int = 0) -> list[Trace]:
     rng = np.random.default_rng([seed, 0x7001])
     return [
         _trace(f"{one.model}/{one.task}" if one.model else one.task, one.source, one.turns, rng)
-        for one in read_agent_turns(path, REQUIRED, "simulation.traces")
+        for one in read_agent_turns(path, REQUIRED, "planner.trace")
     ]
 
 

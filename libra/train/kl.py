@@ -27,11 +27,14 @@ import torch
 from torch import Tensor
 
 from libra.config.algorithms import KLEstimator
-from libra.config.distil import KLDirection
+from libra.config.task_sections import KLDirection
 from libra.train.sequences import check_option
 
 _MOST_CHANGE = 0.2
 KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
+
+KL_BOUND = 10.0
+"""Bound of a token's KL estimate in a step, in nats (verl, slime and OpenRLHF for k3)."""
 
 
 def kl_estimate(

@@ -45,7 +45,7 @@ from libra.train.corrections import (
     rejection_mask,
     two_factors,
 )
-from libra.train.kl import kl_estimate, sampled_divergence, top_k_divergence
+from libra.train.kl import KL_BOUND, kl_estimate, sampled_divergence, top_k_divergence
 from libra.train.losses import (
     cispo_loss,
     clip_sums,
@@ -75,20 +75,16 @@ class Objective:
     @property
     def aggregation(self) -> Aggregation:
         """Aggregation of token losses."""
-        settings = self.settings
-        if settings.aggregation == "constant":
-            return Aggregation("constant", divisor=settings.loss_divisor)
-        return Aggregation(settings.aggregation, horizon_tokens=settings.loss_divisor)
+        return Aggregation(self.settings.aggregation, horizon_tokens=self.settings.loss_divisor)
 
     @property
     def needs_every_sequence(self) -> bool:
         """Whether a sequence without advantage has a gradient."""
         settings = self.settings
-        extra = settings.log_ratio_coef if settings.loss == "dppo" else 0.0
         if is_named(settings.loss) or settings.distil is not None:  # which may have a term without the advantage
             return True
         in_loss = settings.kl_coef > 0 and not settings.kl_in_reward
-        return in_loss or settings.entropy_coef > 0 or extra > 0
+        return in_loss or settings.entropy_coef > 0 or settings.loss_args.get("log_ratio_coef", 0.0) > 0
 
     def token_losses(
         self,
@@ -118,7 +114,7 @@ class Objective:
                 taught_N, of_teacher = self._taught(batch.taught, columns_NK, rest_N)
                 loss_N, sums = loss_N + _once(taught_N, batch), sums | of_teacher
         if reference_logp_N is not None:
-            kl_N = kl_estimate(logp_N, reference_logp_N, settings.kl_estimator, bound=settings.kl_bound)
+            kl_N = kl_estimate(logp_N, reference_logp_N, settings.kl_estimator, bound=KL_BOUND)
             loss_N = loss_N + settings.kl_coef * _once(kl_N, batch)
             sums["kl_reference"] = kl_N.detach().sum()
         if settings.entropy_coef:
@@ -168,39 +164,27 @@ class Objective:
                 old_N,
                 advantage_N,
                 sequences,
-                k_positive=settings.vespo_positive[0],
-                lambda_positive=settings.vespo_positive[1],
-                k_negative=settings.vespo_negative[0],
-                lambda_negative=settings.vespo_negative[1],
                 weight_N=None if settings.correction == "none" else weight_N,
+                **settings.loss_args,
             )
         return weight_N * self._unweighted(logp_N, old_N, advantage_N, sequences)
 
     def _unweighted(self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences) -> Tensor:
         settings = self.settings
         tokens = (logp_N, old_N, advantage_N)
-        low, high = settings.clip_low, settings.clip_high
-        dual, most = settings.dual_clip, settings.ratio_max
         match settings.loss:
             case "ppo":
-                return ppo_loss(*tokens, clip_low=low, clip_high=high, dual_clip=dual, ratio_max=most)
+                return ppo_loss(*tokens, **settings.loss_args)
             case "gspo":
-                return gspo_loss(*tokens, sequences, clip_low=low, clip_high=high, dual_clip=dual, ratio_max=most)
+                return gspo_loss(*tokens, sequences, **settings.loss_args)
             case "cispo":
-                return cispo_loss(*tokens, clip_low=low, clip_high=high)
+                return cispo_loss(*tokens, **settings.loss_args)
             case "sapo":
-                return sapo_loss(*tokens, tau_positive=settings.tau_positive, tau_negative=settings.tau_negative)
+                return sapo_loss(*tokens, **settings.loss_args)
             case "gmpo":
-                return gmpo_loss(*tokens, sequences, clip_low=low, clip_high=high)
+                return gmpo_loss(*tokens, sequences, **settings.loss_args)
             case "dppo":
-                return dppo_loss(
-                    *tokens,
-                    clip_low=low,
-                    clip_high=high,
-                    divergence=settings.dppo_divergence,
-                    log_ratio_coef=settings.log_ratio_coef,
-                    ratio_max=settings.ratio_max,
-                )
+                return dppo_loss(*tokens, **settings.loss_args)
             case "reinforce":
                 return reinforce_loss(logp_N, advantage_N)
         return own_losses(settings, *tokens, sequences)
@@ -228,10 +212,8 @@ class Objective:
         weight_N = importance_weights(
             factors.mismatch_N,
             sequences,
-            level=settings.correction_level,
             action=settings.correction,
-            low=settings.correction_low,
-            high=settings.correction_high,
+            **settings.correction_args,
         )
         return factors.old_logp_N, weight_N, exact_N
 
@@ -242,18 +224,10 @@ class Objective:
         keep_N = sequences.mask_N if batch.kept_N is None else sequences.mask_N & batch.kept_N
         trainer_N = logp_N if settings.old_logp == "behaviour" else old_N
         if settings.reject == "binary-kl":
-            assert settings.reject_high is not None, "refused without"
-            keep_N = keep_N & binary_kl_mask(trainer_N, engine_N, sequences, high=settings.reject_high)
+            keep_N = keep_N & binary_kl_mask(trainer_N, engine_N, sequences, high=settings.reject_args["high"])
         elif settings.reject != "none":
-            keep_N = keep_N & rejection_mask(
-                trainer_N - engine_N,
-                sequences,
-                metric=settings.reject,
-                level=settings.reject_level,
-                reduce=settings.reject_reduce,
-                low=settings.reject_low,
-                high=settings.reject_high,
-            )
+            ratio_N = trainer_N - engine_N
+            keep_N = keep_N & rejection_mask(ratio_N, sequences, metric=settings.reject, **settings.reject_args)
         if (threshold := settings.off_policy_threshold) is not None:
             tokens = (logp_N, engine_N, batch.advantage_N, sequences)
             keep_N = keep_N & off_policy_sequence_mask(*tokens, threshold=threshold)
@@ -265,7 +239,7 @@ class Objective:
         if self.settings.correction == "none":
             return {}
         free_N = importance_weights(
-            old_N - batch.behaviour_logp_N, batch.sequences, level=self.settings.correction_level, action="none"
+            old_N - batch.behaviour_logp_N, batch.sequences, level=self.settings.correction_args["level"], action="none"
         )
         return {"corrected": (free_N != weight_N).sum()}
 
@@ -273,23 +247,22 @@ class Objective:
     def _sums(self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
         """Ratios and clipped tokens of this loss."""
         settings = self.settings
-        low, high = settings.clip_low, settings.clip_high
+        clips = settings.loss in ("ppo", "gspo", "cispo", "gmpo")
+        low, high = (settings.loss_args["clip_low"], settings.loss_args["clip_high"]) if clips else (1.0, float("inf"))
         seen_N = logp_N
         if settings.loss == "gspo":
             seen_N = old_N + sequence_ratio(logp_N, old_N, sequences).log()
         elif settings.loss == "gmpo":  # clips the logarithm
             low, high = 1 - float(torch.tensor(-low).exp()), float(torch.tensor(high).exp()) - 1
-        elif settings.loss in ("sapo", "vespo", "reinforce", "dppo") or is_named(settings.loss):
-            low, high = 1.0, float("inf")
         sums = clip_sums(seen_N, old_N, advantage_N, clip_low=low, clip_high=high)
         if settings.loss == "dppo":
             out_N = ~dppo_keep(
                 logp_N,
                 old_N,
                 advantage_N,
-                low=settings.clip_low,
-                high=settings.clip_high,
-                divergence=settings.dppo_divergence,
+                low=settings.loss_args["clip_low"],
+                high=settings.loss_args["clip_high"],
+                divergence=settings.loss_args["divergence"],
             )
             sums |= {
                 "clipped_low": (out_N & (advantage_N < 0)).sum(),

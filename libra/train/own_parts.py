@@ -50,7 +50,7 @@ class TokenLoss(Protocol):
         ``logp_N`` are log-probabilities in nats under the weights in training, ``old_logp_N`` those in the
         ratio's denominator (``trainer.old_logp``), and ``advantage_N`` the advantage of the token's
         sequence. A micro-batch has several ``sequences``; their order and company must not change the loss
-        of any. ``settings`` is section ``trainer``.
+        of any. ``settings`` is section ``trainer``, with the user's arguments in ``settings.loss_args``.
         """
 
 
@@ -204,7 +204,7 @@ def group_of(rewards: Sequence[float]) -> GroupRewards:
 
 def _settings(trainer: TrainerSection | None, **own: str) -> TrainSettings:
     given = {} if trainer is None else {name: getattr(trainer, name) for name in TrainerSection.model_fields}
-    return TrainSettings(**{**given, "loss_divisor": given.get("loss_divisor") or 1024.0, **own})
+    return TrainSettings(**{**given, "loss_divisor": 1024.0, **own})
 
 
 def _described(value: object) -> str:

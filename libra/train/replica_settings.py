@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from libra.config import RunConfig
-from libra.config.distil import KLDirection
 from libra.config.section import Section
+from libra.config.task_sections import KLDirection
 from libra.config.trainer import ROUNDING_NATS, TrainerSection
 from libra.errors import ConfigError, TrainError
 from libra.named_parts import is_named, named_part
@@ -23,7 +23,6 @@ _BEFORE_THE_STEP = {
     "resample",
     "advantage",
     "normalize_std",
-    "std_eps",
     "drop_uniform_groups",
     "train_prompts",
     "drop_truncated",
@@ -57,6 +56,14 @@ class TrainSettings(TrainerSection):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """``rollout.temperature``: logits are divided by it, so that log-probabilities mean the same in engine and trainer. Greedy
     samples (0) have no log-probability to learn from."""
+    loss_divisor: Annotated[float, Field(gt=0)] | None = None
+    """Divisor of `aggregation` seq-mean-token-sum-norm in tokens: ``rollout.max_context_tokens``."""
+    ewma_decay: Annotated[float, Field(ge=0, lt=1)] = 0.889
+    """Share of the moving average that stays at each batch; 0.889 looks back over about eight (PPO-EWMA)."""
+    kl_horizon: Annotated[float, Field(gt=0)] = 10_000.0
+    """Trajectories over which ``kl_target`` acts."""
+    share_prompts: bool = True
+    """Whether samples of a group that fit into one row share one forward pass of their prompt."""
     distil: DistilTerm | None = None
     """The term of a teacher, if there is one."""
     rounding_nats: float | None = None
@@ -76,8 +83,6 @@ class TrainSettings(TrainerSection):
     def of_run(cls, config: RunConfig) -> TrainSettings:
         """The settings of a run's replicas."""
         given, rollout = config.trainer.model_dump(), config.rollout
-        if config.trainer.aggregation == "seq-mean-token-sum-norm" and given["loss_divisor"] is None:
-            given["loss_divisor"] = float(rollout.max_context_tokens)
         distil = config.distil
         term = None
         if distil.teacher is not None:
@@ -85,6 +90,7 @@ class TrainSettings(TrainerSection):
             term = DistilTerm(divergence=distil.divergence, reward_coef=distil.reward_coef, rounding_nats=rounding)
         return cls(
             **given,
+            loss_divisor=float(rollout.max_context_tokens),
             temperature=rollout.temperature,
             exact_logprobs=rollout.exact_logprobs,
             distil=term,

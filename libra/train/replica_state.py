@@ -96,8 +96,8 @@ class ReplicaState:
             self.master = LowRankWeights(
                 model,
                 rank=settings.lora_rank,
-                alpha=settings.lora_alpha,
-                targets=settings.lora_targets,
+                alpha=settings.lora_args["alpha"],
+                targets=settings.lora_args["targets"],
                 dtype=master_dtype or self.dtype,
                 seed=seed,
             )
@@ -106,8 +106,8 @@ class ReplicaState:
         self.optimizer = torch.optim.AdamW(
             self.optimized().values(),
             lr=settings.lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
+            betas=settings.adam_args["betas"],
+            weight_decay=settings.adam_args["weight_decay"],
             fused=True,
         )
 
@@ -231,7 +231,7 @@ class ReplicaState:
                 f"train step {step}: the gradient is not finite (norm {float(norm)}; {len(bad)} of {len(parameters)} "
                 f"parameters, first {bad[:3]}); weights remain at version {step}"
             )
-        torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.settings.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.settings.adam_args["max_grad_norm"], norm)
         self.optimizer.step()
         if self.master is not None:
             self.master.round_into_model()

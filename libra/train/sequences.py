@@ -84,7 +84,7 @@ def sequence_mean(value_N: Tensor, sequences: Sequences, *, eps: float | None = 
     return total_S / (sequences.count_S.to(total_S.dtype) + eps)  # an integer plus 1e-8 would be rounded in float32
 
 
-AGGREGATIONS: tuple[str, ...] = get_args(AggregationMode)
+AGGREGATIONS: tuple[str, ...] = (*get_args(AggregationMode), "constant")
 
 
 @dataclass(frozen=True, slots=True)

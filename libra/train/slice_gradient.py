@@ -26,7 +26,7 @@ from libra.experts import Routers
 from libra.train import mismatch
 from libra.train.advantages import reinforce_pp, rloo
 from libra.train.corrections import m2po_mask
-from libra.train.kl import KLCoefficient, kl_estimate
+from libra.train.kl import KL_BOUND, KLCoefficient, kl_estimate
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.model_layout import is_sharded
 from libra.train.objective import Objective
@@ -180,7 +180,7 @@ class SliceGradient:
         if settings.kl_in_reward and settings.kl_coef > 0:
             for row, (sample, logp) in enumerate(zip(samples, self.scored(samples, by_reference=True), strict=True)):
                 ours_A, theirs_A = (torch.from_numpy(each).double() for each in (sample.behaviour_logp, logp))
-                kl_A = kl_estimate(ours_A, theirs_A, settings.kl_estimator, bound=settings.kl_bound)
+                kl_A = kl_estimate(ours_A, theirs_A, settings.kl_estimator, bound=KL_BOUND)
                 reward_ST[row, : len(kl_A)] = -self.kl.value * kl_A
                 total, count = self.kl.seen
                 self.kl.seen = (total + float(kl_A.mean()), count + 1)

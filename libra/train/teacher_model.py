@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from libra.config.distil import DistilSection
+from libra.config.task_sections import DistilSection
 from libra.errors import TrainError
 from libra.heads import after_head, at_head, head_of
 from libra.train.logprobs import load_model

@@ -153,8 +153,8 @@ def adapted_layers(model: Any, targets: Sequence[str]) -> dict[str, nn.Linear]:
     unknown = [target for target in targets if target not in known]
     if unknown or not linear:
         raise TrainError(
-            f"trainer.lora_targets: got {', '.join(unknown) or 'none'}; linear layers of this {type(model).__name__} are called "
-            f"{', '.join(sorted(known)) or 'nothing: it has none'}"
+            f"trainer.lora_args.targets: got {', '.join(unknown) or 'none'}; linear layers of this {type(model).__name__} "
+            f"are called {', '.join(sorted(known)) or 'nothing: it has none'}"
         )
     return {name: layer for name, layer in linear.items() if not targets or name.rpartition(".")[2] in targets}
 

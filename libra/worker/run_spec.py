@@ -107,7 +107,7 @@ class RunSpec(RunFiles):
     def back_off(self) -> BackOff:
         """Retries of calls that an API refuses for now."""
         section = self.config.environment
-        return BackOff(section.retries, section.retry_s, self.config.run.seed)
+        return BackOff(section.retries, seed=self.config.run.seed)
 
     def turn_seed(self, tid: TrajectoryId, turn: int, draw: int = 0) -> int:
         """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh starts of

@@ -76,7 +76,7 @@ def test_libra_train_takes_an_agent_that_rewards_itself(random_model, client, tm
         random_model, [f"question {i}" for i in range(10)], agent=http_agents.rewarding, client=client,
         run__iterations=1, run__dir=tmp_path, run__name="own", trainer__prompts=2, trainer__group_size=2, rollout__slots=8,
         rollout__max_new_tokens=4, rollout__max_context_tokens=256, cluster__threads=1, observe__progress=False,
-        observe__tensorboard=False, evaluation__prompts=0,
+        observe__trackers=[], evaluation__prompts=0,
     )  # fmt: skip
     assert [row["reward"] for row in summary.iterations] == [0.25]
 

@@ -10,7 +10,7 @@ import pytest
 from libra.agents.gateway import Gateway
 from libra.agents.processes import AgentProcesses
 from libra.config import config_from_dict
-from libra.config.agent_checks import GATEWAY_VARIABLES
+from libra.config.cross_field_checks import GATEWAY_VARIABLES
 from libra.errors import ConfigError
 
 pytestmark = pytest.mark.live

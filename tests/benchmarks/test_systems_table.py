@@ -10,8 +10,8 @@ from libra.errors import ConfigError
 
 
 def test_systems_are_compared_with_the_best_static_one(monkeypatch, capsys):
-    given = ("simulation.model=Qwen3-14B", "--against", "turning", "--gpus", "4", "--seeds", "1", "--json")
-    small = ("trainer.prompts=4", "trainer.group_size=2", "simulation.turns=3")
+    given = ("model.path=Qwen3-14B", "--against", "turning", "--gpus", "4", "--seeds", "1", "--json")
+    small = ("trainer.prompts=4", "trainer.group_size=2", "planner.lengths.turns=3")
     monkeypatch.setattr("sys.argv", ["systems", "libra/quickstart", *small, *given])
     table.main()
     (each,) = json.loads(capsys.readouterr().out)["comparisons"]
@@ -40,7 +40,7 @@ def test_systems_are_found_by_the_names_that_others_give_them():
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("--against openrlhf", "colocated"), ("--against bounded", "run.eta"), ("simulation.policy=fifo", "no effect"),
+        ("--against openrlhf", "colocated"), ("--against bounded", "run.eta"),
         ("--gpus 1", "3 or more"), ("run.eta=3", "0, 1, 2"),
     ],
 )  # fmt: skip

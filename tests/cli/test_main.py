@@ -155,7 +155,7 @@ def test_run_closes_with_rewards_directory_and_what_to_type(libra, ran, tmp_path
     assert all(f"libra {command} '{tmp_path}/the run'" in out for command in ("report", "page", "inspect"))
     assert "libra/tiny-arithmetic (0.5 M parameters, made for arithmetic with a calculator" in out
     assert "tensorboard --logdir" in out
-    assert "tensorboard" not in libra("run", "libra/quickstart", "observe.tensorboard=false")[1]
+    assert "tensorboard" not in libra("run", "libra/quickstart", "observe.trackers=[]")[1]
 
 
 def test_an_interrupted_run_is_exit_code_130(libra, monkeypatch):

@@ -121,14 +121,14 @@ def test_trajectories_end_where_the_run_ends_them(repository):
         return float(snapshot.workload.generated_tokens.max()), note
 
     assert asked()[0] > 2048
-    longest, note = asked("planner.turns=1")
+    longest, note = asked("planner.lengths.turns=1")
     assert longest == 2048
-    assert "rollout.max_new_tokens=2048 in planner.turns=1" in note
+    assert "rollout.max_new_tokens=2048 in planner.lengths.turns=1" in note
     longest, note = asked("rollout.max_context_tokens=2560")
     assert longest == 2048
     assert "rollout.max_context_tokens=2560" in note
     with pytest.raises(PlanError, match="leave nothing to generate"):
-        asked("planner.prompt_tokens=9000")
+        asked("planner.lengths.prompt_tokens=9000")
 
 
 @pytest.mark.live
@@ -192,7 +192,8 @@ def test_a_written_plan_is_a_configuration_that_starts_it(repository, tmp_path):
 
 
 BUSY = (
-    "run.eta=0", "planner.generated_p50_tokens=6000", "planner.generated_p99_tokens=8100", "rollout.max_context_tokens=16000",
+    "run.eta=0", "planner.lengths.generated_p50_tokens=6000", "planner.lengths.generated_p99_tokens=8100",
+    "rollout.max_context_tokens=16000",
     "rollout.max_new_tokens=8000", "trainer.prompts=24", "trainer.group_size=8", "trainer.micro_batch_tokens=16000",
 )  # fmt: skip
 

@@ -158,7 +158,7 @@ def test_a_gpu_has_one_name_however_a_process_sees_it(tmp_path):
             (tmp_path / f"nvidia{number}").touch()
     assert machine_gpus(tmp_path, tmp_path) == (machine[0], machine[2])
     assert machine_gpus(tmp_path / "none", tmp_path) == ()
-    config = config_from_dict({"cluster": {"tool_workers": 3, "tool_gpus": 1}})
+    config = config_from_dict({"cluster": {"tool_workers": 3, "tool_supply": {"gpus": 1}}})
     seen = visible_gpus("0,1", ())  # tool workers have different ones as far as there are enough
     assert [gpu.entry for index in range(3) for gpu in tool_gpus(config, index, seen)] == ["0", "1", "0"]
 

@@ -14,7 +14,7 @@ from libra import keys
 from libra.cluster import fork_server
 from libra.cluster.connection import present_workers
 from libra.cluster.local import local_cluster
-from libra.cluster.worker_environment import inherited_environment
+from libra.cluster.worker_process import inherited_environment
 from libra.config import config_from_dict
 
 

@@ -8,8 +8,20 @@ import click
 
 from benchmarks import page
 from libra.cli.main import cli
-from libra.config.algorithms import ALGORITHMS, DEFAULT_ALGORITHM, Algorithm, Preset
+from libra.config.algorithms import (
+    ALGORITHMS,
+    DEFAULT_ALGORITHM,
+    LOSS_ARGS,
+    AdamArgs,
+    Algorithm,
+    CorrectionArgs,
+    LateArgs,
+    LoraArgs,
+    Preset,
+    RejectArgs,
+)
 from libra.config.field_help import field_references, sections
+from libra.config.section import Section
 from libra.config.yaml_text import one_line_yaml
 from libra.facts import Signal, kinds, name_of
 
@@ -64,16 +76,16 @@ The default is `{DEFAULT_ALGORITHM}`.
 
 ```bash
 libra run configs/quickstart.yaml trainer.algorithm=gspo                          # the paper's values
-libra run configs/quickstart.yaml trainer.algorithm=gspo trainer.clip_high=1e-3   # all but one
+libra run configs/quickstart.yaml trainer.algorithm=gspo trainer.loss_args.clip_high=1e-3   # all but one
 libra config configs/quickstart.yaml trainer.algorithm=ppo_decoupled              # print the result
 make algorithms                                                                   # compare five of them
 ```
 
-These keys work with every algorithm: `trainer.kl_coef`, `trainer.entropy_coef`, `trainer.drop_uniform_groups`,
-`trainer.drop_truncated`, and the masks `trainer.reject`, `trainer.off_policy_threshold` and
-`trainer.m2po_threshold`. The gradient does not depend on how a step is cut into micro-batches.
-[Agreement with other libraries](golden.md) lists the functions that were compared, and the
-[paper index](paper_index.md) names the code of each paper.
+These keys work with every algorithm: `trainer.kl_coef`, `trainer.entropy_coef`, `trainer.loss_args`,
+`trainer.drop_uniform_groups`, `trainer.drop_truncated`, and the masks `trainer.reject`,
+`trainer.off_policy_threshold` and `trainer.m2po_threshold`. The gradient does not depend on how a step
+is cut into micro-batches. [Agreement with other libraries](golden.md) lists the functions that were
+compared, and the [paper index](paper_index.md) names the code of each paper.
 """
 
 
@@ -85,6 +97,12 @@ def algorithms_markdown() -> str:
     knobs += [f"| `{name}` | {_knobs(found)} |" for name, found in ALGORITHMS.items()]
     differs = ["| `trainer.algorithm` | differs from the paper |", "|---|---|"]
     differs += [f"| `{name}` | {found.differs} |" for name, found in ALGORITHMS.items() if found.differs]
+    arguments = ["| mapping | keys and defaults |", "|---|---|"]
+    arguments += [
+        f"| `trainer.loss_args`, `trainer.loss={loss}` | {_defaults(kind)} |" for loss, kind in LOSS_ARGS.items()
+    ]
+    others = {"correction": CorrectionArgs, "reject": RejectArgs, "adam": AdamArgs, "lora": LoraArgs, "late": LateArgs}
+    arguments += [f"| `trainer.{name}_args` | {_defaults(kind)} |" for name, kind in others.items()]
     plain = ", ".join(f"`{key}={one_line_yaml(value)}`" for key, value in asdict(Preset()).items())
     return "\n".join(
         [
@@ -97,12 +115,22 @@ def algorithms_markdown() -> str:
             "",
             *knobs,
             "",
+            "## Arguments",
+            "",
+            "A mapping of arguments is merged key by key: `trainer.loss_args.clip_high=0.3` changes one of them.",
+            "",
+            *arguments,
+            "",
             "## Where a preset differs from its paper",
             "",
             *differs,
             "",
         ]
     )
+
+
+def _defaults(kind: type[Section]) -> str:
+    return ", ".join(f"`{key}: {one_line_yaml(value)}`" for key, value in kind().model_dump().items()) or "none"
 
 
 def _knobs(algorithm: Algorithm) -> str:

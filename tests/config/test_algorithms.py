@@ -1,11 +1,11 @@
 """An algorithm fills the keys that were not given, and nothing else."""
 
-from dataclasses import asdict
+import inspect
 
 import pytest
 
 from libra.config import config_from_dict, dump_config, load_config
-from libra.config.algorithms import ALGORITHMS, DEFAULT_ALGORITHM, preset_values
+from libra.config.algorithms import ALGORITHMS, DEFAULT_ALGORITHM, LOSS_ARGS, preset_values
 from libra.config.trainer import TrainerSection
 
 
@@ -22,16 +22,31 @@ def test_the_defaults_of_the_fields_are_the_default_algorithm():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_preset_fills_what_was_not_given(name):
     trainer = config_from_dict({}, chosen(name)).trainer.model_dump()
-    assert {key: trainer[key] for key in preset_values(name)} == asdict(ALGORITHMS[name].preset)
-    given = config_from_dict({}, [*chosen(name), "trainer.clip_high=0.7"]).trainer
-    assert given.clip_high == 0.7
-    assert given.clip_low == ALGORITHMS[name].preset.clip_low
+    assert {key: trainer[key] for key in preset_values(name)} == preset_values(name)
+    given = config_from_dict({}, [*chosen(name), "trainer.correction_args.low=0.7"]).trainer
+    assert given.correction_args == trainer["correction_args"] | {"low": 0.7}
+
+
+def test_arguments_of_a_loss_are_merged_one_by_one_and_go_with_it():
+    given = config_from_dict({}, ["trainer.algorithm=gspo", "trainer.loss_args.clip_high=0.7"]).trainer
+    assert (given.loss_args["clip_low"], given.loss_args["clip_high"]) == (3e-4, 0.7)
+    other = config_from_dict({"trainer": {"loss_args": {"clip_high": 0.7}}}, ["trainer.loss=sapo"]).trainer
+    assert other.loss_args == LOSS_ARGS["sapo"]().model_dump()
+
+
+@pytest.mark.parametrize("loss", sorted(set(LOSS_ARGS) - {"reinforce"}))
+def test_the_arguments_of_a_loss_are_those_of_its_function(loss):
+    from libra.train import losses
+
+    parameters = inspect.signature(getattr(losses, f"{loss}_loss")).parameters
+    for name, value in LOSS_ARGS[loss]().model_dump().items():
+        assert parameters[name].default == value, name
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_resolved_configuration_says_every_value_and_reads_back(name):
     config = config_from_dict({}, chosen(name))
-    assert f"clip_low: {config.trainer.clip_low}" in dump_config(config)
+    assert f"high: {config.trainer.correction_args['high']}" in dump_config(config)
     assert config_from_dict(config.model_dump(mode="json")) == config
 
 
@@ -42,5 +57,5 @@ def test_another_algorithm_over_a_resolved_configuration_is_that_algorithm(name,
     expected = config_from_dict({}, [*chosen(name), "trainer.lr=0.5"])
     assert load_config(resolved, chosen(name)) == expected
     assert load_config(resolved, chosen(name)[1:], values={"trainer": {"algorithm": name}}) == expected
-    kept = config_from_dict({"trainer": {"algorithm": name, "clip_high": 0.7}}, chosen(name))
-    assert kept.trainer.clip_high == 0.7
+    kept = config_from_dict({"trainer": {"algorithm": name, "kl_coef": 0.7}}, chosen(name))
+    assert kept.trainer.kl_coef == 0.7

@@ -4,9 +4,9 @@ import pytest
 
 from libra.cluster.local import device_bindings, num_threads, worker_resources
 from libra.config import config_from_dict
-from libra.config.distil_checks import extra_draws, teacher_model
 from libra.config.effect_conditions import Situation
 from libra.config.effects import ignored_settings
+from libra.config.service_devices import extra_draws, teacher_model
 
 OPD = {"algorithm": "opd"}
 REVERSE = {"teacher": "t", "estimator": "sampled", "divergence": "reverse"}

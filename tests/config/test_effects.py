@@ -9,8 +9,7 @@ from libra.config import RunConfig, config_from_dict, load_config, resolve_model
 from libra.config.effect_conditions import Situation
 from libra.config.effects import READ
 from libra.config.field_help import sections
-from libra.config.simulation import POLICIES
-from libra.config.staleness import TWINS
+from libra.config.task_sections import POLICIES
 
 TEACHES = {"model": "Qwen3-8B", "function": "teach"}
 
@@ -40,15 +39,12 @@ def read_by(build, config):
 
 
 def effective(config, command, prefix=""):
-    """Names that ``command`` reads under this configuration, according to the table; of two for one setting, the first."""
+    """Names that ``command`` reads under this configuration, according to the table."""
     situation = Situation(command)
     return {
         name
         for name, reading in READ.items()
-        if name.startswith(prefix)
-        and command in reading
-        and all(n.met(config, situation) for n in reading[command])
-        and name not in TWINS[1:]
+        if name.startswith(prefix) and command in reading and all(n.met(config, situation) for n in reading[command])
     }
 
 
@@ -115,13 +111,10 @@ def test_libra_simulate_reads_what_the_table_says(policy, drawn_from_traces, tmp
             "trainer": {"prompts": 2, "group_size": 2} | ({"algorithm": "opd"} if drawn_from_traces else {}),
             "distil": {"teacher": {"service": "t"} if policy is None else "Qwen3-8B"} if drawn_from_traces else {},
             "services": {"named": {"t": TEACHES} if policy is None and drawn_from_traces else {}},
-            "policy": {"name": "mlfq"},
+            "policy": {"name": policy or "mlfq"},
             "rollout": {"engine": "vllm"},
             "cluster": {"engines": [{"tp": 2}] if drawn_from_traces else []},
-            # Without a policy: everything that the run's own sections can say.
-            "simulation": {"turns": 2}
-            | ({} if policy is None else {"policy": policy, "layout": {"tp2": 1}, "gpu": "A100-80G"})
-            | ({"traces": str(trace)} if drawn_from_traces else {}),
+            "planner": {"lengths": {"turns": 2}} | ({"trace": str(trace)} if drawn_from_traces else {}),
         }
     )
     assert read_by(simulate, config) == effective(config, "simulate")
@@ -134,7 +127,7 @@ def test_slurm_scripts_read_what_the_table_says(tmp_path):
     config = config_from_dict({})
     read = read_by(lambda config: scripts(config, tmp_path), config)
     # What is read beside the scripts: where they lie, how often the queue is looked at, and the scheduler's own page.
-    beside = {"slurm.dir", "slurm.reconcile_s", "cluster.dashboard_port", "cluster.dashboard_names"}
+    beside = {"slurm.dir", "cluster.dashboard_port", "cluster.dashboard_names"}
     beside |= {"cluster.tool_workers_most"}
     assert read | beside == effective(config, "slurm")
 

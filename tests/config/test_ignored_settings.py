@@ -46,29 +46,31 @@ def test_what_a_cluster_of_your_own_does_not_read_is_told_though_slurm_would(nam
     (line,) = warning_lines(ignored_settings(config_from_dict(values), situation))
     assert f"cluster.{name}=" in line and "needed is a local cluster" in line
     assert not ignored_settings(config_from_dict(values), Situation("slurm"))
-    values["slurm"] = {"account": "lab"}  # `libra cluster slurm` has started that cluster from the same file
+    values["slurm"] = {"host": "login1"}  # `libra cluster slurm` has started that cluster from the same file
     assert not ignored_settings(config_from_dict(values), situation)
 
 
 def test_a_default_a_preset_and_a_value_that_is_the_default_are_not_told():
     assert not ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo"]))
-    assert not ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.clip_high=0.2"]))
-    (found,) = ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.clip_high=0.3"]))
-    assert "trainer.clip_high=0.3" in found.message and "sapo" in found.message
+    assert not ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.correction_args.high=2.0"]))
+    (found,) = ignored_settings(config_from_dict({}, ["trainer.algorithm=sapo", "trainer.correction_args.high=3"]))
+    assert "trainer.correction_args=" in found.message and "none" in found.message
 
 
 def test_what_extends_and_overrides_say_is_given(tmp_path):
     (tmp_path / "below.yaml").write_text("policy: {name: fifo, patience: 9}\n")
-    (tmp_path / "mine.yaml").write_text("extends: below.yaml\ntrainer: {tau_negative: 2}\n")
-    found = ignored_settings(load_config(tmp_path / "mine.yaml", ["vllm.eager=true"]))
-    assert [each.field for each in found] == ["vllm.eager", "trainer.tau_negative", "policy.patience"]
-    assert not ignored_settings(load_config(tmp_path / "mine.yaml", ["policy.name=mlfq", "trainer.tau_negative=1.05"]))
+    (tmp_path / "mine.yaml").write_text("extends: below.yaml\ntrainer: {reject_args: {high: 2}}\n")
+    found = ignored_settings(load_config(tmp_path / "mine.yaml", ["rollout.engine_args={enforce_eager: true}"]))
+    assert [each.field for each in found] == ["rollout.engine_args", "trainer.reject_args", "policy.patience"]
+    assert not ignored_settings(
+        load_config(tmp_path / "mine.yaml", ["policy.name=mlfq", "trainer.reject_args.high=null"])
+    )
 
 
 def test_a_resolved_configuration_tells_what_the_one_it_came_from_told(tmp_path):
     from libra.config import dump_config
 
-    config = config_from_dict({}, ["trainer.algorithm=gspo", "trainer.tau_positive=3"])
+    config = config_from_dict({}, ["trainer.algorithm=gspo", "trainer.lora_args.alpha=3"])
     (tmp_path / "config.resolved.yaml").write_text(dump_config(config))
     again = load_config(tmp_path / "config.resolved.yaml")
     assert again == config
@@ -76,14 +78,14 @@ def test_a_resolved_configuration_tells_what_the_one_it_came_from_told(tmp_path)
 
 
 def test_a_file_serves_several_commands_and_what_is_typed_one(tmp_path):
-    (tmp_path / "mine.yaml").write_text("planner: {num_gpus: 4}\nsimulation: {turns: 5}\nslurm_rollout: {jobs: 3}\n")
+    (tmp_path / "mine.yaml").write_text("planner: {num_gpus: 4}\nsimulation: {iterations: 5}\nslurm: {host: login1}\n")
     config = load_config(tmp_path / "mine.yaml")
     assert not ignored_settings(config, Situation("run"))
-    typed = frozenset({"planner.num_gpus", "simulation.turns", "slurm_rollout.jobs"})
+    typed = frozenset({"planner.num_gpus", "simulation.iterations", "slurm.host"})
     told = {each.field: each.message for each in ignored_settings(config, Situation("run", typed))}
     assert set(told) == typed
     assert "planner.layout=auto" in told["planner.num_gpus"]
-    assert "libra cluster slurm" in told["slurm_rollout.jobs"]
+    assert "libra cluster slurm" in told["slurm.host"]
     assert not ignored_settings(config, Situation("plan", frozenset({"planner.num_gpus"})))
 
 
@@ -97,9 +99,9 @@ def test_machine_client_and_options_count():
     assert not ignored_settings(workers, Situation("run"))
     typed = frozenset({"cluster.rollout_workers"})
     assert [each.field for each in ignored_settings(workers, Situation("run", typed, client=True))] == [*typed]
-    turns = configured({"simulation.turns": 5})
+    turns = configured({"simulation.iterations": 5})
     workload = frozenset({"--workload"})
-    assert ignored_settings(turns, Situation("simulate", frozenset({"simulation.turns"}), workload))
+    assert ignored_settings(turns, Situation("simulate", frozenset({"simulation.iterations"}), workload))
     assert not ignored_settings(turns, Situation("simulate", options=workload))  # an option goes over a file
 
 
@@ -112,24 +114,23 @@ def test_shipped_files_have_no_setting_that_does_nothing(repository):
 
 def test_each_command_says_it_in_one_line_and_goes_on(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["config", "libra/quickstart", "trainer.tau_positive=2"])
+        main(["config", "libra/quickstart", "trainer.lora_args.alpha=2"])
     assert ended.value.code == 0
     printed = capsys.readouterr()
-    assert "trainer.tau_positive=2.0" in printed.err and printed.err.count("\n") == 1
-    assert "tau_positive: 2.0" in printed.out
+    assert "trainer.lora_args=" in printed.err and printed.err.count("\n") == 1
+    assert "alpha: 2.0" in printed.out
 
 
 @pytest.mark.parametrize(
     ("given", "ignored"),
     [
-        ("trainer.late_tau=5.0", {"trainer.late_tau"}),
-        ("trainer.late=wait & trainer.late_versions=3", {"trainer.late_versions"}),
-        ("trainer.late=correct & trainer.late_wait_s=3.0", {"trainer.late_wait_s"}),
-        ("trainer.late=correct & trainer.late_tau=5.0 & trainer.late_versions=3", set()),
-        ("trainer.late=wait & trainer.late_wait_s=3.0", set()),
+        ("trainer.late_args.versions=5", {"trainer.late_args"}),
+        ("trainer.late=drop & trainer.late_args.versions=3", {"trainer.late_args"}),
+        ("trainer.late=correct & trainer.late_args.versions=3", set()),
+        ("trainer.late=wait & trainer.late_args.wait_s=3.0", set()),
         ("trainer.algorithm=opd & distil.teacher=t & distil.estimator=sampled & distil.top_k=8", {"distil.top_k"}),
         ("trainer.algorithm=opd & distil.teacher=t & distil.samples=8", {"distil.samples"}),
-        ("trainer.algorithm=opd & distil.teacher=t & distil.late=drop & distil.wait_s=3.0", {"distil.wait_s"}),
+        ("trainer.algorithm=opd & distil.teacher=t & distil.wait_s=3.0", set()),
         ("distil.samples=8", {"distil.samples"}),
         ("staleness.over_age=drop", {"staleness.over_age"}),
         ("run.eta=1 & staleness.over_age=drop", set()),

@@ -112,7 +112,6 @@ def test_a_file_of_another_shape_is_named_with_its_line(text, field, value, type
         ("run.dir=2024", Path("2024")),
         ("cluster.scheduler=tcp://10.0.0.1:8786", "tcp://10.0.0.1:8786"),
         ("environment.name=my.module:Thing", "my.module:Thing"),
-        ("trainer.betas=[0.5, 0]", (0.5, 0.0)),
         ("trainer.lr=1", 1.0),
         ("trainer.lr=1e-4", 1e-4),
     ],
@@ -167,14 +166,6 @@ def test_the_resolved_configuration_reads_back(tmp_path):
     assert set(field_references()) <= {
         f"{section}.{key}" for section, values in config.model_dump().items() for key in values
     }
-
-
-def test_the_bound_of_staleness_has_two_names_and_one_value(tmp_path):
-    (tmp_path / "below.yaml").write_text(dump_config(config_from_dict({}, ["run.eta=1"])))
-    for name in ("run.eta", "staleness.eta"):
-        for config in (config_from_dict({}, [f"{name}=3"]), load_config(tmp_path / "below.yaml", [f"{name}=3"])):
-            assert (config.run.eta, config.staleness.eta) == (3, 3)
-    assert config_from_dict({}, ["run.eta=2", "staleness.eta=2"]).run.eta == 2
 
 
 json_values = st.recursive(

@@ -75,7 +75,7 @@ def test_a_model_calls_a_tool_of_an_mcp_server(client, repository, tmp_path):
             "trainer": {"prompts": 2, "group_size": 4, "max_row_tokens": 512},
             "evaluation": {"prompts": 0},
             "checkpoint": {"every": 0},
-            "observe": {"progress": False, "tensorboard": False},
+            "observe": {"progress": False, "trackers": []},
         }
     )
     summary = run(config, client=client)

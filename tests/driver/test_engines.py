@@ -48,6 +48,6 @@ def test_an_engine_that_cannot_be_started_is_refused_before_a_worker_starts(monk
     check_engine(config_from_dict(elsewhere))  # the workers' machines are not known here
     with pytest.raises(ConfigError, match=r"rollout\.kv_host_gib"):
         make_engine(config_from_dict(elsewhere), EngineKind("transformers", 2), random_model)
-    monkeypatch.setattr("libra.config.engine_package.find_spec", lambda name: None)
+    monkeypatch.setattr("libra.config.sections.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="make setup-vllm"):
         check_engine(config_from_dict({"rollout": {"engine": "vllm"}}))

@@ -174,7 +174,7 @@ def test_a_run_that_cannot_learn_stops_where_that_is_asked(make_config, client):
         def grade(self, episode: Episode) -> float:
             return 0.5
 
-    config = make_config(run={"iterations": 3}, trainer={"no_signal": "stop", "no_signal_batches": 2})
+    config = make_config(run={"iterations": 4}, trainer={"no_signal": "stop"})
     with pytest.raises(NothingToLearn, match=r"all 4 rewards are 0\.5"):
         run(config, environment=Constant(), client=client)
     warned = config.model_copy(update={"trainer": config.trainer.model_copy(update={"no_signal": "warn"})})

@@ -17,6 +17,7 @@ from libra.config import dump_config
 from libra.driver.run_session import Session
 from libra.errors import BatchFailed, LateRefused, RunDirectoryError
 from libra.facts import LateRewardsTaken, from_dict
+from libra.graph.late_groups import LATE_TAU
 from libra.policy.late_rewards import age_weight
 from libra.policy.log_replay import replay
 from libra.store.event_log import read_events
@@ -57,7 +58,7 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(make_config, clien
 
     config = make_config(
         run={"iterations": 5},
-        trainer={"late": "correct", "late_tau": 10.0, "group_size": 4, "lr": 1e-3, "dispatch": "peer"},
+        trainer={"late": "correct", "group_size": 4, "lr": 1e-3, "dispatch": "peer"},
         checkpoint={"every": 3},
     )
     with Session(config, environment=Later(), client=client) as session:
@@ -75,7 +76,7 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(make_config, clien
             2 if batch >= 2 else 0
         )
         for row in facts["rows"]:  # before, three rewards were equal and the fourth was missing: no advantage
-            np.testing.assert_allclose(row["advantages"], age_weight(2, 10.0) * after.numpy(), atol=1e-6)
+            np.testing.assert_allclose(row["advantages"], age_weight(2, LATE_TAU) * after.numpy(), atol=1e-6)
             assert row["trains"] == [True] * 4 and row["counts"] == [False, False, False, True]
     assert [row["sequences"] for row in rows] == [6, 6, 14, 14, 14]
     assert [bool(row["no_signal"]) for row in rows] == [True, True, False, False, False]

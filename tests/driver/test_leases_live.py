@@ -67,7 +67,7 @@ def differences(log: Log, changed: dict[int, facts.Fact] | None = None) -> list[
 @pytest.mark.timeout(300)
 def test_limits_of_memory_cores_and_quotas_hold(make_config):
     environment = {"name": f"{__name__}:Leased", "quotas": {"search": "20/s"}}
-    config = make_config(environment=environment, trainer={"group_size": 4}, cluster={"tool_cores": 1})
+    config = make_config(environment=environment, trainer={"group_size": 4}, cluster={"tool_supply": {"cores": 1}})
     with Session(config) as run:  # tool workers of the shared clusters have no cores to lease
         list(run.iterations())
     log = log_of(run)
@@ -102,7 +102,7 @@ def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(make_config, 
         run={"iterations": 1},
         environment={"name": "wants_two:WantsTwo", "args": {"path": str(tmp_path / "workers")}},
         trainer={"group_size": 3},
-        cluster={"tool_cores": 1, "tool_workers_most": 2},
+        cluster={"tool_supply": {"cores": 1}, "tool_workers_most": 2},
     )
 
     def tools(scheduler: Scheduler) -> set[str]:
@@ -133,7 +133,7 @@ def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(make_config, 
 )
 def test_what_can_never_run_is_refused_before_anything_does(make_config, tmp_path, environment, cluster, word):
     named = {"name": f"{__name__}:Leased"} | environment
-    config = make_config(environment=named, cluster={"tool_cores": 1} | cluster)
+    config = make_config(environment=named, cluster={"tool_supply": {"cores": 1}} | cluster)
     with pytest.raises(ConfigError, match=word):
         Session(config).__enter__()
     assert not (tmp_path / "demo").exists()

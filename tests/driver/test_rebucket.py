@@ -8,7 +8,7 @@ from whole_run import address_of, kill, named, once_each
 
 from libra.cluster.local import local_cluster
 from libra.config import config_from_dict
-from libra.config.engine_package import is_installed
+from libra.config.sections import vllm_is_installed
 from libra.driver.run_session import Session
 from libra.worker.engine.engine_factory import Share
 
@@ -24,7 +24,7 @@ def test_an_engine_of_several_workers_has_all_their_cores_and_gpus():
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
+@pytest.mark.skipif(not vllm_is_installed(), reason="vllm is not installed here: make setup-vllm")
 @pytest.mark.timeout(900)
 def test_two_vllm_engines_become_one_of_two_ranks_and_two_again(make_config):
     config = make_config(

@@ -12,7 +12,7 @@ import factories
 import libra
 from libra.cli.run import nothing_left
 from libra.config import dump_config
-from libra.config.resume_changes import load_resumed
+from libra.config.load import load_resumed
 from libra.driver import submitted_graphs
 from libra.driver.resume import learned_before
 from libra.driver.run_lock import lock_run

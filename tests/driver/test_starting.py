@@ -12,8 +12,8 @@ from libra.cluster.connection import FILE, present_workers
 from libra.cluster.hardware_inventory import CPU, Machine
 from libra.cluster.local import device_bindings
 from libra.config import config_from_dict, load_config
+from libra.config.load import RESOLVED_FILE
 from libra.config.planner import PlannedEngines, PlannedLayout
-from libra.config.resume_changes import RESOLVED_FILE
 from libra.driver.launch_layout import laid_out
 from libra.driver.run_session import Session, run
 from libra.errors import ClusterError, ConfigError, PlanError
@@ -136,7 +136,7 @@ def test_a_run_starts_what_was_planned_and_answers_for_its_roles(make_config, ca
         return int(stopped.value.code or 0), told.out, told.err
 
     planner = {
-        "gpu": "A800-80G", "num_gpus": 3, "generated_p50_tokens": 60, "generated_p99_tokens": 200, "turns": 3,
+        "gpu": "A800-80G", "num_gpus": 3, "lengths": {"generated_p50_tokens": 60, "generated_p99_tokens": 200, "turns": 3},
         "fixed_engines": {1: 2},
     }  # fmt: skip
     config = make_config(run={"iterations": 1}, planner={"layout": "auto", **planner}, cluster={"hybrid_workers": 1})

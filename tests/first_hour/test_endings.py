@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 @pytest.fixture
 def libra_run(make_config, tmp_path):
     """The command of a run that goes on for ever."""
-    config = make_config(run={"iterations": 100_000, "dir": "runs"}, observe={"progress": False, "tensorboard": False})
+    config = make_config(run={"iterations": 100_000, "dir": "runs"}, observe={"progress": False, "trackers": []})
     (tmp_path / "run.yaml").write_text(dump_config(config))
     return [sys.executable, "-m", "libra", "run", "run.yaml"]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import factories
 from libra.config import config_from_dict
-from libra.config.algorithms import ALGORITHMS
+from libra.config.algorithms import ALGORITHMS, preset_values
 from libra.errors import ConfigError, TrainError
 from libra.graph.batch_nodes import batch_stats, lags
 from libra.graph.member_rows import member_rows, spare_numbers
@@ -180,4 +180,4 @@ def test_every_algorithm_of_the_configuration_makes_settings_of_a_replica(name):
     teacher = ["distil.teacher=t"] if name == "opd" else []
     settings = TrainSettings.of_run(config_from_dict({}, [f"trainer.algorithm={name}", *teacher]))
     preset = ALGORITHMS[name].preset
-    assert (settings.loss, settings.clip_high) == (preset.loss, preset.clip_high)
+    assert settings.loss == preset.loss and settings.loss_args == preset_values(name)["loss_args"]

@@ -30,7 +30,7 @@ from damaged_run import (
 )
 from libra.cli.run import ready_to_resume
 from libra.config import config_from_dict
-from libra.config.resume_changes import load_resumed
+from libra.config.load import load_resumed
 from libra.driver.damage import check_run, refuse_damaged
 from libra.driver.repair import repair_run
 from libra.driver.resume import prune_groups

@@ -18,7 +18,7 @@ from libra.observe.trackers import MAX_CHARS, Trackers, grouped, sample_texts, s
 
 CONFIG = {
     "run": {"name": "demo", "seed": 7, "from_checkpoint": None},
-    "trainer": {"lr": 0.5, "lora_targets": ["q", "v"]},
+    "trainer": {"lr": 0.5, "adam_args": {"weight_decay": 0.5}},
     "observe": {"tensorboard": True},
 }
 TEXT = "what is <b>2+2</b>?\n# 4"
@@ -62,7 +62,7 @@ def test_every_metric_of_a_run_has_a_group_and_none_hides_another(recorded_run):
 
 def test_settings_are_plain_values_of_the_sections_that_matter():
     assert settings_of(CONFIG) == {
-        "run.name": "demo", "run.seed": 7, "trainer.lr": 0.5, "trainer.lora_targets": "['q', 'v']"
+        "run.name": "demo", "run.seed": 7, "trainer.lr": 0.5, "trainer.adam_args": "{'weight_decay': 0.5}"
     }  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def test_a_callback_that_raises_ends_the_run_and_it_can_be_resumed(make_config, 
     def fails(values):
         raise OSError("no space on the phone")
 
-    config = make_config(observe={"on_iteration": "callbacks_of_test:seen"})
+    config = make_config(observe={"callbacks": {"on_iteration": "callbacks_of_test:seen"}})
     with pytest.raises(ConfigError, match="callbacks_of_test"):
         run(config, client=client)
     config = make_config()
@@ -107,14 +107,14 @@ def test_a_callback_that_raises_ends_the_run_and_it_can_be_resumed(make_config, 
         ("trainer.advantage", "own_loss:missing"),
         ("trainer.lr_schedule", "own_loss:one_sided"),
         ("rollout.engine", "own_loss:cosine"),
-        ("observe.on_batch", "own_loss:cosine"),
+        ("observe.callbacks.on_batch", "own_loss:cosine"),
         ("model.loader", "own_loss:cosine"),
     ],
 )
 def test_a_part_of_the_wrong_shape_is_one_line_before_anything_starts(make_config, field, value, tmp_path):
-    section, key = field.split(".")
+    section, key, *inner = field.split(".")
     with pytest.raises(ConfigError) as caught:
-        run(make_config(**{section: {key: value}}))
+        run(make_config(**{section: {key: {inner[0]: value} if inner else value}}))
     assert str(caught.value).startswith(f"{field}: {value!r}")
     assert "\n" not in str(caught.value)
     assert not any(tmp_path.iterdir())

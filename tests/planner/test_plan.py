@@ -108,17 +108,16 @@ def test_services_that_rewards_ask_have_a_gpu_and_no_step_is_over_before_they_ha
     assert (made.services_gpus, made.teacher_gpus, made.num_gpus) == (1, 0, 8)
     assert (made.step_s, made.engines, made.training) == (without.step_s, without.engines, without.training)
     assert sum(made.idle_frac.values()) == pytest.approx(1.0) and made.idle_frac["services wait to be asked"] > 0
-    declared = judged(dataclasses.replace(JUDGE, answer_s=10.0))
-    assert declared.services_s == pytest.approx(10.0 * declared.num_trajectories)
+    declared = judged(dataclasses.replace(JUDGE, passes=500))
     assert declared.bottleneck == "services" and declared.rollout_s == declared.services_s > declared.train_s
     assert declared.step_s * (1 + 1e-9) >= declared.bounds.step_s >= declared.services_s
-    assert judged(dataclasses.replace(JUDGE, answer_s=10.0, waits=False)).step_s == made.step_s
+    assert judged(dataclasses.replace(JUDGE, passes=500, waits=False)).step_s == made.step_s
 
 
 def test_services_are_planned_as_a_configuration_has_them():
     reward = [{"service": "late", "late": True}, {"service": "judge"}]
     named = {
-        "judge": {"model": "Qwen3-4B", "answer_s": 0.5}, "counts": {"function": "math:sqrt"},
+        "judge": {"model": "Qwen3-4B", "max_batch": 4}, "counts": {"function": "math:sqrt"},
         "late": {"model": "Qwen3-0.6B", "function": "logprob"}, "mine": {"model": "Qwen3-0.6B", "function": "math:sqrt"},
     }  # fmt: skip
     given = {
@@ -126,8 +125,8 @@ def test_services_are_planned_as_a_configuration_has_them():
         "services": {"named": named, "device_gib": 20},
     }  # fmt: skip
     services = services_of(config_from_dict(given))
-    found = [(each.name, each.passes, each.answer_s, each.waits) for each in services.models]
-    assert found == [("judge", 2, 0.5, True), ("late", 1, None, False), ("mine", 0, None, True)]
+    found = [(each.name, each.passes, each.waits) for each in services.models]
+    assert found == [("judge", 2, True), ("late", 1, False), ("mine", 0, True)]
     assert (services.room_bytes, services.workers, services.of_others, services.on_cores) == (20 * 2**30, 3, 2, False)
     with pytest.raises(ModelError, match="no/where"):
         services_of(config_from_dict({"services": {"named": {"judge": {"model": "no/where"}}}}))

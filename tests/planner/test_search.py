@@ -184,7 +184,6 @@ def test_a_single_trainer_publishes_beside_its_next_step():
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"min_train_gpus": 9, "min_rollout_gpus": 9}, "planner.min_train_gpus"),
         ({"fixed_train_gpus": 7}, "planner.fixed_train_gpus=6"),
         ({"fixed_engines": {4: 3}}, "planner.num_gpus=14"),
         ({"fixed_engines": {2: 1}}, "TP 2"),

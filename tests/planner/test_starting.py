@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,17 +32,17 @@ def _layout(**changes):
         "boundaries_tokens": [812.0], "micro_batch_tokens": 8192, "step_s": 12.0, "rests_on": "a datasheet",
         "why": "training", "lost": ["13 s: another"],
     }  # fmt: skip
-    return PlannedLayout.model_validate(values | changes)
+    return msgspec.convert(values | changes, PlannedLayout)
 
 
 @settings(max_examples=6)
 @given(st.integers(4, 16), st.integers(0, 99), st.integers(0, 1), st.sampled_from([0.2, 1.0, 8.0]))
 def test_executing_a_plan_gives_back_what_it_deploys(num_gpus, seed, eta, scale):
     lengths = {"generated_p50_tokens": 900 * scale, "generated_p99_tokens": 7000 * scale}
-    planner = {"gpu": "A800-80G", "num_gpus": num_gpus, **lengths}
+    planner = {"gpu": "A800-80G", "num_gpus": num_gpus}
     config = _config(
         model={"path": "Qwen3-0.6B", "dtype": "bfloat16"}, run={"seed": seed, "eta": eta},
-        planner=planner | {"tool_s": 0.1 * (seed + 1), "turns": 3},
+        planner=planner | {"lengths": {**lengths, "tool_s": 0.1 * (seed + 1), "turns": 3}},
         trainer={"prompts": 6, "group_size": 4, "micro_batch_tokens": 16384, "layout": "fsdp2", "gradient_checkpointing": True},
         rollout={"engine": "vllm", "max_context_tokens": 16384, "max_new_tokens": 8192},
     )  # fmt: skip

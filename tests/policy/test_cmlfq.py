@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.orderings import CompletedCalls, KnownLengths, Oracle, Paper
-from libra.config.models import PolicySection
+from libra.config.task_sections import PolicySection
 from libra.facts import (
     BoundariesSet,
     Prefer,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from contract_part import only
 
-from libra.config.engine_package import is_installed
+from libra.config.sections import vllm_is_installed
 from libra.rollout.transformers_engine import TransformersEngine
 from libra.rollout.vllm.async_engine import VLLMEngine
 from libra.rollout.vllm.engine_args import CPU_BATCHED_TOKENS
@@ -15,7 +15,7 @@ from libra.testing.models import ask
 
 VLLM = [
     pytest.mark.vllm,
-    pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: type make setup-vllm"),
+    pytest.mark.skipif(not vllm_is_installed(), reason="vllm is not installed here: type make setup-vllm"),
     pytest.mark.timeout(600),
 ]
 

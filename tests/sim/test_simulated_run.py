@@ -141,8 +141,8 @@ def test_a_calibration_is_what_the_run_said(run, libra, tmp_path):
     code, out, err = libra("calibrate", directory, "--save", file)
     assert (code, err) == (0, "") and "by the declared capacity of its engines" in out
     assert read_calibration(file, "here").engines == run_setting(directory).calibration.engines
-    small = ("trainer.prompts=4", "trainer.group_size=2", "simulation.turns=3", "simulation.layout={tp1: 2}")
-    code, out, _ = libra("simulate", "libra/quickstart", f"simulation.calibration={file}", *small)
+    small = ("trainer.prompts=4", "trainer.group_size=2", "planner.lengths.turns=3", "cluster.rollout_workers=2")
+    code, out, _ = libra("simulate", "libra/quickstart", f"planner.calibration={file}", *small)
     assert code == 0 and f"as {file} measured, 2 x tp1" in out
     code, out, _ = libra("plan", "libra/quickstart", f"planner.calibration={file}")
     assert code == 0 and "engines of TP 2, 4, 8" in out and f"are as {file} measured" in out
@@ -152,14 +152,13 @@ def test_a_calibration_is_what_the_run_said(run, libra, tmp_path):
 def test_a_calibration_of_something_else_is_refused_with_both_sides(run, libra, tmp_path, command):
     file = tmp_path / "mine.json"
     libra("calibrate", run()[0], "--save", file)
-    field = {"simulate": "simulation", "plan": "planner"}[command]
-    use = f"{field}.calibration={file}"
+    use = f"planner.calibration={file}"
     code, _, err = libra(command, "libra/quickstart", use, "model.path=Qwen/Qwen3-14B")
     assert (code == 2 and "libra/tiny-arithmetic" in err) or "emulated" in err
     assert "Qwen/Qwen3-14B" in err
     old = tmp_path / "old.json"
     old.write_text(json.dumps({**json.loads(file.read_text()), "schema": 0}))
-    code, _, err = libra(command, "libra/quickstart", f"{field}.calibration={old}")
+    code, _, err = libra(command, "libra/quickstart", f"planner.calibration={old}")
     assert code == 2 and "schema 0, and this Libra reads 1" in err
 
 

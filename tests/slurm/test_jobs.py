@@ -2,25 +2,26 @@
 
 import pytest
 
-from libra.cluster.local import worker_resources
-from libra.cluster.slurm.jobs import number_of_jobs, scripts
+from libra.cluster.local import number_of_workers, worker_resources
+from libra.cluster.slurm.jobs import scripts
 from libra.cluster.slurm.queue import lost
 from libra.config import config_from_dict
-from libra.config.slurm import SlurmRolloutJobs
+from libra.config.sections import SlurmSection
 from libra.errors import ClusterError, ConfigError
 
 
-def config(**more):
+def config(jobs={}, **more):  # noqa: B006
     return config_from_dict(
-        {"rollout": {"slots": 32},
-        "slurm": {"host": "login1", "port": 8786, "account": "lab", "setup": ["module load cuda"], "drain_s": 300},
-        "slurm_rollout": {"jobs": 2, "partition": "gpu", "gpus": 4, "cpus": 16, "memory": "64 GiB"},
-        "slurm_train": {"directives": ["--exclusive"]}, **more,}
+        {"rollout": {"slots": 32}, "cluster": {"rollout_workers": 2}, "slurm": {
+            "host": "login1", "setup": ["module load cuda"],
+            "jobs": {"rollout": {"partition": "gpu", "gpus": 4, "cpus": 16, "memory": "64 GiB"},
+                     "train": {"directives": ["--exclusive"]}} | jobs,
+        }, **more,}
     )  # fmt: skip
 
 
 def test_every_worker_has_the_resources_of_its_role_and_one_commits():
-    workers = worker_resources(config(), number_of_jobs(config()))
+    workers = worker_resources(config(), number_of_workers(config()))
     assert set(workers) == {"rollout-0", "rollout-1", "train-0", "tool-0"}
     assert workers["rollout-1"] == {"ROLLOUT": 32}
     assert worker_resources(config(cluster={"hybrid_workers": 1}))["rollout-0"] == {"ROLLOUT": 32, "HYBRID": 1}
@@ -30,26 +31,20 @@ def test_every_worker_has_the_resources_of_its_role_and_one_commits():
 def test_a_script_asks_slurm_for_what_the_section_says(tmp_path):
     made = scripts(config(), tmp_path)
     rollout = made["rollout-0"].splitlines()
-    for line in ("-p gpu", "-A lab", "--cpus-per-task=16", "--mem=64G", "-t 04:00:00", "--gres=gpu:4"):
+    for line in ("-p gpu", "--cpus-per-task=16", "--mem=64G", "-t 04:00:00", "--gres=gpu:4"):
         assert f"#SBATCH {line}" in rollout
     assert rollout.index("module load cuda") < len(rollout) - 1
     assert "--name rollout-0 --nthreads 40 " in rollout[-1]
     assert "--resources ROLLOUT=32,GPU=4 " in rollout[-1]
     assert f"--tls-key {tmp_path}/tls/key.pem" in rollout[-1]
-    assert "tls://login1:8786" in rollout[-1]
-    assert "export LIBRA_DRAIN_S=300" in rollout
+    assert "tls://login1:" in rollout[-1]
     assert "#SBATCH --exclusive" in made["train-0"]
     assert "gres" not in made["train-0"]
     skip = ["--mem", "--gres", "--time", "--ntasks"]
-    less = config(slurm_rollout={"gpus": 4, "skip": skip}, slurm_train={"memory": "0.5 GiB"})
+    less = config({"rollout": {"gpus": 4, "skip": skip}, "train": {"memory": "0.5 GiB"}})
     asked = scripts(less, tmp_path)["rollout-0"].partition("export")[0]
     assert not [option for option in ("--mem", "--gres", "-t ", "-n ") if option in asked]
     assert "#SBATCH --mem=512M" in scripts(less, tmp_path)["train-0"]
-
-
-def test_a_role_without_jobs_is_refused(tmp_path):
-    with pytest.raises(ClusterError, match=r"slurm_train\.jobs=1"):
-        scripts(config(slurm_train={"jobs": 0}), tmp_path)
 
 
 _NO_MEMORY = ["64", "64G", "0 GB", "0.0 TiB", "0.5 KB", "1023 KiB", "-1 GB", "inf", "nan GB", "٣ GB", "1e3 GB"]
@@ -58,8 +53,8 @@ _WRONG = {"walltime": ["4h"], "gpus": [-1], "partitions": ["x"], "skip": [["-J"]
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field in _WRONG for value in _WRONG[field]])
 def test_a_wrong_value_names_the_field(field, value):
-    with pytest.raises(ConfigError, match=rf"slurm_rollout\.{field}"):
-        config(slurm_rollout={field: value})
+    with pytest.raises(ConfigError, match=rf"slurm\.jobs\.rollout\.{field}"):
+        config({"rollout": {field: value}})
 
 
 def test_a_job_that_ended_or_is_unknown_is_lost():
@@ -72,11 +67,11 @@ ENGINES = [{"tp": 1, "count": 2, "slots": 48}, {"tp": 2, "threads": 3, "slots": 
 
 def test_each_kind_of_engine_is_a_kind_of_job_with_as_many_gpus_as_its_degree(tmp_path):
     kinds = config(
+        {"rollout": {"gpus": 1, "cpus": 4, "memory": "3 GiB"}},
         rollout={"engine": "vllm", "slots": 32},
         cluster={"engines": ENGINES, "train_workers": 2, "hybrid_workers": 1},
-        slurm_rollout={"gpus": 1, "cpus": 4, "memory": "3 GiB"},
     )
-    workers = worker_resources(kinds, number_of_jobs(kinds))
+    workers = worker_resources(kinds, number_of_workers(kinds))
     assert set(workers) == {"rollout-0", "rollout-1", "rollout-2", "train-0", "train-1", "tool-0"}
     assert workers["rollout-0"] == {"ROLLOUT": 48, "TP": 1, "HYBRID": 1}
     assert workers["rollout-2"] == {"ROLLOUT": 8, "TP": 2, "THREADS": 3}
@@ -89,13 +84,9 @@ def test_each_kind_of_engine_is_a_kind_of_job_with_as_many_gpus_as_its_degree(tm
             assert f"#SBATCH {line}" in made[name].splitlines(), made[name]
         assert supply in made[name]
     assert "export OMP_NUM_THREADS=3" in made["rollout-2"]
-    assert "gres" not in scripts(kinds.model_copy(update={"slurm_rollout": SlurmRolloutJobs()}), tmp_path)["rollout-2"]
+    assert "gres" not in scripts(kinds.model_copy(update={"slurm": SlurmSection()}), tmp_path)["rollout-2"]
 
 
-def test_jobs_that_are_not_the_workers_of_the_cluster_are_refused(tmp_path):
-    given = {"cluster": {"engines": ENGINES, "train_workers": 2}, "rollout": {"engine": "vllm"}, "slurm_rollout": {}}
-    for section, jobs in (("slurm_rollout", 2), ("slurm_train", 1)):
-        with pytest.raises(ClusterError, match=rf"{section}\.jobs: {jobs} jobs"):
-            scripts(config(**given | {section: {"jobs": jobs}}), tmp_path)
-    with pytest.raises(ClusterError, match="libra plan"):  # a layout that is yet to be planned
-        scripts(config(planner={"layout": "auto"}, slurm_rollout={}), tmp_path)
+def test_a_layout_that_is_yet_to_be_planned_is_refused(tmp_path):
+    with pytest.raises(ClusterError, match="libra plan"):
+        scripts(config(cluster={}, planner={"layout": "auto"}), tmp_path)

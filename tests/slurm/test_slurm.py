@@ -60,9 +60,9 @@ def slurm():
         settings = {
             "extends": "libra/quickstart",
             "cluster": {"dashboard_port": 0, "threads": 1, "engines": [{"slots": 128}, {"slots": 32}]}, "slurm": {
-            "host": "127.0.0.1", "reconcile_s": 1.0, "setup": [f"export PYTHONPATH={environment['PYTHONPATH']}"],},
-            "slurm_rollout": {**job, "partition": "rollout", "gpus": 1},
-            "slurm_train": {**job, "partition": "train", "gpus": 1}, "slurm_tool": {**job, "partition": "train"},
+            "host": "127.0.0.1", "setup": [f"export PYTHONPATH={environment['PYTHONPATH']}"], "jobs": {
+            "rollout": {**job, "partition": "rollout", "gpus": 1},
+            "train": {**job, "partition": "train", "gpus": 1}, "tool": {**job, "partition": "train"},}},
         }  # fmt: skip
         (Path(name) / "my.yaml").write_text(yaml.safe_dump(settings))
         yield Slurm(Path(name), environment)
@@ -187,7 +187,7 @@ def test_tool_workers_come_as_jobs_where_actions_wait_and_leave_the_queue_where_
         "environment": {"name": "wants_two:WantsTwo", "args": {"path": str(workers)}},
         "rollout": {"max_turns": 2, "max_new_tokens": 4, "ignore_eos": True},
         "trainer": {"prompts": 2, "group_size": 3, "lr": 0.0}, "evaluation": {"prompts": 0},
-        "cluster": {"engines": [], "tool_cores": 1, "tool_workers_most": 2},
+        "cluster": {"engines": [], "tool_supply": {"cores": 1}, "tool_workers_most": 2},
         "slurm": {"setup": [f"export PYTHONPATH={slurm.environment['PYTHONPATH']}:{SUPPORT}"]},
     }  # fmt: skip
     file = slurm.directory / "elastic.yaml"

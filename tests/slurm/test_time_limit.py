@@ -7,7 +7,7 @@ import dask
 from distributed import Client, Event, Scheduler, Worker
 
 from libra.cluster.settings import DASK_SETTINGS
-from libra.cluster.time_limit import end_of_job_s, leave_in_time
+from libra.cluster.worker_process import end_of_job_s, leave_in_time
 
 
 def test_a_job_without_a_limit_never_leaves():

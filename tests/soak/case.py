@@ -157,7 +157,7 @@ def write_config(case: Case, directory: Path) -> Path:
         "trainer": {"prompts": PROMPTS, "group_size": GROUP_SIZE, "lr": 1e-3},
         "checkpoint": {"every": 2, "keep": 1},
         "cluster": {"threads": 1, "dashboard_port": 0},
-        "observe": {"progress": False, "tensorboard": False},
+        "observe": {"progress": False, "trackers": []},
     }
     if case.turning:
         for section, changes in _turning(case).items():

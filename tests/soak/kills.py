@@ -85,7 +85,7 @@ def make_config(kill: Kill, directory: Path) -> RunConfig:
             "checkpoint": {"every": 2, "keep": 1},
             "weights": {"transfer": "peer"},
             "cluster": {"threads": 1, "dashboard_port": 0, "rollout_workers": 2, "train_workers": TRAIN_WORKERS},
-            "observe": {"progress": False, "tensorboard": False},
+            "observe": {"progress": False, "trackers": []},
         }
     )
 

@@ -48,7 +48,7 @@ class Recorded:
     """A float64 replica that keeps what it merged, before it is divided by its norm."""
 
     def __init__(self, model_dir, settings, group=None):
-        defaults = {"lr": 1e-3, "max_grad_norm": 0.5, "max_row_tokens": 40, "micro_batch_tokens": 120}
+        defaults = {"lr": 1e-3, "adam_args": {"max_grad_norm": 0.5}, "max_row_tokens": 40, "micro_batch_tokens": 120}
         self.replica = Replica(
             model_dir, TrainSettings(**{**defaults, **settings}), dtype=torch.float64, threads=1, group=group
         )

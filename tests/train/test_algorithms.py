@@ -16,20 +16,19 @@ VARIANTS = {
     **{name: (name, {}) for name in sorted(ALGORITHMS.keys() - OTHERS)},
     "entropy": ("dapo", {"entropy_coef": 0.1}),
     "k2": ("gspo", {"kl_coef": 0.1, "kl_estimator": "k2+"}),
-    "constant": ("dapo", {"aggregation": "constant", "loss_divisor": 100.0}),
-    "dual_clip": ("grpo", {"dual_clip": 1.5}),
-    "two_factors": ("dapo", {"old_logp": "exact", "correction": "truncate", "correction_level": "sequence"}),
+    "dual_clip": ("grpo", {"loss_args": {"dual_clip": 1.5}}),
+    "two_factors": ("dapo", {"old_logp": "exact", "correction": "truncate", "correction_args": {"level": "sequence"}}),
     "vespo_weighted": ("vespo", {"old_logp": "proximal", "correction": "truncate"}),
-    "dppo_kl": ("dppo", {"dppo_divergence": "kl", "clip_high": 0.02, "clip_low": 0.02}),
-    "ratio_max": ("grpo", {"ratio_max": 1.05}),
-    "reject": ("ppo_decoupled", {"reject": "k3", "reject_high": 0.02}),
+    "dppo_kl": ("dppo", {"loss_args": {"divergence": "kl", "clip_high": 0.02, "clip_low": 0.02}}),
+    "ratio_max": ("grpo", {"loss_args": {"ratio_max": 1.05}}),
+    "reject": ("ppo_decoupled", {"reject": "k3", "reject_args": {"high": 0.02}}),
     "reject_sequences": (
         "dapo",
-        {"reject": "ratio", "reject_level": "sequence", "reject_reduce": "sum", "reject_low": 0.9, "reject_high": 2.0},
+        {"reject": "ratio", "reject_args": {"level": "sequence", "reduce": "sum", "low": 0.9, "high": 2.0}},
     ),
-    "reject_binary": ("gspo", {"reject": "binary-kl", "reject_high": 1e-4}),
+    "reject_binary": ("gspo", {"reject": "binary-kl", "reject_args": {"high": 1e-4}}),
     "off_policy": ("cispo", {"off_policy_threshold": 0.01}),
-    "geometric": ("ppo_decoupled", {"correction_level": "geometric", "correction_low": 0.5, "correction_high": 1.5}),
+    "geometric": ("ppo_decoupled", {"correction_args": {"level": "geometric", "low": 0.5, "high": 1.5}}),
 }
 
 
@@ -82,20 +81,18 @@ def written_out(settings, tokens, rows):
         factors = corrections.two_factors(tokens["proximal"], engine, exact)
         old = factors.old_logp_N
         if settings.correction != "none":
-            bounds = {each: getattr(settings, f"correction_{each}") for each in ("level", "low", "high")}
-            weight = corrections.importance_weights(factors.mismatch_N, rows, action=settings.correction, **bounds)
-    clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
-    capped = {"dual_clip": settings.dual_clip, "ratio_max": settings.ratio_max} | clip
-    direct = {"log_ratio_coef": settings.log_ratio_coef, "divergence": settings.dppo_divergence} | clip
+            args = settings.correction_args
+            weight = corrections.importance_weights(factors.mismatch_N, rows, action=settings.correction, **args)
+    args = settings.loss_args
     mismatch = None if settings.correction == "none" else weight
     loss = {
-        "ppo": lambda: losses.ppo_loss(logp, old, advantage, **capped),
-        "vespo": lambda: losses.vespo_loss(logp, old, advantage, rows, weight_N=mismatch),
-        "gspo": lambda: losses.gspo_loss(logp, old, advantage, rows, **clip),
-        "cispo": lambda: losses.cispo_loss(logp, old, advantage, **clip),
-        "sapo": lambda: losses.sapo_loss(logp, old, advantage),
-        "gmpo": lambda: losses.gmpo_loss(logp, old, advantage, rows, **clip),
-        "dppo": lambda: losses.dppo_loss(logp, old, advantage, **direct),
+        "ppo": lambda: losses.ppo_loss(logp, old, advantage, **args),
+        "vespo": lambda: losses.vespo_loss(logp, old, advantage, rows, weight_N=mismatch, **args),
+        "gspo": lambda: losses.gspo_loss(logp, old, advantage, rows, **args),
+        "cispo": lambda: losses.cispo_loss(logp, old, advantage, **args),
+        "sapo": lambda: losses.sapo_loss(logp, old, advantage, **args),
+        "gmpo": lambda: losses.gmpo_loss(logp, old, advantage, rows, **args),
+        "dppo": lambda: losses.dppo_loss(logp, old, advantage, **args),
         "reinforce": lambda: losses.reinforce_loss(logp, advantage),
     }[settings.loss]()
     if settings.loss != "vespo":
@@ -105,9 +102,8 @@ def written_out(settings, tokens, rows):
         kl = kl_estimate(logp, tokens["reference"], settings.kl_estimator, bound=10.0)
         loss = loss + settings.kl_coef * kl
     loss = loss - settings.entropy_coef * tokens["entropy"]
-    name = {"constant": "divisor", "seq-mean-token-sum-norm": "horizon_tokens"}.get(settings.aggregation)
-    rule = Aggregation(settings.aggregation, **({name: settings.loss_divisor} if name else {}))
-    return aggregated(rule, loss, rows)
+    horizon = settings.loss_divisor if settings.aggregation == "seq-mean-token-sum-norm" else None
+    return aggregated(Aggregation(settings.aggregation, horizon_tokens=horizon), loss, rows)
 
 
 def kept(settings, tokens, rows, old):
@@ -115,12 +111,10 @@ def kept(settings, tokens, rows, old):
     trainer = now if settings.old_logp == "behaviour" else old
     keep = rows.mask_N
     if settings.reject == "binary-kl":
-        keep = keep & corrections.binary_kl_mask(trainer, engine, rows, high=settings.reject_high)
+        keep = keep & corrections.binary_kl_mask(trainer, engine, rows, high=settings.reject_args["high"])
     elif settings.reject != "none":
-        names = {"metric": settings.reject, "level": settings.reject_level, "reduce": settings.reject_reduce}
-        keep = keep & corrections.rejection_mask(
-            trainer - engine, rows, low=settings.reject_low, high=settings.reject_high, **names
-        )
+        args = {"metric": settings.reject} | settings.reject_args
+        keep = keep & corrections.rejection_mask(trainer - engine, rows, **args)
     if settings.off_policy_threshold is not None:
         tokens_of = (now, engine, tokens["advantage"], rows)
         keep = keep & corrections.off_policy_sequence_mask(*tokens_of, threshold=settings.off_policy_threshold)
@@ -188,7 +182,9 @@ def test_proximal_log_probabilities_are_those_before_the_first_optimizer_step(re
 
 @pytest.mark.parametrize("variant", ["ppo_decoupled", "reject_sequences", "off_policy"])
 def test_weights_at_their_bounds_and_tokens_left_out_are_counted(replica, batch, score, variant):
-    model = replica(torch.float64, **settings_of(variant) | {"correction_high": 1.05})
+    settings = settings_of(variant)
+    settings["correction_args"] |= {"high": 1.05}
+    model = replica(torch.float64, **settings)
     near(model, batch, score, np.random.default_rng(0))
     report = model.step(batch, 0)
     if variant == "ppo_decoupled":

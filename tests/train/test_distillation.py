@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from libra.config.distil import DistilSection
+from libra.config.task_sections import DistilSection
 from libra.errors import TrainError
 from libra.train import pack, sample_of
 from libra.train.kl import sampled_divergence, top_k_divergence

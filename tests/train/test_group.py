@@ -17,7 +17,6 @@ import group_process as process
 pytestmark = pytest.mark.live
 STEPS = 9
 CASES = {
-    "constant": {"aggregation": "constant", "loss_divisor": 37.0},
     "two minibatches, proximal, KL": {
         "aggregation": "seq-mean-token-mean", "minibatches": 2, "old_logp": "proximal", "kl_coef": 0.1,
     },
@@ -30,7 +29,7 @@ OF_TWO_CORES = {
         "advantage": "rloo", "kl_coef": 0.5, "kl_in_reward": True, "kl_target": 0.01, "kl_horizon": 20.0, "layout": "fsdp2",
     },
 }  # fmt: skip
-ADAPTERS = {"lora_rank": 2, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj")}
+ADAPTERS = {"lora_rank": 2, "lora_args": {"alpha": 8.0, "targets": ("q_proj", "down_proj")}}
 
 
 def free_port():
@@ -235,9 +234,9 @@ def test_a_core_killed_in_the_reduction_ends_the_epoch_and_no_weight_moves(start
 def test_a_hybrid_of_another_configuration_or_without_the_token_is_refused(model_dir):
     core = process.Recorded(str(model_dir), {})
     pool = core.listen()
-    other = process.Recorded(str(model_dir), {"clip_high": 0.5, "micro_batch_tokens": 200})
+    other = process.Recorded(str(model_dir), {"loss_args": {"clip_high": 0.5}, "micro_batch_tokens": 200})
     hybrid = process.HybridReplica(other.replica, pool.address, process.TOKEN)
-    with pytest.raises(TrainError, match="clip_high"):
+    with pytest.raises(TrainError, match="loss_args"):
         hybrid.run()
     with pytest.raises(TransferError):
         process.HybridReplica(other.replica, pool.address, "of another run")

@@ -10,7 +10,7 @@ from libra.train.logprobs import load_model
 from libra.train.weight_copies import LowRankWeights
 from libra.types import TrajectoryId
 
-LORA = {"lora_rank": 2, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj"), "lr": 1e-2}
+LORA = {"lora_rank": 2, "lora_args": {"alpha": 8.0, "targets": ("q_proj", "down_proj")}, "lr": 1e-2}
 
 
 def trajectories(seed=0):
@@ -97,7 +97,7 @@ def test_bfloat16_weights_are_the_rounded_sum(random_model):
 
 def test_what_cannot_have_adapters_is_refused(random_model):
     with pytest.raises(TrainError, match="q_pro"):
-        replica(random_model, lora_targets=("q_pro",))
+        replica(random_model, lora_args={"targets": ("q_pro",)})
     for more in ({"trainer": {"lora_rank": 4, "layout": "fsdp2", "offload": True}}, {"cluster": {"hybrid_workers": 1}}):
         with pytest.raises(ConfigError):
             config_from_dict({"trainer": {"lora_rank": 4}} | more)

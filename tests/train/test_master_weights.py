@@ -12,7 +12,7 @@ def narrow(model_dir):
     """Maker of a bfloat16 replica, with float32 master weights unless told."""
 
     def make(master_dtype="float32", **settings):
-        settings = {"lr": LR, "weight_decay": 0.0, **settings}
+        settings = {"lr": LR, **settings}
         return Replica(model_dir, TrainSettings(**settings), dtype="bfloat16", master_dtype=master_dtype, threads=1)
 
     return make

@@ -130,7 +130,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_undone(replica, batch):
 
 
 def test_gradients_are_clipped_before_the_optimizer(replica, batch):
-    model = replica(max_grad_norm=1e-3)
+    model = replica(adam_args={"max_grad_norm": 1e-3})
     seen = []
     model.optimizer.register_step_pre_hook(
         lambda *_: seen.append(torch.sqrt(sum(p.grad.square().sum() for p in model.parameters().values())))

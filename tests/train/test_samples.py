@@ -1,14 +1,15 @@
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
+from libra.config.algorithms import AggregationMode
 from libra.errors import TrainError
 from libra.train import Replica, TrainSettings, sample_of
 from libra.train.packing import split
 from libra.train.samples import LazyBatch, RowFacts, present
-from libra.train.sequences import AGGREGATIONS
 from libra.types import FailureClass
 
 
@@ -88,7 +89,7 @@ def corrections(batch, more):
     return [replace(one, advantage=float(a), counted=False) for one, a in zip(batch, more, strict=True)]
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
 def test_provisional_advantages_and_their_corrections_give_the_gradient_of_the_final_ones(mode, replica, batch):
     settings = {"aggregation": mode, "loss_divisor": 100.0, "old_logp": "exact", "entropy_coef": 0.1, "kl_coef": 0.05}
     more = np.random.default_rng(5).normal(size=len(batch))

@@ -72,7 +72,7 @@ def test_groups_of_equal_rewards_learn_from_the_penalty_and_the_loss_has_no_seco
 
 
 def test_the_coefficient_follows_its_target_and_a_checkpoint(model_dir, batch, tmp_path):
-    settings = of_run(**RLOO, kl_target=1e-3, kl_horizon=60.0)
+    settings = of_run(**RLOO, kl_target=1e-3).model_copy(update={"kl_horizon": 60.0})
     model = Replica(model_dir, settings, dtype=torch.float64)
     groups_of(batch, 4)
     seen = [model.step(batch, step).kl_coef for step in range(3)]
@@ -89,7 +89,9 @@ def test_the_coefficient_follows_its_target_and_a_checkpoint(model_dir, batch, t
     ours, theirs = model.step(batch, 3), other.step(batch, 3)
     assert ours.kl_coef == theirs.kl_coef == pytest.approx(0.2 * grown**3)
     assert ours.digest == theirs.digest and model.gradient.kl.value == other.gradient.kl.value
-    low = Replica(model_dir, of_run(**RLOO, kl_target=100.0, kl_horizon=60.0), dtype=torch.float64)
+    low = Replica(
+        model_dir, of_run(**RLOO, kl_target=100.0).model_copy(update={"kl_horizon": 60.0}), dtype=torch.float64
+    )
     low.step(batch, 0)
     assert low.gradient.kl.value == pytest.approx(0.2 * (1 - 0.2 * len(batch) / 60))
 

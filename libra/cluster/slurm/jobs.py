@@ -1,6 +1,7 @@
 """The Slurm jobs of a configuration: name, role, resources and script of each worker.
 
-dask-jobqueue writes the scripts and submits them. Its own clusters have one kind of job; here each worker has its own options.
+dask-jobqueue writes the scripts and submits them. Its own clusters have one kind of job; here each
+worker has its own options.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from libra import keys
 from libra.cluster.connection import security_in
-from libra.cluster.local import most_tools, num_threads, number_of_workers, worker_resources
+from libra.cluster.local import num_threads, number_of_workers, worker_resources
 from libra.cluster.settings import GUARD
-from libra.cluster.worker_environment import WORKER_ENVIRONMENT
+from libra.cluster.worker_process import WORKER_ENVIRONMENT
 from libra.config import RunConfig
-from libra.config.slurm import SlurmJobs
+from libra.config.sections import Role
 from libra.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -40,41 +41,13 @@ END_OF_JOB = "export LIBRA_JOB_END_S=${SLURM_JOB_END_TIME:-" + _ENDS + "}"
 """Line of a job's script; Slurm before 23.02 has no SLURM_JOB_END_TIME."""
 
 
-def role_jobs(config: RunConfig) -> dict[str, SlurmJobs]:
-    """The jobs of each role."""
-    return {"rollout": config.slurm_rollout, "train": config.slurm_train, "tool": config.slurm_tool}
-
-
-def role_of(worker: str) -> str:
+def role_of(worker: str) -> Role:
     """Role of a worker, from its name ``ROLE-NUMBER``."""
-    return worker.rpartition("-")[0]
+    return cast("Role", worker.rpartition("-")[0])
 
 
-def number_of_jobs(config: RunConfig) -> dict[str, int]:
-    """Jobs of each role: the number in its section, else the workers of section ``cluster``."""
-    listed = number_of_workers(config)
-    return {role: listed[role] if jobs.jobs is None else jobs.jobs for role, jobs in role_jobs(config).items()}
-
-
-def check_roles(config: RunConfig) -> None:
-    """ClusterError if a role has no job, or its jobs are not the workers of section ``cluster``."""
-    number, cluster = number_of_jobs(config), config.cluster
-    for role in number:
-        if number[role] == 0:
-            raise ClusterError(
-                f"slurm_{role}.jobs: 0 jobs, and a run needs at least one {role} worker; type slurm_{role}.jobs=1"
-            )
-    engines = sum(group.count for group in cluster.engines)
-    if engines and number["rollout"] != engines:
-        raise ClusterError(
-            f"slurm_rollout.jobs: {number['rollout']} jobs, and cluster.engines lists {engines} engines, a job each; type "
-            "slurm_rollout.jobs=null, or cluster.engines=[]"
-        )
-    if number["train"] < cluster.train_workers:
-        raise ClusterError(
-            f"slurm_train.jobs: {number['train']} jobs, and cluster.train_workers={cluster.train_workers} are needed; type "
-            "slurm_train.jobs=null"
-        )
+def check_layout(config: RunConfig) -> None:
+    """ClusterError if the workers are not known before a run starts."""
     if config.planner.layout == "auto":
         raise ClusterError(
             "planner.layout: auto plans at the start of a run, and jobs are submitted before that; type libra plan CONFIG --write "
@@ -82,38 +55,28 @@ def check_roles(config: RunConfig) -> None:
         )
 
 
-def most_jobs(config: RunConfig) -> dict[str, int]:
-    """Jobs of each role that there may be."""
-    number = number_of_jobs(config)
-    return number if config.slurm_tool.jobs is not None else number | {"tool": most_tools(config)}
-
-
 def worker_specs(
     config: RunConfig, directory: Path, security: Security | None, number: Mapping[str, int] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """An `OwnJob` and its options for each worker by name, for `distributed.SpecCluster`; ``number`` of each role, None:
-    `number_of_jobs`.
+    """An `OwnJob` and its options for each worker by name, for `distributed.SpecCluster`;
+    ``number`` of each role, None: those of section ``cluster``.
 
-    ``directory`` is the absolute ``slurm.dir``; ``security`` must name files that the jobs can read.
+    ``directory`` is the absolute ``slurm.dir``; ``security`` must name files that the jobs can
+    read.
     """
     from libra.cluster.slurm.own_job import OwnJob
 
-    check_roles(config)
-    jobs = role_jobs(config)
+    check_layout(config)
     return {
-        name: {"cls": OwnJob, "options": _options(config, jobs[role_of(name)], name, resources, directory, security)}
-        for name, resources in worker_resources(config, number or number_of_jobs(config)).items()
+        name: {"cls": OwnJob, "options": _options(config, name, resources, directory, security)}
+        for name, resources in worker_resources(config, number or number_of_workers(config)).items()
     }
 
 
 def _options(
-    config: RunConfig,
-    jobs: SlurmJobs,
-    name: str,
-    resources: Mapping[str, int],
-    directory: Path,
-    security: Security | None,
+    config: RunConfig, name: str, resources: Mapping[str, int], directory: Path, security: Security | None
 ) -> dict[str, Any]:
+    jobs = config.slurm.of_role(role_of(name))
     ranks = resources.get(keys.TP, 1)  # set by an entry of cluster.engines only
     of_engine = keys.TP in resources
     num_gpus = (ranks if jobs.gpus else 0) if of_engine else jobs.gpus
@@ -129,14 +92,12 @@ def _options(
         "processes": 1,
         "job_cpu": jobs.cpus * ranks,
         "queue": jobs.partition,
-        "account": config.slurm.account,
         "walltime": jobs.walltime,
         "job_name": f"libra-{name}",
         "job_extra_directives": [*gpus, *jobs.directives],
         "job_directives_skip": [f"#SBATCH {_SHORT.get(option, option)}" for option in jobs.skip],
         "job_script_prologue": [
             *(f"export {key}={shlex.quote(value)}" for key, value in environment.items()),
-            f"export LIBRA_DRAIN_S={config.slurm.drain_s:g}",
             END_OF_JOB,
             *config.slurm.setup,
         ],
@@ -149,7 +110,15 @@ def _options(
         "security": security,
         "worker_extra_args": [
             *("--memory-limit", "0", "--resources", ",".join(f"{name}={count}" for name, count in supply.items())),
-            *("--preload", "libra.cluster.time_limit", "--preload", GUARD, "--preload-nanny", GUARD, "--no-dashboard"),
+            *(
+                "--preload",
+                "libra.cluster.worker_process",
+                "--preload",
+                GUARD,
+                "--preload-nanny",
+                GUARD,
+                "--no-dashboard",
+            ),
         ],
         "config_name": "slurm",
     }
@@ -162,7 +131,8 @@ def times(memory: str, ranks: int) -> str:
 
 
 def scripts(config: RunConfig, directory: Path) -> dict[str, str]:
-    """The script of each worker, by name, as it would be submitted, but for the scheduler's address."""
-    address = f"tls://{config.slurm.host or 'HOST'}:{config.slurm.port or 'PORT'}"
+    """The script of each worker, by name, as it would be submitted, but for the scheduler's
+    address."""
+    address = f"tls://{config.slurm.host or 'HOST'}:PORT"
     specs = worker_specs(config, directory, security_in(directory / CERTIFICATES))
     return {name: spec["cls"](address, **spec["options"]).job_script() for name, spec in specs.items()}

@@ -1,4 +1,5 @@
-"""One Slurm job of ours: submitted under a number that is read with care, and cancelled only while it has our name."""
+"""One Slurm job of ours: submitted under a number that is read with care, and cancelled only while
+it has our name."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ from libra.errors import ClusterError
 logger = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"^\s*(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?\s*$", re.MULTILINE)
-"""A line of sbatch's answer that is a job's number: with ``--parsable``, and from a wrapper that leaves it out."""
+"""A line of sbatch's answer that is a job's number: with ``--parsable``, and from a wrapper that
+leaves it out."""
 
 
 class OwnJob(SLURMJob):  # type: ignore[misc]
-    """`SLURMJob` for a login node whose sbatch writes more than a number, and for numbers that may be another job's."""
+    """`SLURMJob` for a login node whose sbatch writes more than a number, and for numbers that may
+    be another job's."""
 
     submit_command = "sbatch --parsable"
 
@@ -34,7 +37,7 @@ class OwnJob(SLURMJob):  # type: ignore[misc]
             role = str(self.name).rpartition("-")[0]
             raise ClusterError(
                 f"sbatch refused the job of worker {self.name}: {words}; libra cluster slurm CONFIG --print shows its script. To "
-                f"leave an option of it out, type e.g. slurm_{role}.skip=[--mem]"
+                f"leave an option of it out, type e.g. slurm.jobs.{role}.skip=[--mem]"
             )
         numbers = list(dict.fromkeys(_NUMBER.findall(out)))
         if len(out.split()) > 1:  # a banner, whose numbers are nobody's or another's

@@ -12,7 +12,8 @@ ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEU
 
 
 def job_states(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """State and reason (or node) of each job in the queue, by job id; ClusterError where squeue fails."""
+    """State and reason (or node) of each job in the queue, by job id; ClusterError where squeue
+    fails."""
     ids = set(job_ids)
     rows = (line.split("|", 2) for line in (squeue("--format=%i|%T|%R") if ids else ()) if line.count("|") >= 2)
     return {job: (state, reason) for job, state, reason in rows if job in ids}

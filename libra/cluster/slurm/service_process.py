@@ -1,6 +1,8 @@
-"""The process behind ``libra cluster slurm CONFIG up``: Dask's scheduler, and the loop that keeps its jobs running.
+"""The process behind ``libra cluster slurm CONFIG up``: Dask's scheduler, and the loop that keeps
+its jobs running.
 
-``python -m libra.cluster.slurm.service_process CONFIG DIRECTORY`` runs until it gets SIGTERM or a client shuts the scheduler down.
+``python -m libra.cluster.slurm.service_process CONFIG DIRECTORY`` runs until it gets SIGTERM or a
+client shuts the scheduler down.
 
 Invariants
 ----------
@@ -31,7 +33,7 @@ from distributed.utils import get_ip
 
 from libra.cluster import page_names
 from libra.cluster.connection import CERTIFICATE_FILE, KEY_FILE, Contact, make_files, security_in, write_private
-from libra.cluster.local import ElasticTools, split_off
+from libra.cluster.local import ElasticTools, most_tools, number_of_workers, split_off
 from libra.cluster.settings import DASK_SETTINGS, GUARD, settings_yaml
 from libra.cluster.slurm.jobs import (
     CERTIFICATES,
@@ -40,8 +42,6 @@ from libra.cluster.slurm.jobs import (
     LOGS,
     REFUSED,
     SETTINGS_FILE,
-    most_jobs,
-    number_of_jobs,
     role_of,
     worker_specs,
 )
@@ -50,6 +50,9 @@ from libra.config import RunConfig, config_from_dict
 from libra.errors import ClusterError
 
 logger = logging.getLogger(__name__)
+
+RECONCILE_S = 15.0
+"""Seconds between two queries of Slurm's queue for lost jobs."""
 
 
 class SlurmPools:
@@ -61,13 +64,11 @@ class SlurmPools:
 
     async def start(self) -> None:
         """Start the scheduler and submit a job for every worker."""
-        slurm = self.config.slurm
-        host = slurm.host or get_ip()
+        host = self.config.slurm.host or get_ip()
         scheduler = {
             "cls": Scheduler,
             "options": {
                 "host": host,
-                "port": slurm.port,
                 "protocol": "tls://",
                 "security": self.security,
                 "preload": [GUARD],
@@ -79,8 +80,13 @@ class SlurmPools:
         )
         await self.cluster
         assert self.cluster.scheduler is not None
-        specs = worker_specs(self.config, self.directory, self.security, most_jobs(self.config))
-        least = number_of_jobs(self.config)["tool"]
+        specs = worker_specs(
+            self.config,
+            self.directory,
+            self.security,
+            number_of_workers(self.config) | {"tool": most_tools(self.config)},
+        )
+        least = self.config.cluster.tool_workers
         reserve = split_off(specs, least)
         self.elastic = ElasticTools(self.cluster, reserve, least) if reserve else None
         self.cluster.worker_spec.update(specs)
@@ -104,9 +110,11 @@ class SlurmPools:
         self._tell_jobs()
 
     async def reconcile(self) -> ClusterError | None:
-        """Submit a job for every worker without one: not yet submitted, cancelled, failed, or at its time limit.
+        """Submit a job for every worker without one: not yet submitted, cancelled, failed, or at
+        its time limit.
 
-        Returns what sbatch said of one that it refused, e.g. a limit on jobs; it is tried again next time.
+        Returns what sbatch said of one that it refused, e.g. a limit on jobs; it is tried again
+        next time.
         """
         held: dict[str, Any] = self.cluster.workers
         by_job = {job.job_id: name for name, job in held.items()}
@@ -134,9 +142,7 @@ class SlurmPools:
         closed = asyncio.ensure_future(self.cluster.scheduler.finished())
         stopped = asyncio.ensure_future(stop.wait())
         while not (closed.done() or stopped.done()):
-            await asyncio.wait(
-                (closed, stopped), timeout=self.config.slurm.reconcile_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((closed, stopped), timeout=RECONCILE_S, return_when=asyncio.FIRST_COMPLETED)
             if not (closed.done() or stopped.done()):
                 try:
                     if self.elastic is not None:

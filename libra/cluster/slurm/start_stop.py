@@ -1,4 +1,5 @@
-"""``up``, ``status`` and ``down`` of a cluster of Slurm jobs: start, query and stop the process that keeps it."""
+"""``up``, ``status`` and ``down`` of a cluster of Slurm jobs: start, query and stop the process
+that keeps it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra.cluster.connection import Contact, connect, present_workers
-from libra.cluster.slurm.jobs import CONTACT_FILE, JOBS_FILE, LOGS, REFUSED, check_roles, role_of
+from libra.cluster.slurm.jobs import CONTACT_FILE, JOBS_FILE, LOGS, REFUSED, check_layout, role_of
 from libra.cluster.slurm.queue import job_states
 from libra.config import RunConfig
 from libra.errors import ClusterError
@@ -48,9 +49,10 @@ class WorkerStatus:
 def up(config: RunConfig) -> Contact:
     """Start the cluster that ``config`` describes; returns as soon as its jobs are submitted.
 
-    ClusterError where Slurm or dask-jobqueue is missing, a cluster is already up in ``slurm.dir``, or it does not start.
+    ClusterError where Slurm or dask-jobqueue is missing, a cluster is already up in ``slurm.dir``,
+    or it does not start.
     """
-    check_roles(config)
+    check_layout(config)
     check_installed()
     directory = config.slurm.dir.absolute()
     path = directory / CONTACT_FILE
@@ -92,7 +94,8 @@ def submitted(config: RunConfig) -> dict[str, str]:
 
 
 def status(config: RunConfig) -> tuple[Contact, list[WorkerStatus]]:
-    """Contact of the cluster, and the state of each worker; ClusterError if none is up or it does not answer."""
+    """Contact of the cluster, and the state of each worker; ClusterError if none is up or it does
+    not answer."""
     directory = config.slurm.dir.absolute()
     contact = Contact.read(directory / CONTACT_FILE)
     jobs = submitted(config)

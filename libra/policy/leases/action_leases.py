@@ -135,6 +135,6 @@ def check_declared(
         if largest is not None and any(want > has for want, has in zip(least.local, largest[1].local, strict=True)):
             raise ConfigError(
                 f"tool {name!r}: a call takes {described(least)}, and the largest tool worker, {largest[0]}, has "
-                f"{described(largest[1])}, so no call can ever run; declare less, or give workers more with cluster.tool_cores, "
-                "cluster.tool_memory_gib or cluster.tool_gpus"
+                f"{described(largest[1])}, so no call can ever run; declare less, or give workers more with "
+                "cluster.tool_supply"
             )

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.config.engine_package import check_installed
+from libra.config.sections import check_vllm
 from libra.errors import EngineError, LibraError, WeightsError
 from libra.rollout.capacity import PassMeter, kv_token_bytes, read_model_config
 from libra.rollout.engine import EngineCounters, EngineStats, check_request, packed_priority
@@ -77,7 +77,7 @@ class VLLMEngine:
 
     async def start(self) -> None:
         """Start the engine process and load the model; ModelError if it cannot be served."""
-        check_installed()
+        check_vllm()
         model = _Model.of(self.settings)
         self._loop.start()
         self._model = model

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from libra.errors import EngineError, ModelError
@@ -22,6 +22,12 @@ CPU_BLOCK_TOKENS = 32
 """Tokens per KV block on a CPU, a multiple of 32 for its kernels. vLLM's own choice, 128, would reuse no shorter context."""
 GENERATED = "libra_generated"
 """Name, among vLLM's ``extra_args`` of a request, of `libra.types.TurnRequest.generated`."""
+OURS = frozenset({
+    "model", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs", "tensor_parallel_size", "enable_prefix_caching",
+    "scheduling_policy", "logprobs_mode", "generation_config", "disable_log_stats", "use_tqdm_on_load", "worker_extension_cls",
+    "scheduler_cls", "kv_cache_memory_bytes", "block_size", "distributed_executor_backend", "async_scheduling",
+})  # fmt: skip
+"""Arguments of vLLM that Libra sets itself."""
 PARENT = "LIBRA_ENGINE_PARENT"
 """Environment variable with the id of the process that starts an engine; the engine's process ends when that one has
 ended."""
@@ -34,18 +40,21 @@ class VLLMSettings(EngineSettings):
     """Settings of a `VLLMEngine`.
 
     ``threads`` and ``kv_cache_gib`` are per rank. By default the ranks divide the cores of this
-    process, and the KV cache has room for all slots at full length (CPU) or what `gpu_memory_frac`
-    leaves (GPU).
+    process, and the KV cache has room for all slots at full length (CPU) or what
+    ``gpu_memory_utilization`` leaves (GPU).
     """
 
     tp: int = 1  # tensor-parallel degree: one process and one GPU, or ``threads`` cores, per rank
     keep_kv: bool = False  # whether an update in flight keeps the KV that older weights computed
-    gpu_memory_frac: float = 0.9  # share of a GPU's memory
-    eager: bool | None = None  # no compilation; by default on a CPU, where compiling takes minutes
     cores: str | None = None  # a list per rank, "0-3|4-7"; by default as in the environment
     devices: str | None = None  # GPUs, "0,1"; by default as in the environment
-    kv_transfer_config: Mapping[str, Any] = field(default_factory=dict)  # vLLM's argument
-    speculative_config: Mapping[str, Any] = field(default_factory=dict)  # vLLM's argument
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # further arguments of ``AsyncEngineArgs``
+
+    @property
+    def eager(self) -> bool | None:
+        """Whether the model runs without compilation; by default on a CPU, where compiling takes minutes."""
+        given = self.engine_args.get("enforce_eager")
+        return None if given is None else bool(given)
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
@@ -74,7 +83,11 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     config = read_model_config(settings.model_dir)
-    given: dict[str, Any] = {}
+    given = dict(settings.engine_args)
+    known = {each.name for each in fields(AsyncEngineArgs)}
+    if wrong := [name for name in given if name in OURS or name not in known]:
+        why = "Libra sets itself" if wrong[0] in OURS else "vLLM does not have"
+        raise ModelError(f"rollout.engine_args: got {wrong[0]}, which {why}; leave it out")
     if settings.kv_cache_gib is not None:
         given["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * GIB)
     elif on_cpu:
@@ -87,20 +100,18 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_tokens(config, settings)),
         }
-    else:
-        given["gpu_memory_utilization"] = settings.gpu_memory_frac
-    if settings.kv_transfer_config:
-        given["kv_transfer_config"] = _kv_transfer(settings.kv_transfer_config)
+    if "kv_transfer_config" in given:
+        given["kv_transfer_config"] = _kv_transfer(given["kv_transfer_config"])
     kind = "ProbeScheduler" if on_cpu else "AsyncProbeScheduler"
-    if settings.speculative_config:
+    if "speculative_config" in given:
         if on_cpu:  # vLLM 0.32 tests drafts on a CPU with another temperature, and their log-probabilities are NaN
             raise ModelError(
-                f"vllm.speculative_config: got {dict(settings.speculative_config)}; vLLM speculates on GPUs only; type "
-                "vllm.speculative_config={}"
+                f"rollout.engine_args: got speculative_config={given['speculative_config']}; vLLM "
+                "speculates on GPUs only; leave it out"
             )
         # Drafts follow a step's tokens, so a step is scheduled after the one before it.
         kind, given["async_scheduling"] = "ProbeScheduler", False
-        given["speculative_config"] = dict(settings.speculative_config)
+    given.setdefault("enforce_eager", on_cpu)
     return AsyncEngineArgs(
         model=str(settings.model_dir),
         skip_tokenizer_init=True,
@@ -108,7 +119,6 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
         max_model_len=max_model_tokens(config, settings),
         max_num_seqs=settings.slots + 1,  # and a probe
         tensor_parallel_size=settings.tp,
-        enforce_eager=on_cpu if settings.eager is None else settings.eager,
         enable_prefix_caching=True,
         scheduling_policy="priority",
         logprobs_mode="processed_logprobs",
@@ -131,8 +141,9 @@ def _kv_transfer(given: Mapping[str, Any]) -> Any:
     connector = KVConnectorFactory.get_connector_class(config)
     if connector.reset_cache is KVConnectorBase_V1.reset_cache or config.kv_connector == "MultiConnector":
         raise ModelError(
-            f"vllm.kv_transfer_config: {config.kv_connector} has no reset_cache and would keep KV of older weights; type "
-            "vllm.kv_transfer_config={kv_connector: OffloadingConnector}, or name another one that has it"
+            f"rollout.engine_args: kv_transfer_config: {config.kv_connector} has no reset_cache and would keep KV of "
+            "older weights; type rollout.engine_args={kv_transfer_config: {kv_connector: OffloadingConnector}}, "
+            "or name another one that has it"
         )
     return config
 

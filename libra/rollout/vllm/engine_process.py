@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from libra.config.engine_package import check_installed
+from libra.config.sections import check_vllm
 from libra.errors import EngineError, LibraError, ModelError
 from libra.projections import draw_input, draw_rows, generator_of, is_embedding, numbers_of
 from libra.rollout.capacity import PassMeter
@@ -77,7 +77,7 @@ class Core:
 
         ``meter`` is the engine's, if its process was replaced.
         """
-        check_installed()
+        check_vllm()
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -148,10 +148,10 @@ def check_engine(config: RunConfig) -> None:
                 "leave rollout.chunk_tokens out, or set its continues_turns = True once its requests heed TurnRequest.generated"
             )
     elif config.rollout.engine == "vllm":
-        from libra.config.engine_package import check_installed
+        from libra.config.sections import check_vllm
 
         try:
-            check_installed()
+            check_vllm()
         except EngineError as error:
             raise ConfigError(str(error)) from error
     else:
@@ -290,11 +290,8 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
             tp=kind.tp,
             threads=kind.threads,
             keep_kv=config.rollout.keep_kv,
-            kv_cache_gib=config.vllm.kv_cache_gib,
-            gpu_memory_frac=config.vllm.gpu_memory_frac,
-            eager=config.vllm.eager,
-            kv_transfer_config=config.vllm.kv_transfer_config,
-            speculative_config=config.vllm.speculative_config,
+            kv_cache_gib=config.rollout.kv_cache_gib,
+            engine_args=config.rollout.engine_args,
             **({"cores": kind.share.cores, "devices": kind.share.devices} if kind.share is not None else {}),
         )
     _check_host_memory(config.rollout.kv_host_gib)  # of this machine, which need not be the driver's

@@ -92,7 +92,7 @@ def teach(model: Any, tokenizer: Any, inputs: Sequence[ToTeach]) -> list[Scored]
 FUNCTIONS: Mapping[str, Callable[..., list[Any]]] = {
     "judge": judge, "logprob": logprob, "score": score, "embed": embed, "teach": teach,
 }  # fmt: skip
-"""By the names of `libra.config.services.MODEL_FUNCTIONS`."""
+"""By the names of `libra.config.task_sections.MODEL_FUNCTIONS`."""
 
 
 def _device(model: Any) -> Any:

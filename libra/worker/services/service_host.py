@@ -36,7 +36,7 @@ from libra.cluster.device_lock import DeviceLock, Turn
 from libra.cluster.hardware_inventory import gpus_here
 from libra.config import resolve_model
 from libra.config.service_devices import GPU_FRAC, service_workers
-from libra.config.services import MODEL_FUNCTIONS, ServiceEntry
+from libra.config.task_sections import MODEL_FUNCTIONS, ServiceEntry
 from libra.envs.grader import bounded_reward
 from libra.envs.retries import refused, with_retries
 from libra.envs.tool_calls import NoThread, run_bounded

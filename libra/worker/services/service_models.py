@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from libra.config import RunConfig, resolve_model
-from libra.config.distil_checks import teacher_model
+from libra.config.service_devices import teacher_model
 from libra.errors import ModelError, WeightsError
 from libra.model_loader import build_model, build_tokenizer
 from libra.seals import parsed_json

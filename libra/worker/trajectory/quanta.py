@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from libra.config.distil_checks import extra_draws
+from libra.config.service_devices import extra_draws
 from libra.envs import StateCopy, begin_state, run_step
 from libra.envs.action_process import ActionProcesses
 from libra.envs.environment import Scripted

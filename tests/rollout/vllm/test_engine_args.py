@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from libra.config.engine_package import is_installed
+from libra.config.sections import vllm_is_installed
 from libra.errors import EngineError, ModelError
 from libra.rollout.vllm.async_engine import VLLMEngine
 from libra.rollout.vllm.engine_args import (
@@ -28,7 +28,7 @@ def settings(**fields):
 
 
 def test_a_missing_vllm_is_said_with_the_line_to_type(make_model, monkeypatch):
-    monkeypatch.setattr("libra.config.engine_package.find_spec", lambda name: None)
+    monkeypatch.setattr("libra.config.sections.find_spec", lambda name: None)
     engine = VLLMEngine(make_model(), slots=1, max_context_tokens=16)
     with pytest.raises(EngineError, match="make setup-vllm"):
         asyncio.run(engine.start())
@@ -68,16 +68,18 @@ def test_the_environment_of_this_process_is_as_before(monkeypatch):
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
+@pytest.mark.skipif(not vllm_is_installed(), reason="vllm is not installed here: make setup-vllm")
 def test_a_connector_that_keeps_stale_kv_and_drafts_on_a_cpu_are_refused(make_model):
     """And a connector that drops it is passed on."""
     for field, value in (
         ("kv_transfer_config", {"kv_connector": "ExampleConnector"}),
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
     ):
-        with pytest.raises(ModelError, match=f"vllm.{field}"):
-            engine_args(settings(model_dir=make_model(), **{field: value}), on_cpu=True)
-    given = settings(model_dir=make_model(), kv_transfer_config={"kv_connector": "OffloadingConnector"})
+        with pytest.raises(ModelError, match=field):
+            engine_args(settings(model_dir=make_model(), engine_args={field: value}), on_cpu=True)
+    given = settings(
+        model_dir=make_model(), engine_args={"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}
+    )
     assert engine_args(given, on_cpu=False).kv_transfer_config.kv_connector == "OffloadingConnector"
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from libra.config.engine_package import is_installed
+from libra.config.sections import vllm_is_installed
 from libra.rollout.vllm.async_engine import VLLMEngine
 from libra.rollout.vllm.worker_extension import skip_draws
 from libra.testing.models import Models
@@ -37,7 +37,7 @@ def test_a_continued_request_skips_what_its_tokens_drew(kernel, fp64):
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
+@pytest.mark.skipif(not vllm_is_installed(), reason="vllm is not installed here: make setup-vllm")
 @pytest.mark.timeout(600)
 def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path):
     engine = VLLMEngine(Models(tmp_path).first, threads=1, slots=2, max_context_tokens=128, tp=2)
@@ -80,7 +80,7 @@ asyncio.run(main())
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not is_installed(), reason="vllm is not installed here: make setup-vllm")
+@pytest.mark.skipif(not vllm_is_installed(), reason="vllm is not installed here: make setup-vllm")
 @pytest.mark.timeout(600)
 def test_an_engine_does_not_outlive_the_process_that_started_it(tmp_path):
     command, pipes = (

@@ -12,8 +12,7 @@ import torch
 from factories import trajectory
 from libra.cluster.device_lock import PAUSE_S, DeviceLock
 from libra.config import config_from_dict
-from libra.config.distil import DistilSection
-from libra.config.services import ServiceEntry
+from libra.config.task_sections import DistilSection, ServiceEntry
 from libra.envs.retries import BackOff
 from libra.errors import ConfigError, ServiceFault, ServiceTimeout
 from libra.train.teacher_model import Scoring, TeacherModel

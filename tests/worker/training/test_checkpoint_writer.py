@@ -141,7 +141,7 @@ def test_a_run_from_a_checkpoint_serves_and_trains_its_weights(make_config, clie
     first = run(make_config(run={"iterations": 2, "name": "first"}), client=client)
     assert first.checkpoint is not None
     start = {"name": "second", "iterations": 1, "from_checkpoint": str(first.checkpoint)}
-    second = run(make_config(run=start, store={"keep_versions": 5}, checkpoint={"keep_best": False}), client=client)
+    second = run(make_config(run=start, store={"keep_versions": 5}, checkpoint={"keep": 9}), client=client)
     assert digest_of(0, second.directory) == read_facts(first.checkpoint)["digest"]
     assert second.iterations[0]["mismatch_max_abs"] < 1e-3, "engine and trainer began with different weights"
     assert second.checkpoint is not None and second.checkpoint.name == "step-000001"
