@@ -183,12 +183,15 @@ class VirtualEngine:
         at_s = max(self._ready, self._now) + steps * self._step_s
         return at_s if not self._fetching else max(self._now, min(at_s, self._fetching[0][0]))
 
-    def load(self, now_s: float, load_s: float) -> None:
-        """Load new weights: kept KV is dropped, and running requests recompute their context."""
+    def load(self, now_s: float, load_s: float, *, keeps_kv: bool = False) -> None:
+        """Load new weights. Without ``keeps_kv`` kept KV is dropped, and running requests recompute their context."""
         self._advance(now_s)
         begins_s = max(self._ready, now_s)
         self._ready = begins_s + load_s
         self._loading = begins_s, self._ready
+        self.changes += 1
+        if keeps_kv:
+            return
         for key in list(self._kept.entries):
             self._kept.evict(key)
         for _, _, key in self._running:
@@ -196,7 +199,6 @@ class VirtualEngine:
             self._work.recomputed_tokens += request.context_tokens
             self._compute(request.context_tokens, 0, request.context_tokens)
         self._fetching = [(at_s, serial, key, 0) for at_s, serial, key, _ in self._fetching]
-        self.changes += 1
 
     def hand_over(self, now_s: float) -> dict[str, int]:
         """Stop; returns the tokens that each request has generated, in order of submission. None of them finishes here."""

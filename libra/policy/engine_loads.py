@@ -32,6 +32,8 @@ PAYS_FACTOR = 2.0
 """A move must save this many times its cost in seconds: forecasts err, and two moves that cancel out must not pay off."""
 SOONER_FACTOR = 0.95
 """A move must reduce the seconds until both engines finish to this share."""
+ALIKE_FACTOR = 0.85
+"""The same between engines of one bucket: no speed is gained there, only forecasts differ, which err by more."""
 QUICKER_FRAC = 0.2
 """A move for the trajectory alone must save this share of its seconds per token."""
 GROWTH_STEPS = 16
@@ -149,7 +151,11 @@ class Loads:
                 continue
             price_s = self._price_s(one, worker)
             after_s = max(without_s, self.finish_s(one, worker) + price_s)
-            if after_s > SOONER_FACTOR * here_s or here_s - after_s < PAYS_FACTOR * price_s:
+            alike = target.spec.bucket == home.spec.bucket
+            if (
+                after_s > (ALIKE_FACTOR if alike else SOONER_FACTOR) * here_s
+                or here_s - after_s < PAYS_FACTOR * price_s
+            ):
                 continue
             if self.fits(one, worker):
                 return worker, here_s - after_s

@@ -29,7 +29,7 @@ from libra.policy import CMLFQ, Fifo, Ordering, staleness_of
 from libra.policy.cmlfq import Objective
 from libra.sim.from_run import RunSetting, engine_spec
 from libra.sim.run_record import digest_of
-from libra.sim.simulation_options import EngineSpec, QuantumOverhead, SimulationOptions, fleet, slots_of
+from libra.sim.simulation_options import EngineSpec, SimulationOptions, fleet, slots_of
 from libra.sim.simulator import Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, draw, load_traces
 from libra.types import NO_TOOL, ToolStatus
@@ -224,7 +224,7 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         options = replace(
             options,
             load_s=measured.load_s if section.load_s is None else section.load_s,
-            tool_overhead=QuantumOverhead(measured.tool_transport_s, measured.tool_worker_s),
+            tool_overhead=measured.tools,
             gate_s=measured.gate_s,
             commit_s=measured.commit_s,
         )

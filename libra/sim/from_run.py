@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from libra.config import RunConfig
 from libra.config.streaming import turns
 from libra.errors import RunDirectoryError, StoreError
-from libra.facts import boundaries_of
+from libra.facts import HomeChanged, boundaries_of
 from libra.hardware.engine_tables import EngineTables, HostPool
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
 from libra.orderings import ordering_of
@@ -23,7 +23,7 @@ from libra.policy import Ordering, staleness_of
 from libra.policy.move_price import PRIOR_BYTES_PER_S
 from libra.sim.measured_run import calibration_of
 from libra.sim.run_record import RealisedRun, RunRecord
-from libra.sim.simulation_options import EngineSpec, QuantumOverhead, SimulationOptions
+from libra.sim.simulation_options import EngineSpec, SimulationOptions
 from libra.sim.simulator import Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, checked
 from libra.store.trajectory_store import TrajectoryStore
@@ -84,7 +84,7 @@ def run_setting(run_dir: Path) -> RunSetting:
         None of its engines declared its seconds.
     """
     record = RunRecord.read(run_dir)
-    workload = workload_of_run(run_dir, family=record.family, arrivals=record.arrivals())
+    workload = workload_of_run(run_dir, family=record.family, arrivals_s=record.arrivals_s())
     calibration = calibration_of(record)
     iterations = 1 + max(plan.iteration for plan in workload.trajectories)
     return RunSetting(
@@ -104,7 +104,7 @@ def engine_spec(
     the run."""
     tables = EngineTables(engine.seconds, grain_tokens=1, max_contexts=engine.max_contexts)
     return EngineSpec(
-        name, engine.tp, slots or engine.slots, tables, engine.bucket, QuantumOverhead(engine.transport_s, engine.worker_s),
+        name, engine.tp, slots or engine.slots, tables, engine.bucket, engine.overhead,
         () if record is None else record.announced(engine.worker),
     )  # fmt: skip
 
@@ -122,12 +122,13 @@ def run_options(record: RunRecord, calibration: RunCalibration, workload: Worklo
         publish_s=record.publish_s(),
         tool_slots=record.tool_slots if acted and record.tool_slots else None,
         inline_tools=record.inline_tools,
-        tool_overhead=QuantumOverhead(calibration.tool_transport_s, calibration.tool_worker_s),
+        tool_overhead=calibration.tools,
         gate_s=calibration.gate_s,
         commit_s=calibration.commit_s,
         boundaries=boundaries_of(record.config.policy.boundaries_tokens),
         chunk_tokens=rollout.chunk_tokens,
         host=host_pool(record),
+        keeps_kv=rollout.keep_kv,
         reserve=(rollout.max_new_tokens, rollout.max_context_tokens) if reserves else None,
         teacher_token_s=measured_teacher_token_s(record, workload),
     )
@@ -140,12 +141,12 @@ def host_pool(record: RunRecord) -> HostPool | None:
     Before a transfer was measured the price is the policy's own assumption (`PRIOR_BYTES_PER_S`).
     """
     gib = record.config.rollout.kv_host_gib
-    sizes = [events[-1].get("kv_token_bytes", 0) for events in record.capacities.values()]
+    sizes = [declared[-1].kv_token_bytes for declared in record.capacities.values()]
     exchanging = [token_bytes for token_bytes in sizes if token_bytes]
     if gib is None or not exchanging:
         return None
-    sent = [event for event in record.named("home_changed") if event["sent"] and event["num_bytes"]]
-    taken = np.array([(event["tokens"], event["took_s"]) for event in sent], float).reshape(-1, 2)
+    sent = [(move.tokens, move.took_s) for _, move in record.of(HomeChanged) if move.sent and move.num_bytes]
+    taken = np.array(sent, float).reshape(-1, 2)
     token_s, latency_s = max(exchanging) / PRIOR_BYTES_PER_S, 0.0
     if len(taken):
         tokens, seconds = taken.T
@@ -157,17 +158,20 @@ def host_pool(record: RunRecord) -> HostPool | None:
 
 
 def left_out(config: RunConfig) -> str:
-    """Parts of a run that its simulation does not have, in one line; empty: none."""
-    trainer = config.trainer
-    parts = {
-        f"steps that are streamed (trainer.streaming={trainer.streaming})": trainer.streaming != "off",
-        f"engines that turn (trainer.turning={trainer.turning})": turns(config),
+    """Parts of a run that its simulation does not have, or repeats from its log, in one line; empty: none."""
+    trainer, rolls = config.trainer, config.planner.replan and config.planner.apply
+    absent = {
         "engines that keep a version (staleness.versions=one)": config.run.eta > 0
         and config.staleness.versions == "one",
-        "changes of roles (planner.apply)": config.planner.replan and config.planner.apply,
+        "engines of another degree after a change of roles (planner.apply)": rolls,
     }
-    found = [part for part, is_there in parts.items() if is_there]
-    return f"not simulated: {', '.join(found)}; the run's seconds have them" if found else ""
+    repeated = {
+        f"the part of a step after its last group (trainer.streaming={trainer.streaming})": trainer.streaming != "off",
+        f"when engines turn and return (trainer.turning={trainer.turning})": turns(config),
+    }
+    lines = {"not simulated": absent, "as in the run's log, whatever is overridden": repeated}
+    found = {head: [part for part, is_there in parts.items() if is_there] for head, parts in lines.items()}
+    return "; ".join(f"{head}: {', '.join(parts)}" for head, parts in found.items() if parts)
 
 
 def measured_teacher_token_s(record: RunRecord, workload: Workload) -> float:
@@ -183,11 +187,11 @@ def _digest(tokens: NDArray[np.int32]) -> bytes:
 
 
 def workload_of_run(
-    run_dir: Path, *, name: str = "sim", family: str = "", arrivals: Mapping[tuple[int, ...], int] | None = None
+    run_dir: Path, *, name: str = "sim", family: str = "", arrivals_s: Mapping[tuple[int, ...], float] | None = None
 ) -> Workload:
     """Training trajectories of ``run_dir`` with their own tokens and tool seconds; RunDirectoryError if it has none.
 
-    Those of one iteration stand, and begin, in the order of ``arrivals`` ((iteration, group, sample) of the run -> place; None:
+    Those of one iteration stand, and begin, in the order of ``arrivals_s`` ((iteration, group, sample) of the run -> seconds; None:
     by group and sample). All trajectories of an iteration arrive at the same instant, and with long tails their order
     affects the result.
 
@@ -238,7 +242,7 @@ def workload_of_run(
                 for i in rows
             )
             prompt_tokens = int(turns["prompt_tokens"][start])
-            arrived = (arrivals or {}).get((*place, sample), math.inf)
+            arrived = (arrivals_s or {}).get((*place, sample), math.inf)
             plan = TrajectoryPlan(iteration, group, sample, prompt_tokens, steps, family, prompt, contexts)
             plans.append(((iteration, arrived), plan))
     plans.sort(key=lambda each: each[0])  # stable: by group and sample without recorded arrivals

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from libra.errors import ConfigError
-from libra.facts import WorkerCapacity
+from libra.facts import WorkerCapacity, WorkerWithdrawn
 from libra.hardware import Residuals
 from libra.hardware.engine_tables import Counters, EngineTables, HostPool
+from libra.hardware.run_calibration import NO_OVERHEAD, QuantumOverhead
 from libra.policy import StalenessPolicy, Verdict, joined_of
 from libra.sim.workload import TrajectoryPlan, Workload
 from libra.types import Phase
@@ -19,31 +20,19 @@ MAX_SLOTS = 256
 """Maximum concurrent generations of an engine, as inference engines are usually configured."""
 
 
-class QuantumOverhead(NamedTuple):
-    """Seconds of a quantum outside engine and tool, during which its trajectory holds a slot; one sample of each is drawn.
+class Announced(NamedTuple):
+    """A fact about an engine, ``after_s`` seconds after the gate of ``iteration`` opened."""
 
-    Attributes
-    ----------
-    transport_s : tuple of float
-        From dispatch to the start on the worker, and from its end to the scheduler's receipt of the report.
-    worker_s : tuple of float
-        On the worker, around the engine or the tool: waiting for a pass to end, text to tokens and back, writing the record.
-    """
-
-    transport_s: tuple[float, ...] = (0.0,)
-    worker_s: tuple[float, ...] = (0.0,)
-
-
-NO_OVERHEAD = QuantumOverhead()
-"""Only engines and tools take time."""
+    iteration: int
+    after_s: float
+    fact: WorkerCapacity | WorkerWithdrawn
 
 
 class EngineSpec(NamedTuple):
     """One engine of a simulation.
 
-    ``bucket_name`` is its capacity class, empty: engines of one degree. ``announced`` are the events that the policy
-    receives about it, each with the seconds after the first gate (the first one at once); empty: its tables, from the
-    beginning.
+    ``bucket_name`` is its capacity class, empty: engines of one degree. ``announced`` are the facts that the policy receives
+    about it, the first one at once; while it is withdrawn it generates nothing. Empty: its tables, from the beginning.
     """
 
     name: str
@@ -52,7 +41,7 @@ class EngineSpec(NamedTuple):
     tables: EngineTables
     bucket_name: str = ""
     overhead: QuantumOverhead = NO_OVERHEAD
-    announced: tuple[tuple[float, WorkerCapacity], ...] = ()
+    announced: tuple[Announced, ...] = ()
 
     @property
     def bucket(self) -> str:
@@ -62,8 +51,8 @@ class EngineSpec(NamedTuple):
     def joined(self, context_tokens: int) -> WorkerCapacity:
         """The first event about it that the policy receives; without ``announced``, from its tables at contexts of this
         many tokens."""
-        if self.announced:
-            return self.announced[0][1]
+        if self.announced and isinstance(first := self.announced[0].fact, WorkerCapacity):
+            return first
         return joined_of(self.name, self.bucket, self.tables.capacity(self.slots, context_tokens))
 
 
@@ -133,6 +122,8 @@ class SimulationOptions:
         As of `libra.policy.placements.BoundariesSet`; empty: none.
     host : HostPool or None
         KV in host memory. None: an engine computes the context of a trajectory that comes from another one.
+    keeps_kv : bool
+        KV stays over a change of weights (`rollout.keep_kv`).
     teacher_token_s : float
         Seconds of the teacher (`distil.teacher`) per token of a trajectory; a step waits for its groups' scores. 0: there is none.
     preempts : bool
@@ -155,6 +146,7 @@ class SimulationOptions:
     boundaries: tuple[tuple[int, float], ...] = ()
     host: HostPool | None = None
     preempts: bool = False
+    keeps_kv: bool = False
     over_age: Verdict = Verdict.WAIT
     window: int | None = None
     in_flight: int | None = None
