@@ -4,7 +4,7 @@
 simulate --from-run` computes it from the run. Seconds of engines are those that they declared (`engine_declared`).
 
 A step of its trainer takes ``fixed + tokens x token`` seconds. Every second step is fitted and the others
-are predicted from it: the reported error is that of the predicted ones.
+are predicted from it, which gives the reported error.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class EngineOfRun:
     wall_over_passes : float
         Wall seconds of its turns over those by ``steps``.
     overhead : QuantumOverhead
-        Of a generation.
+        Outside the engine, of each generation.
     """
 
     worker: str
@@ -92,7 +92,7 @@ class EngineOfRun:
 
     @property
     def max_contexts(self) -> int | None:
-        """Maximum number of trajectories whose KV it keeps: one per slot, or None: as many as fit."""
+        """Most trajectories whose KV it keeps: one per slot, or None if as many as fit."""
         return self.slots if self.engine == "transformers" else None
 
 
@@ -106,13 +106,13 @@ class RunCalibration:
         The model that its engines serve, and the digest of its shape (`libra.hardware.shapes.shape_digest`; empty: unknown).
     engines : tuple of EngineOfRun
     trainer : RunTrainer or None
-        None: too few steps.
+        None after too few steps.
     train_gpus : int
         Replicas of the training group.
     update_s, load_s : float
         Mean seconds from a step's end until its weights are published, and of an engine's pause to load them.
     tools : QuantumOverhead
-        Of an action.
+        Outside the tool of each action.
     gate_s, commit_s : float
         From a gate to its first trajectory, and from the end of a group's last trajectory to its record.
     source : str
@@ -227,15 +227,9 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RunTrainer:
-    """Fitted seconds of a run's training steps.
+    """Fitted seconds of a run's training steps: of each step, and of each token it computes.
 
-    Attributes
-    ----------
-    fixed_s, token_s : float
-        Of a step, and of each token it computes.
-    error_frac : float
-        Mean |predicted / measured - 1| of the steps that were not fitted.
-    num_steps : int
+    ``error_frac`` is the mean |predicted / measured - 1| of the steps that were not fitted.
     """
 
     fixed_s: float
@@ -291,15 +285,13 @@ def fit_positive(
     ----------
     residuals : callable
         (p,) constants to (n,) residuals, usually log(predicted / measured).
-    start : (p,) array
-        Above 0.
     outlier : float
         Residual beyond which the loss grows linearly.
     tether : float
-        Penalty of moving one constant by a factor e, as a residual at every point. It keeps constants that the points do
-        not determine near ``start``.
+        Penalty of moving one constant by a factor e, as a residual at every point: it holds constants that the points do not
+        determine near ``start``.
     ceiling : (p,) array, optional
-        Upper bounds; infinite for none.
+        Upper bounds.
     """
     from scipy.optimize import least_squares  # takes most of a second to import; only fits need it
 

@@ -31,7 +31,7 @@ from libra.sim.from_run import RunSetting, engine_spec
 from libra.sim.run_record import digest_of
 from libra.sim.simulation_options import EngineSpec, SimulationOptions, fleet, slots_of
 from libra.sim.simulator import Simulator
-from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, draw, load_traces
+from libra.sim.workload import SIMULATED, TrajectoryPlan, TurnPlan, Workload, draw, load_traces
 from libra.types import NO_TOOL, ToolStatus
 
 CALIBRATION = "simulation.calibration"
@@ -77,11 +77,10 @@ def expected_workload(config: RunConfig) -> Workload:
             last = TurnPlan(new[-1], "", NO_TOOL, 0, 0.0)
             group, sample = divmod(place, trainer.group_size)
             plans.append(TrajectoryPlan(iteration, group, sample, prompt, (*steps, last), "synthetic"))
-    return Workload("sim", tuple(plans))
+    return Workload(SIMULATED, tuple(plans))
 
 
 def _parts(total: int, number: int) -> list[int]:
-    """``total`` in ``number`` nearly equal whole parts."""
     return [total // number + (part < total % number) for part in range(number)]
 
 
@@ -104,7 +103,7 @@ class Simulated:
 
     @property
     def calibration(self) -> Path | None:
-        """File of measured seconds; None: the GPU's tables."""
+        """File of measured seconds; None if the GPU's tables count."""
         section = self.config.simulation
         if section.calibration is None and section.gpu is None and section.model is None:
             return self.config.planner.calibration
@@ -174,7 +173,7 @@ def _model(choices: Simulated) -> ModelShape:
 def engines_of(
     choices: Simulated, layout: Mapping[int, int], slots: int | None, workload: Workload
 ) -> tuple[EngineSpec, ...]:
-    """Engines of a layout with the seconds of a GPU's tables; ``slots`` None: as many as fit at mean length."""
+    """Engines of a layout with the seconds of a GPU's tables; by default with as many slots as fit at mean length."""
     gpu, model = _gpu(choices), _model(choices)
     tables = {tp: EngineTables(engine_seconds(gpu, model, tp)) for tp in layout}
     plans = workload.trajectories
@@ -267,7 +266,6 @@ def _with_step(config: RunConfig, options: SimulationOptions, step_s: float, upd
 
 
 def _tokens(workload: Workload) -> float:
-    """Tokens of an iteration's trajectories."""
     iterations = 1 + max(plan.iteration for plan in workload.trajectories)
     return sum(plan.final_tokens for plan in workload.trajectories) / iterations
 

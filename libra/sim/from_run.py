@@ -25,7 +25,7 @@ from libra.sim.measured_run import calibration_of
 from libra.sim.run_record import RealisedRun, RunRecord
 from libra.sim.simulation_options import EngineSpec, SimulationOptions
 from libra.sim.simulator import Simulator
-from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, checked
+from libra.sim.workload import SIMULATED, TrajectoryPlan, TurnPlan, Workload, checked
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import Phase, ToolOutcome, tool_outcome
 
@@ -79,7 +79,7 @@ def run_setting(run_dir: Path) -> RunSetting:
     Raises
     ------
     RunDirectoryError
-        There is no run, or one that stored nothing.
+        Not a run, or one that stored nothing.
     ConfigError
         None of its engines declared its seconds.
     """
@@ -135,8 +135,8 @@ def run_options(record: RunRecord, calibration: RunCalibration, workload: Worklo
 
 
 def host_pool(record: RunRecord) -> HostPool | None:
-    """KV that the run's engines kept in the memory of hosts and sent each other, at the seconds of its own transfers; None:
-    they did not.
+    """KV that the run's engines kept in host memory and sent each other, at the seconds of its own transfers; None if they
+    did not.
 
     Before a transfer was measured the price is the policy's own assumption (`PRIOR_BYTES_PER_S`).
     """
@@ -169,7 +169,7 @@ def left_out(config: RunConfig) -> str:
         f"the part of a step after its last group (trainer.streaming={trainer.streaming})": trainer.streaming != "off",
         f"when engines turn and return (trainer.turning={trainer.turning})": turns(config),
     }
-    lines = {"not simulated": absent, "as in the run's log, whatever is overridden": repeated}
+    lines = {"not simulated": absent, "as in the run's log, also under overrides": repeated}
     found = {head: [part for part, is_there in parts.items() if is_there] for head, parts in lines.items()}
     return "; ".join(f"{head}: {', '.join(parts)}" for head, parts in found.items() if parts)
 
@@ -187,13 +187,12 @@ def _digest(tokens: NDArray[np.int32]) -> bytes:
 
 
 def workload_of_run(
-    run_dir: Path, *, name: str = "sim", family: str = "", arrivals_s: Mapping[tuple[int, ...], float] | None = None
+    run_dir: Path, *, family: str = "", arrivals_s: Mapping[tuple[int, ...], float] | None = None
 ) -> Workload:
     """Training trajectories of ``run_dir`` with their own tokens and tool seconds; RunDirectoryError if it has none.
 
-    Those of one iteration stand, and begin, in the order of ``arrivals_s`` ((iteration, group, sample) of the run -> seconds; None:
-    by group and sample). All trajectories of an iteration arrive at the same instant, and with long tails their order
-    affects the result.
+    Trajectories of one iteration stand in the order of ``arrivals_s``, by (iteration, group, sample) of the run, and by
+    default in the order of group and sample: all arrive at the same instant, and with long tails their order matters.
 
     Iterations and groups are renumbered so that all iterations have equally many groups: as many as the first one. Groups
     of a last, incomplete iteration are left out. Prompts that came more than once keep their names.
@@ -246,4 +245,4 @@ def workload_of_run(
             plan = TrajectoryPlan(iteration, group, sample, prompt_tokens, steps, family, prompt, contexts)
             plans.append(((iteration, arrived), plan))
     plans.sort(key=lambda each: each[0])  # stable: by group and sample without recorded arrivals
-    return checked(Workload(name, tuple(plan for _, plan in plans)), str(path))
+    return checked(Workload(SIMULATED, tuple(plan for _, plan in plans)), str(path))

@@ -72,8 +72,7 @@ def calibration_of(record: RunRecord) -> RunCalibration:
 
 
 def _declared(record: RunRecord) -> dict[str, EngineDeclared]:
-    """The seconds that each engine declared last; one that ran too few passes gets those of its bucket's best measured
-    engine."""
+    """What each engine declared last; after too few passes it has the seconds of its bucket's best measured engine."""
     facts = [fact for _, fact in record.of(EngineDeclared)]
     measured = {fact.worker: fact for fact in facts if fact.fixed_s is not None}
     known = list(measured.values())
@@ -91,7 +90,10 @@ def _engines(
     engines = []
     for worker, fact in sorted(declared.items()):
         mine = [q for q in record.quanta if q.worker == worker and q.phase is Phase.ROLLOUT]
-        steps = StepSeconds(*(getattr(fact, name) or 0.0 for name in SECONDS))
+        steps = StepSeconds(
+            fact.fixed_s or 0.0, fact.sequence_s or 0.0, fact.context_token_s or 0.0, fact.prefill_token_s or 0.0,
+            fact.num_steps, fact.error_frac or 0.0,
+        )  # fmt: skip
         taken, capacities = turns.get(worker), record.capacities.get(worker)
         bucket = capacities[-1].bucket if capacities else fact.bucket
         wall = taken.wall_over_passes(steps) if taken is not None else 1.0

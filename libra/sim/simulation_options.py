@@ -95,33 +95,30 @@ class SimulationOptions:
         Staleness bound in versions; 0 is synchronous.
     over_age, window, in_flight
         The rest of the `StalenessPolicy`.
-    train_s, load_s : float
-        Seconds of an optimizer step with its weight update, and of an engine's change to the new weights.
+    train_s, steps_s, load_s : float, tuple of float, float
+        Seconds of an optimizer step with its weight update, of the first steps if each is known, and of an engine's change
+        to the new weights.
     publish_s : float
-        Seconds in which a step's version is published after its ``train_s``: beside the next step, which does not end before that
-        (`libra.worker.publications`). 0: ``train_s`` has all of the weight update.
-    steps_s : tuple of float
-        ``train_s`` of the first steps, if each is known.
+        Seconds of a version's publication beside the next step, which does not end before (`libra.worker.publications`).
     tool_slots : int or None
-        Actions at once. None: no limit, and actions do not wait in the scheduler.
+        Actions at once; without a limit actions do not wait in the scheduler.
     inline_tools : frozenset of str
-        Tools that run within the generation's slot; their trajectory keeps it if no other waits for one. The empty name is
-        that of malformed calls.
+        Tools that run within the generation's slot; their trajectory keeps it if no other waits for one. Malformed calls
+        have the empty name.
     tool_overhead : QuantumOverhead
         Overhead of actions, if they have slots.
     gate_s, commit_s : float
         From a gate to its first trajectory, and from a group's last end to its record.
     reserve : (int, int) or None
-        An engine reserves KV for the maximum of a turn: (generated tokens, context tokens). None: for the tokens that the
-        turn will have.
+        KV reserved for a turn: (most generated tokens, most context tokens); by default the tokens that it will have.
     residuals : Residuals or None
-        Ratios of measured to predicted seconds, from which noise is drawn. None: seconds are as predicted.
+        Ratios of measured to predicted seconds, from which noise is drawn.
     chunk_tokens : int or None
-        Most tokens of one quantum (`rollout.chunk_tokens`): a longer turn parks as often as it takes. None: a turn is one quantum.
+        Most tokens of one quantum (`rollout.chunk_tokens`): a longer turn has several.
     boundaries : tuple of (TP degree, tokens)
         As of `libra.policy.placements.BoundariesSet`; empty: none.
     host : HostPool or None
-        KV in host memory. None: an engine computes the context of a trajectory that comes from another one.
+        KV in host memory; without it an engine computes the context of a trajectory that comes from another one.
     keeps_kv : bool
         KV stays over a change of weights (`rollout.keep_kv`).
     teacher_token_s : float
@@ -199,16 +196,13 @@ class SimulationResult(NamedTuple):
         From the first gate to the end of the last trajectory.
     group_completion_s : float
         Mean over groups of the time from its iteration's gate to its last trajectory's end.
-    iteration_s : tuple of float
-        Seconds of each iteration, gate to end of training.
-    rollout_s : tuple of float
-        Seconds of each iteration, gate to the end of its last trajectory.
-    generated_tokens, prefilled_tokens, cached_tokens, recomputed_tokens : int
-        Sampled; context computed; context whose KV was cached; computed context that some engine had computed before.
-    moves : int
-        Turns that began on another engine than the previous turn.
-    preempted, fetched_tokens : int
-        Requests that were preempted; KV that was fetched from host memory.
+    iteration_s, rollout_s : tuple of float
+        Seconds of each iteration from its gate to the end of training, and to the end of its last trajectory.
+    generated_tokens, prefilled_tokens, cached_tokens, recomputed_tokens, fetched_tokens : int
+        Sampled; context computed; context whose KV was cached; computed context that some engine had computed before; KV
+        fetched from host memory.
+    moves, preempted : int
+        Turns that began on another engine than the previous turn; requests that were preempted.
     busy_frac : float
         Share of the engines' seconds in which they were busy, up to the last trajectory's end.
     dispatched : tuple of Dispatched

@@ -177,13 +177,13 @@ class Simulator:
                 self.hand_over(fact.worker)
         elif fact.worker not in self.running_engines:
             self._join(self._specs[fact.worker], fact)
-        else:  # without a pool they exchange no KV, whatever the run's own engines did
+        else:  # without a pool they exchange no KV
             self.notify(msgspec.structs.replace(fact, kv_token_bytes=self._kv_token_bytes))
 
     def hand_over(self, worker: str) -> None:
         """The engine of ``worker`` stops; its trajectories keep the tokens that they have, and go on on other engines.
 
-        What is on its way to or from the engine is lost, and generated again.
+        Quanta on their way to or from the engine are lost, and generated again.
         """
         engine = self.running_engines.pop(worker)
         self.notify(WorkerWithdrawn(worker))
