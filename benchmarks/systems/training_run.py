@@ -243,25 +243,6 @@ class Pipeline(Simulator):
 
     # ---------------------------------------------------------------- roles
 
-    def hand_over(self, worker: str) -> None:
-        """The engine of ``worker`` stops; its trajectories keep the tokens that they have, and go on on other engines.
-
-        What is on its way to or from the engine is lost, and generated again.
-        """
-        engine = self.running_engines.pop(worker)
-        in_transit = self._leave(worker)
-        left = dict.fromkeys(in_transit, 0) | engine.hand_over(self.agenda.now_s)
-        self._counters.append((worker, engine.counters))
-        for key, generated in left.items():
-            one = self._running[key]
-            one.attempt += 1
-            one.generated += generated
-            one.context_tokens += generated
-            one.computed_tokens = one.context_tokens if generated or one.computed_tokens else 0
-            if self._host is not None and generated:
-                self._host.put(key, one.context_tokens)
-            self._park(one)
-
     def _turn(self) -> None:
         trainer, rule = self._trainer, self._pipeline.rule
         trainer.advance(self.agenda.now_s)

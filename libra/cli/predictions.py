@@ -128,7 +128,7 @@ def calibrate(run_dir: Path, save: Path | None, as_json: bool) -> None:
 
 
 def _between_s(engine: EngineOfRun) -> float:
-    return sum(engine.transport_s) / len(engine.transport_s) + sum(engine.worker_s) / len(engine.worker_s)
+    return sum(sum(samples) / len(samples) for samples in (engine.overhead.transport_s, engine.overhead.worker_s))
 
 
 def _run_lines(found: RunCalibration) -> list[str]:

@@ -94,8 +94,8 @@ class Overhead:
     Attributes
     ----------
     step_s : float
-        Of each step: scheduling, sampling, detokenisation, launching captured graphs. The default is an assumption; a run's
-        own steps calibrate it (`libra calibrate`).
+        Scheduling, sampling, detokenisation, launching captured graphs of each step. The default is an assumption; `libra
+        calibrate` measures it.
     worker_s : float
         Additional seconds for each GPU beyond the first.
     """
@@ -124,22 +124,15 @@ class EngineSeconds(Protocol):
 
 @dataclass(frozen=True)
 class ModelOnGPU:
-    """`EngineSeconds` of one model on one engine; `engine_seconds` builds it.
+    """`EngineSeconds` of one model on one engine of ``tp`` GPUs; `engine_seconds` builds it.
 
     Attributes
     ----------
-    gpu : GPU
-    shape : ModelShape
-    tp : int
-        GPUs of the engine.
-    efficiencies : Efficiencies
     measured : ShapeTables or None
         Tables that correct the rooflines; None if nothing was measured on this GPU.
-    overhead : Overhead
-    memory_frac : float
-        Share of each GPU's memory that the engine may take.
-    reserved_bytes : float
-        Of it, on each GPU, for activations, communication buffers and the runtime.
+    memory_frac, reserved_bytes : float
+        Share of each GPU's memory that the engine may take, and the part of it for activations, communication buffers and
+        the runtime.
     chunk_tokens : int
         A longer prefill is computed in chunks of this many tokens.
     kv_capacity_tokens : int
@@ -160,7 +153,7 @@ class ModelOnGPU:
     def __post_init__(self) -> None:
         self.shape.check_tp(self.tp)
         if not 0 < self.memory_frac <= 1:
-            raise ConfigError(f"memory_frac: got {self.memory_frac}; allowed is above 0 and at most 1")
+            raise ConfigError(f"memory_frac: got {self.memory_frac}; give a number above 0 and at most 1")
         free = self.free_bytes
         if free <= 0:
             need = (self.shape.weight_bytes(1)) / (self.memory_frac * self.gpu.memory_bytes - self.reserved_bytes)
@@ -308,7 +301,7 @@ def engine_seconds(
         Measurements of this GPU: tables of `libra calibrate`; "shipped", the package's own if it has some; None, rooflines
         only.
     **settings
-        Of `ModelOnGPU`: ``memory_frac``, ``overhead``, ``efficiencies``, ``measured``, ...
+        Fields of `ModelOnGPU`: ``memory_frac``, ``overhead``, ``efficiencies``, ``measured``, ...
 
     Raises
     ------
@@ -334,16 +327,9 @@ def engine_seconds(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
-    """`EngineSeconds` of an engine that declared them.
+    """`EngineSeconds` of an engine that declared ``steps``: prefill costs the same per context token, alone or in a batch.
 
-    Attributes
-    ----------
-    steps : StepSeconds
-        Of its forward passes. Prefill costs ``prefill_token_s`` per context token, alone or in a batch.
-    tp : int
-    kv_capacity_tokens : int
-    wall_over_passes : float
-        Wall seconds of its turns over the sum of its passes; the difference is its work between two passes.
+    ``wall_over_passes``: wall seconds of its turns over the sum of its passes; the difference is its work between two passes.
     """
 
     steps: StepSeconds

@@ -42,8 +42,7 @@ class EngineTables:
     grain_tokens : int
         Contexts are rounded to the middle of intervals of this many tokens.
     max_contexts : int or None
-        Maximum number of trajectories whose KV it keeps, of any size: an engine with slots keeps one context in each. None:
-        as many as fit.
+        Most trajectories whose KV it keeps: an engine with slots keeps one context in each; default: as many as fit.
     """
 
     def __init__(
@@ -92,8 +91,8 @@ class EngineTables:
 class Counters:
     """Counters of an engine's work so far.
 
-    Of ``busy_s``, the seconds with running requests, ``again_s`` went into contexts that some engine had computed before, and
-    ``load_s`` into loading weights. What a stopped engine had begun and not finished is not among the two.
+    ``busy_s`` are the seconds with running requests; ``again_s`` of them went into contexts that some engine had computed
+    before, and ``load_s`` into loading weights, without work that a stopped engine had not finished.
     """
 
     generated_tokens: int = 0

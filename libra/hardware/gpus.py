@@ -22,24 +22,17 @@ class GPU:
 
     Attributes
     ----------
-    name : str
-        Short name, e.g. ``"A800-80G"``.
-    full_name : str
-        As the vendor calls it.
-    memory_bytes : float
-    memory_bytes_per_s : float
+    name, full_name : str
+        Short name, e.g. ``"A800-80G"``, and the vendor's.
     flops_per_s : float
         Dense bfloat16 (float16 before Ampere) matrix products with float32 accumulation.
     clock_hz : float
         Boost clock of the multiprocessors, to which the peak operations refer.
     num_sms : int
         Streaming multiprocessors, which compute the tiles of a matrix product.
-    l2_bytes : float
-    link_bytes_per_s : float
-        Sum of a GPU's links to the others of its machine, one direction. Bytes, not bits; half of a "bidirectional" figure.
-    network_bytes_per_s : float
-        A GPU's share of its machine's network, one direction.
-    gpus_per_node : int
+    link_bytes_per_s, network_bytes_per_s : float
+        One direction: the sum of a GPU's links to the others of its machine (bytes, half of a "bidirectional" figure), and
+        its share of its machine's network.
     """
 
     name: str
@@ -58,7 +51,7 @@ class GPU:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in ("name", "full_name") and not value > 0:
-                raise ConfigError(f"GPU {self.name}: {field.name}: got {value!r}; allowed is a number above 0")
+                raise ConfigError(f"GPU {self.name}: {field.name}: got {value!r}; give a number above 0")
 
 
 def _key(name: str) -> str:
@@ -136,12 +129,12 @@ class Prices:
 
     def of(self, gpu: str) -> Price | None:
         """Price per GPU-hour of the GPU with this name, letters' case and ``-`` or ``_`` aside; None if the file has none."""
-        wanted = _plain(gpu)
-        return next((price for name, price in self.gpu_hour.items() if _plain(name) == wanted), None)
+        wanted = _key(gpu)
+        return next((price for name, price in self.gpu_hour.items() if _key(name) == wanted), None)
 
 
 def load_prices(path: Path | None = None) -> Prices:
-    """The prices in a file (None: those that come with Libra); ConfigError names file, entry and what is allowed."""
+    """The prices in a file, by default Libra's own; ConfigError names file, entry and what to write."""
     path = SHIPPED if path is None else path
     example = f"copy {SHIPPED} and change the numbers"
     try:
@@ -153,7 +146,7 @@ def load_prices(path: Path | None = None) -> Prices:
         raise ConfigError(f"--prices {path}: has {got}; allowed are currency, core_hour and gpu_hour; {example}")
     gpus = values.get("gpu_hour") or {}
     if not isinstance(gpus, dict):
-        raise ConfigError(f"--prices {path}: gpu_hour: got {gpus!r}; allowed is an entry for each GPU; {example}")
+        raise ConfigError(f"--prices {path}: gpu_hour: got {gpus!r}; give an entry for each GPU; {example}")
     core = values.get("core_hour")
     return Prices(
         path,
@@ -169,11 +162,7 @@ def _price(path: Path, where: str, entry: Any) -> Price:
         raise ConfigError(f"--prices {path}: {where}: got {got}; it has price, source and date")
     number, day = entry["price"], entry["date"]
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
-        raise ConfigError(f"--prices {path}: {where}.price: got {number!r}; allowed is a number from 0 on")
+        raise ConfigError(f"--prices {path}: {where}.price: got {number!r}; give a number from 0 on")
     if not isinstance(day, date):
-        raise ConfigError(f"--prices {path}: {where}.date: got {day!r}; allowed is a date as 2026-11-09")
+        raise ConfigError(f"--prices {path}: {where}.date: got {day!r}; give a date as 2026-11-09")
     return Price(float(number), str(entry["source"]), day)
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "").replace(" ", "")

@@ -1,7 +1,7 @@
 """Rooflines: seconds of one operator on one GPU from its datasheet and a few efficiencies.
 
 Every constant is a fraction of a peak, a number of tiles or bytes, or a latency, so that it applies to another GPU too. Arrays
-broadcast; all results are seconds. Sizes are those of one GPU's shard.
+broadcast; all results are seconds. Sizes are of one GPU's shard.
 
 Differs from the published planner of Libra (arXiv:2606.03077 v2), which has rooflines at fixed efficiency and divides by TP twice.
 """
@@ -26,9 +26,8 @@ class Efficiencies:
     """Constants of the rooflines; one set serves every GPU, model, operator and size.
 
     The defaults were fitted to A100 matrix products and elementwise operators of Llama-2-7b, Llama-2-70b and Llama-3-8B
-    (microsoft/vidur, MIT) and A800 attention of Llama-2-7b (NetX-lab/Frontier, MIT). Those of the all-reduce are the best of 120
-    rounded ones for the A100's one-node tables whose step takes at least 2 us: 17 to 24 % off in the median up to 4 MB, 4 to 11 %
-    on average beyond.
+    (microsoft/vidur, MIT) and A800 attention of Llama-2-7b (NetX-lab/Frontier, MIT); the all-reduce to the A100's one-node
+    tables.
 
     Attributes
     ----------
@@ -174,7 +173,7 @@ def attention_prefill_s(
 def all_reduce_s(gpu: GPU, eff: Efficiencies, num_bytes: ArrayLike, workers: int, workers_per_node: int = 0) -> Array:
     """Seconds to sum ``num_bytes`` over ``workers``; ``workers_per_node`` 0: all on one machine.
 
-    Only if there is no table: alpha-beta forms are up to 71 % off at the small messages of a decode step.
+    A table, where one exists, is far better for the small messages of a decode step.
     """
     size = np.asarray(num_bytes, float)
     if workers <= 1:

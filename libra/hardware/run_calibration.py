@@ -4,7 +4,7 @@
 simulate --from-run` computes it from the run. Seconds of engines are those that they declared (`engine_declared`).
 
 A step of its trainer takes ``fixed + tokens x token`` seconds. Every second step is fitted and the others
-are predicted from it: the reported error is that of the predicted ones.
+are predicted from it, which gives the reported error.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +31,34 @@ KIND = "libra run calibration"
 """``kind`` of a calibration file."""
 
 
+class QuantumOverhead(NamedTuple):
+    """Seconds of a quantum outside engine and tool, during which its trajectory holds a slot; one sample of each is drawn.
+
+    Attributes
+    ----------
+    transport_s : tuple of float
+        From dispatch to the start on the worker, and from its end to the scheduler's receipt of the report.
+    worker_s : tuple of float
+        On the worker, around the engine or the tool: waiting for a pass to end, text to tokens and back, writing the record.
+    idle_frac, in_flight : float
+        Share of the samples that is left when nothing else is in flight, and the mean number of quanta in flight: scheduler
+        and workers serve quanta one after the other, so the last ones of an iteration are the fastest.
+    """
+
+    transport_s: tuple[float, ...] = (0.0,)
+    worker_s: tuple[float, ...] = (0.0,)
+    idle_frac: float = 1.0
+    in_flight: float = 1.0
+
+    def factor(self, in_flight: int) -> float:
+        """Factor on the samples for one of ``in_flight`` quanta."""
+        return self.idle_frac + (1.0 - self.idle_frac) * in_flight / self.in_flight
+
+
+NO_OVERHEAD = QuantumOverhead()
+"""Only engines and tools take time."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOfRun:
     """One engine of a run.
@@ -42,8 +71,8 @@ class EngineOfRun:
     steps : StepSeconds
     wall_over_passes : float
         Wall seconds of its turns over those by ``steps``.
-    transport_s, worker_s : tuple of float
-        Samples of a generation's seconds: the round trip to the worker, and on the worker outside the engine.
+    overhead : QuantumOverhead
+        Outside the engine, of each generation.
     """
 
     worker: str
@@ -54,8 +83,7 @@ class EngineOfRun:
     kv_tokens: int
     steps: StepSeconds
     wall_over_passes: float = 1.0
-    transport_s: tuple[float, ...] = (0.0,)
-    worker_s: tuple[float, ...] = (0.0,)
+    overhead: QuantumOverhead = NO_OVERHEAD
 
     @property
     def seconds(self) -> MeasuredEngine:
@@ -64,7 +92,7 @@ class EngineOfRun:
 
     @property
     def max_contexts(self) -> int | None:
-        """Maximum number of trajectories whose KV it keeps: one per slot, or None: as many as fit."""
+        """Most trajectories whose KV it keeps: one per slot, or None if as many as fit."""
         return self.slots if self.engine == "transformers" else None
 
 
@@ -78,13 +106,13 @@ class RunCalibration:
         The model that its engines serve, and the digest of its shape (`libra.hardware.shapes.shape_digest`; empty: unknown).
     engines : tuple of EngineOfRun
     trainer : RunTrainer or None
-        None: too few steps.
+        None after too few steps.
     train_gpus : int
         Replicas of the training group.
     update_s, load_s : float
         Mean seconds from a step's end until its weights are published, and of an engine's pause to load them.
-    tool_transport_s, tool_worker_s : tuple of float
-        Samples for an action, as for a generation.
+    tools : QuantumOverhead
+        Outside the tool of each action.
     gate_s, commit_s : float
         From a gate to its first trajectory, and from the end of a group's last trajectory to its record.
     source : str
@@ -98,8 +126,7 @@ class RunCalibration:
     train_gpus: int = 1
     update_s: float = 0.0
     load_s: float = 0.0
-    tool_transport_s: tuple[float, ...] = (0.0,)
-    tool_worker_s: tuple[float, ...] = (0.0,)
+    tools: QuantumOverhead = NO_OVERHEAD
     gate_s: float = 0.0
     commit_s: float = 0.0
     source: str = ""
@@ -173,7 +200,7 @@ def _check(found: RunCalibration, where: str, again: str) -> None:
         steps = engine.steps
         coefficients = (steps.fixed_s, steps.sequence_s, steps.context_token_s, steps.prefill_token_s)
         whole = (engine.tp, engine.slots, engine.kv_tokens)
-        if not _finite((*coefficients, *engine.transport_s, *engine.worker_s)) or not sum(coefficients[:3]) > 0.0:
+        if not _finite((*coefficients, *_numbers(engine.overhead))) or not sum(coefficients[:3]) > 0.0:
             raise ConfigError(
                 f"{where}: engine {engine.worker}: seconds {coefficients}; finite, not negative, and not all 0"
             )
@@ -182,10 +209,13 @@ def _check(found: RunCalibration, where: str, again: str) -> None:
                 f"{where}: engine {engine.worker}: tp, slots, kv_tokens {whole} and wall_over_passes "
                 f"{engine.wall_over_passes}; all are above 0"
             )
-    tools = (*found.tool_transport_s, *found.tool_worker_s)
-    others = (found.update_s, found.load_s, *tools, found.gate_s, found.commit_s)
+    others = (found.update_s, found.load_s, *_numbers(found.tools), found.gate_s, found.commit_s)
     if not _finite(others):
         raise ConfigError(f"{where}: seconds {others}; finite, and not negative")
+
+
+def _numbers(overhead: QuantumOverhead) -> tuple[float, ...]:
+    return (*overhead.transport_s, *overhead.worker_s, overhead.idle_frac, overhead.in_flight)
 
 
 def _finite(seconds: Iterable[float]) -> bool:
@@ -197,15 +227,9 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RunTrainer:
-    """Fitted seconds of a run's training steps.
+    """Fitted seconds of a run's training steps: of each step, and of each token it computes.
 
-    Attributes
-    ----------
-    fixed_s, token_s : float
-        Of a step, and of each token it computes.
-    error_frac : float
-        Mean |predicted / measured - 1| of the steps that were not fitted.
-    num_steps : int
+    ``error_frac`` is the mean |predicted / measured - 1| of the steps that were not fitted.
     """
 
     fixed_s: float
@@ -261,15 +285,13 @@ def fit_positive(
     ----------
     residuals : callable
         (p,) constants to (n,) residuals, usually log(predicted / measured).
-    start : (p,) array
-        Above 0.
     outlier : float
         Residual beyond which the loss grows linearly.
     tether : float
-        Penalty of moving one constant by a factor e, as a residual at every point. It keeps constants that the points do
-        not determine near ``start``.
+        Penalty of moving one constant by a factor e, as a residual at every point: it holds constants that the points do not
+        determine near ``start``.
     ceiling : (p,) array, optional
-        Upper bounds; infinite for none.
+        Upper bounds.
     """
     from scipy.optimize import least_squares  # takes most of a second to import; only fits need it
 

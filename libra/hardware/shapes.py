@@ -27,7 +27,7 @@ class ModelShape:
     tied : bool
         Input and output embeddings are one matrix.
     bytes_per_weight : int
-        Of weights, activations and KV; 2 for bfloat16.
+        Width of weights, activations and KV; 2 for bfloat16.
     qk_norm : bool
         Queries and keys are normalised per head (Qwen3); training stores activations for that.
     """
@@ -72,7 +72,7 @@ class ModelShape:
         if tp < 1 or self.num_heads % tp or (tp > self.num_kv_heads and tp % self.num_kv_heads):
             raise ConfigError(
                 f"tp: got {tp} for {self.name} with {self.num_heads} heads and {self.num_kv_heads} key-value heads; "
-                "allowed is a divisor of the heads that divides, or is a multiple of, the key-value heads"
+                "give a divisor of the heads that divides, or is a multiple of, the key-value heads"
             )
 
 

@@ -38,14 +38,9 @@ DOUBT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RatioCurve:
-    """Measured over predicted seconds of one operator of one size, by tokens.
+    """Measured over predicted seconds of one operator of one size, by tokens (n,).
 
-    Attributes
-    ----------
-    operator : str
-    sizes : tuple of float
-        Columns and inner length of a matrix product; bytes per token of an elementwise operator.
-    log_tokens, log_ratio : (n,) arrays
+    ``sizes``: columns and inner length of a matrix product; bytes per token of an elementwise operator.
     """
 
     operator: str
@@ -56,16 +51,10 @@ class RatioCurve:
 
 @dataclass(frozen=True, slots=True)
 class RatioRows:
-    """Measured over predicted seconds by two numbers, in rows of unequal length.
+    """Measured over predicted seconds by two numbers, in rows of unequal length: ``log_x`` (rows,) strictly increases, each row
+    has the second number on the scale of `log_tokens` and the log ratio.
 
-    Attributes
-    ----------
-    key : tuple of float
-        Heads, key-value heads and head length, on one GPU.
-    log_x : (rows,) array
-        Strictly increasing.
-    rows : sequence of ((n,) array, (n,) array)
-        Second number on a logarithmic scale (`log_tokens`), log ratio.
+    ``key``: heads, key-value heads and head length, on one GPU.
     """
 
     key: tuple[float, ...]
@@ -104,17 +93,7 @@ class AllReduceTable:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """All tables of one GPU.
-
-    Attributes
-    ----------
-    gpu : GPU
-    efficiencies : Efficiencies
-        Constants of the rooflines that the ratios refer to.
-    linear : tuple of RatioCurve
-    decode, prefill : tuple of RatioRows
-    all_reduce : tuple of AllReduceTable
-    """
+    """All tables of one GPU; the ratios refer to rooflines with these ``efficiencies``."""
 
     gpu: GPU
     efficiencies: Efficiencies
@@ -216,7 +195,7 @@ def read_tables(path: str | Path) -> Tables:
     try:
         document = json.loads(Path(path).read_text())
         if document["schema"] != SCHEMA:
-            raise ConfigError(f"{path}: schema {document['schema']}; allowed is {SCHEMA}: calibrate again")
+            raise ConfigError(f"{path}: schema {document['schema']}; this Libra reads {SCHEMA}: calibrate again")
         return Tables(
             gpu=load_gpu(document["gpu"]),
             efficiencies=Efficiencies(**document["efficiencies"]),
@@ -253,13 +232,7 @@ _FILE = Path(__file__).parent / "tables" / "residuals.json"
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """Distributions of log(measured / predicted), as evenly spaced quantiles.
-
-    Attributes
-    ----------
-    decode, prefill : tuple of float
-        From the smallest to the largest.
-    """
+    """Distributions of log(measured / predicted), as evenly spaced quantiles, from the smallest to the largest."""
 
     decode: tuple[float, ...]
     prefill: tuple[float, ...]

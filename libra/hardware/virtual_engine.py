@@ -38,12 +38,6 @@ class VirtualEngine:
 
     ``preempts``: see invariant 3. ``host``: KV that any engine computed, fetched where that is sooner than computing it again; a
     request whose KV is being fetched holds its memory, and the others go on.
-
-    Attributes
-    ----------
-    own_gpu_s : dict or None
-        By trajectory, GPU-seconds that went into it, of requests that are over: those that decode share each second, and who needs
-        a context for the first time has its seconds. None (default): not counted.
     """
 
     def __init__(
@@ -72,9 +66,6 @@ class VirtualEngine:
         self._preempts, self._host = preempts, host
         self._fetching: list[tuple[float, int, str, int]] = []  # heap of (second, serial, key, tokens then cached)
         self._before: dict[str, int] = {}  # tokens that preempted requests had generated
-        self.own_gpu_s: dict[str, float] | None = None
-        self._shared_s = 0.0  # seconds of decoding per running request
-        self._shared_before: dict[str, float] = {}  # of each running request, when it started
 
     # ---------------------------------------------------------------- requests
 
@@ -101,7 +92,6 @@ class VirtualEngine:
         while self._running and self._running[0][0] <= self._steps + 1e-6:
             _, _, key = heapq.heappop(self._running)
             request = self._requests.pop(key)
-            self._stops(key)
             tokens = request.context_tokens + request.new_tokens
             self._reserved -= request.room_tokens
             self._context -= tokens
@@ -119,50 +109,6 @@ class VirtualEngine:
     def forget(self, key: str) -> None:
         """Drop the KV of a trajectory that has ended, or goes on elsewhere."""
         self._kept.evict(key)
-
-    def cancel(self, now_s: float, key: str) -> bool:
-        """Cancel a trajectory's request and drop its KV; returns whether it had a request."""
-        self._advance(now_s)
-        self._kept.evict(key)
-        waiting = [entry for entry in self._queue if entry[2].key != key]
-        had = len(waiting) < len(self._queue)
-        if had:
-            self._queue = waiting
-            heapq.heapify(self._queue)
-        self._before.pop(key, None)
-        request = self._requests.pop(key, None)
-        if request is not None:
-            self._reserved -= request.room_tokens
-            if any(entry[2] == key for entry in self._fetching):
-                self._fetching = [entry for entry in self._fetching if entry[2] != key]
-                heapq.heapify(self._fetching)
-            else:
-                finish = next(entry[0] for entry in self._running if entry[2] == key)
-                self._running = [entry for entry in self._running if entry[2] != key]
-                heapq.heapify(self._running)
-                self._work.generated_tokens += self._done_of(request, finish)
-                self._stops(key)
-                self._context -= request.context_tokens + request.new_tokens - max(0.0, finish - self._steps)
-            self._kept.leave_group(request.group)
-            had = True
-            if not self._running:
-                self._give_up(now_s, key)
-        self._admit()
-        return had
-
-    def _give_up(self, now_s: float, key: str) -> None:
-        """Nothing runs any more: the rest of what was being computed for ``key`` is not."""
-        left_s = max(0.0, self._ready - max(now_s, min(self._ready, self._loading[1])))
-        self._context, self._ready = 0.0, self._ready - left_s
-        self._work.again_s = max(0.0, self._work.again_s - left_s)
-        if self.own_gpu_s is not None:
-            self.own_gpu_s[key] = max(0.0, self.own_gpu_s.get(key, 0.0) - left_s * self._tables.seconds.tp)
-
-    def _stops(self, key: str) -> None:
-        """A request does not run any more."""
-        if self.own_gpu_s is not None:
-            shared_s = self._shared_s - self._shared_before.pop(key)
-            self.own_gpu_s[key] = self.own_gpu_s.get(key, 0.0) + shared_s * self._tables.seconds.tp
 
     @property
     def load_now(self) -> tuple[int, int, int]:
@@ -183,12 +129,15 @@ class VirtualEngine:
         at_s = max(self._ready, self._now) + steps * self._step_s
         return at_s if not self._fetching else max(self._now, min(at_s, self._fetching[0][0]))
 
-    def load(self, now_s: float, load_s: float) -> None:
-        """Load new weights: kept KV is dropped, and running requests recompute their context."""
+    def load(self, now_s: float, load_s: float, *, keeps_kv: bool = False) -> None:
+        """Load new weights. Without ``keeps_kv`` kept KV is dropped, and running requests recompute their context."""
         self._advance(now_s)
         begins_s = max(self._ready, now_s)
         self._ready = begins_s + load_s
         self._loading = begins_s, self._ready
+        self.changes += 1
+        if keeps_kv:
+            return
         for key in list(self._kept.entries):
             self._kept.evict(key)
         for _, _, key in self._running:
@@ -196,7 +145,6 @@ class VirtualEngine:
             self._work.recomputed_tokens += request.context_tokens
             self._compute(request.context_tokens, 0, request.context_tokens)
         self._fetching = [(at_s, serial, key, 0) for at_s, serial, key, _ in self._fetching]
-        self.changes += 1
 
     def hand_over(self, now_s: float) -> dict[str, int]:
         """Stop; returns the tokens that each request has generated, in order of submission. None of them finishes here."""
@@ -208,7 +156,6 @@ class VirtualEngine:
         self._fetching = []
         for finish, _, key in sorted(self._running, key=lambda entry: entry[1]):
             request = self._requests.pop(key)
-            self._stops(key)
             left[key] = self._done_of(request, finish)
             self._work.generated_tokens += left[key]
         for key, tokens in self._before.items():
@@ -232,7 +179,6 @@ class VirtualEngine:
             heapq.heapify(self._running)
             finish, serial, key = last
             request = self._requests.pop(key)
-            self._stops(key)
             done = self._done_of(request, finish)
             context = request.context_tokens + done
             self._work.generated_tokens += done
@@ -279,7 +225,6 @@ class VirtualEngine:
             begun = max(self._now, self._ready)
             if now_s > begun and self._step_s > 0.0:
                 steps = (now_s - begun) / self._step_s
-                self._shared_s += (now_s - begun) / len(self._running)
                 self._steps += steps
                 self._context += steps * len(self._running)
             self._work.busy_s += now_s - self._now
@@ -338,22 +283,17 @@ class VirtualEngine:
         self._work.cached_tokens += cached
         again = max(0, min(request.computed_tokens, request.context_tokens) - cached)
         self._work.recomputed_tokens += again
-        seconds = self._compute(request.context_tokens - cached, cached, again)
-        if self.own_gpu_s is not None:
-            self._shared_before[request.key] = self._shared_s
-            self.own_gpu_s[request.key] = self.own_gpu_s.get(request.key, 0.0) + seconds * self._tables.seconds.tp
+        self._compute(request.context_tokens - cached, cached, again)
         self._context += request.context_tokens
         self._serial += 1
         heapq.heappush(self._running, (self._steps + request.new_tokens, self._serial, request.key))
 
-    def _compute(self, new_tokens: int, past_tokens: int, again: int) -> float:
-        """Compute context, ``again`` of whose tokens some engine had computed before; returns the seconds of the others."""
+    def _compute(self, new_tokens: int, past_tokens: int, again: int) -> None:
+        """Compute context, ``again`` of whose tokens some engine had computed before."""
         if new_tokens <= 0:
-            return 0.0
+            return
         self._work.prefilled_tokens += new_tokens
         factor = 1.0 if self._residuals is None else self._residuals.prefill_factor(self._rng)
         seconds = factor * self._tables.prefill_s(new_tokens, past_tokens)
         self._ready = max(self._ready, self._now) + seconds
-        again_s = seconds * again / new_tokens
-        self._work.again_s += again_s
-        return seconds - again_s
+        self._work.again_s += seconds * again / new_tokens

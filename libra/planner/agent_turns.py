@@ -29,26 +29,15 @@ AGENT_TURNS: Mapping[str, ToolOutcome] = {
     "": NO_TOOL,
     **{str(status): status for status in ToolStatus},
 }
-"""Words of ``status``: those of recorded agents, and of runs of Libra itself."""
+"""Words of ``status`` in files of recorded agents and of Libra's own runs."""
 
 
 class AgentTurn(NamedTuple):
-    """One generation and its tool's result; None: not in the file.
+    """One generation and its tool's result; a field is None if the file lacks it.
 
-    Attributes
-    ----------
-    number : int
-        Its place among the turns of its trajectory.
-    prompt_tokens : int or None
-        Context before it.
-    completion_tokens, payload_tokens : int
-        Generated tokens; characters that its tool returned, divided by ``CHARS_PER_TOKEN``.
-    tool : str
-        The tool's name; empty if none returned, or if the file has no tools.
-    status : ToolOutcome
-        Its outcome; `NO_TOOL`: no tool returned, the trajectory ended with this turn (or the file has no statuses).
-    llm_s, tool_s, gap_s : float or None
-        Seconds of the generation, of the tool, until the next turn began.
+    ``number`` is its place among the turns of its trajectory, ``prompt_tokens`` the context before it. ``payload_tokens``
+    are the characters that its tool returned, divided by ``CHARS_PER_TOKEN``. ``tool`` and ``status`` are empty (`NO_TOOL`)
+    if the trajectory ended with this turn. ``gap_s`` is the time until the next turn began.
     """
 
     number: int

@@ -9,7 +9,7 @@ first source that has both:
 
 1. ``planner.calibration``: engines as another run measured them;
 2. the datasheet that ``planner.gpu`` names, by the cost model;
-3. without ``planner.gpu``, the datasheet of the GPU that the workers have, or that of `DEFAULT_GPU` if there is none.
+3. without ``planner.gpu``, the datasheet of the workers' GPU, or of `DEFAULT_GPU` without one.
 """
 
 from __future__ import annotations
@@ -34,27 +34,14 @@ from libra.types import EngineCapacity, StepSeconds
 
 Ratio = Callable[[int, int, float, float], tuple[float, str] | None]
 """(TP degree, other degree, sequences, context tokens of each) to the seconds of a pass on the other degree over those on the
-first, and their source; None: no source has both."""
+first, and their source; None if no source has both."""
 MAX_DEMAND = 0.9
 """Share of its KV that an engine of a run may need: contexts that run together scatter about their mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Constant facts of a run.
-
-    Attributes
-    ----------
-    core_trainers : int
-    overlap_steps : int
-        ``run.eta``: steps that batches are generated ahead.
-    batch_trajectories : int
-    max_context_tokens : int
-    may_have : callable
-        See `libra.planner.arrangements.MayHave`.
-    ratio : callable
-        See `Ratio`.
-    """
+    """Constant facts of a run; ``overlap_steps`` is ``run.eta``, by which batches are generated ahead."""
 
     core_trainers: int
     overlap_steps: int
@@ -144,21 +131,9 @@ def ratio_of(config: RunConfig, workers_gpu: str = "") -> Ratio:
 class EndedIteration:
     """The facts of a finished iteration that replanning needs.
 
-    Attributes
-    ----------
-    iteration : int
-    seats : collection of Seat
-        The rollout workers as they are now.
-    batch : Batch
-        What the iteration generated, and trained on.
-    lengths : TrajectoryTotals or None
-        Its trajectories; None: not known, then neither memory nor degrees are compared.
-    step_s : float
-        From end to end, evaluations left out.
-    remaining : int
-        Iterations to come.
-    overlap : bool
-        Whether batches are generated while steps are taken.
+    ``seats`` are the rollout workers as they are now. Without ``lengths`` (None) neither memory nor degrees are compared.
+    ``step_s`` is the time from end to end without evaluations, ``remaining`` the iterations to come. With ``overlap``
+    batches are generated while steps are taken.
     """
 
     iteration: int
@@ -172,8 +147,7 @@ class EndedIteration:
 
 @dataclass(frozen=True, slots=True)
 class ArrangementScore:
-    """An option: its step for the last batch (None: not known), its demand on the fullest KV, and the source of the
-    figures."""
+    """An option: its step for the last batch (None if unknown), demand on the fullest KV, source of the figures."""
 
     arrangement: Arrangement
     expected: ExpectedStep | None
@@ -264,7 +238,7 @@ class ArrangementForecast:
             return now_s * there / here
         measured = self.forecast.tokens_per_s()
         has = {engine.workers: engine.slots for engine in self.now.engines}
-        # Measured tokens per second are those of an engine's present slots.
+        # Measured tokens per second hold for the present slots of an engine.
         as_measured = all(has.get(engine.workers, engine.slots) == engine.slots for engine in option.engines)
         if not as_measured or any(measured.get(engine.kind, 0.0) <= 0 for engine in option.engines):
             return None

@@ -59,23 +59,18 @@ class Seat:
 
     Attributes
     ----------
-    name, host : str
-    engine, bucket : str
-        Engine (transformers, vllm), and its capacity class on its own GPUs alone, as ``vllm-tp1-threads1``.
+    bucket : str
+        Capacity class of its engine on its own GPUs alone, as ``vllm-tp1-threads1``.
     tp, slots : int
-        Of an engine on its own GPUs alone, as it was started.
-    may_change : bool
-        Whether it can change roles.
+        Degree and slots of the same engine, as the worker was started.
     role : str
         rollout, train or lent; during a change, the new one.
     bond : frozenset of str
         Other workers whose GPUs form one engine with its own.
     residents : int
         Trajectories whose KV its engine holds.
-    limits : mapping of TP degree to int
-        Slots that an engine led by it may use; a degree without an entry: all slots.
-    declared : mapping of TP degree to EngineCapacity
-        Declarations of engines led by it, now or earlier.
+    limits, declared : mapping of TP degree to int, to EngineCapacity
+        Slots that an engine led by it may use (a degree without an entry: all), and what such engines declared.
     """
 
     name: str

@@ -43,21 +43,11 @@ class Candidate:
         return self.found.train_gpus, tuple(sorted(self.engines.items()))
 
 
-def plan(snapshot: PlanningSnapshot, planner: Planner | None = None, *, alternatives: bool = True) -> Plan:
-    """The plan for a snapshot.
+def plan(snapshot: PlanningSnapshot, planner: Planner | None = None) -> Plan:
+    """The plan for a snapshot; an alternative to the search's optimum wins if it drains faster.
 
-    Parameters
-    ----------
-    snapshot : PlanningSnapshot
-    planner : Planner, optional
-        Its memo has the layouts of the same workload from earlier calls.
-    alternatives : bool
-        Compare alternatives, one of which may drain faster. False if everything is fixed.
-
-    Raises
-    ------
-    PlanError
-        Nothing fits; the message names the constraint and what to change.
+    The memo of ``planner`` has the layouts of the same workload from earlier calls. PlanError if nothing fits; the message
+    names the constraint and what to change.
     """
     planner = planner or Planner()
     formulation = formulate(snapshot)
@@ -67,7 +57,7 @@ def plan(snapshot: PlanningSnapshot, planner: Planner | None = None, *, alternat
     drain = best.rollout_s / found.rollout_s
     others = [
         evaluated(name, snapshot, formulation, paces, other)
-        for name, other in (_others(formulation.problem, found, drain, planner) if alternatives else ())
+        for name, other in _others(formulation.problem, found, drain, planner)
     ]
     quickest = min([best, *others], key=lambda candidate: candidate.step_s)
     chosen = quickest if quickest.step_s < best.step_s * (1 - DRAIN_MARGIN_FRAC) else best
@@ -85,9 +75,8 @@ def compare(
     candidates = []
     for which in (snapshot, other):
         formulation = formulate(which)
-        candidates.append(
-            evaluated(name, which, formulation, _paces(which, formulation), planner.search(formulation.problem))
-        )
+        paces, found = _paces(which, formulation), planner.search(formulation.problem)
+        candidates.append(evaluated(name, which, formulation, paces, found))
     return comparison(candidates[1], candidates[0])
 
 

@@ -31,7 +31,7 @@ class Pace:
     Attributes
     ----------
     tokens, prefill_s, wait_s, context_tokens, alone_s : float arrays (N,)
-        Of each trajectory: generated tokens, seconds of prefill, seconds with tools, mean context, seconds alone.
+        Generated tokens, seconds of prefill, seconds with tools, mean context, seconds alone.
     engine : EngineSeconds with times for arrays
     """
 
@@ -117,7 +117,7 @@ def rollout_seconds(batch: TrajectoryTotals, engines: Sequence[EvaluatedEngine])
     """Seconds until all trajectories of a batch are generated, each on one of these engines.
 
     The longest is placed first, each where it would end first if engines stayed as full as they will be.
-    PlanError if there is no engine, or one without a slot.
+    PlanError without an engine, or with one that has no slot.
     """
     if not engines or any(engine.slots < 1 for engine in engines):
         raise PlanError(f"a batch is evaluated on engines with at least one slot each, got {list(engines)}")

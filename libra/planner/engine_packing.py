@@ -25,18 +25,10 @@ NEAR_ENGINES = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Engines, and the engine of each trajectory.
+    """Kind of each engine (E,), an index into ``Problem.kinds``, and engine of each trajectory (N,).
 
-    Attributes
-    ----------
-    kind_of : int array (E,)
-        Kind of each engine, an index into ``Problem.kinds``.
-    engine_of : int array (N,)
-        Engine of each trajectory.
-    load_s : float array (E,)
-        Sum of the loads on each engine.
-    time_s : float
-        Seconds until the last engine finishes: the largest load, or the longest trajectory alone.
+    ``load_s`` (E,) sums the loads on each engine; ``time_s`` is the time until the last engine finishes: the largest load, or
+    the longest trajectory alone.
     """
 
     kind_of: Ints
@@ -88,8 +80,8 @@ def longest_first(load_s: Floats, num_engines: int) -> tuple[Ints, float]:
 
 
 def pack(problem: Problem, within_s: float, num_gpus: int, load_within_s: float | None = None) -> Placement | None:
-    """A placement that finishes in ``within_s`` on at most ``num_gpus`` GPUs, each trajectory on its cheapest kind; None:
-    not found.
+    """A placement that finishes in ``within_s`` on at most ``num_gpus`` GPUs, each trajectory on its cheapest kind; None if
+    none is found.
 
     ``load_within_s``, if given, is a shorter time for the loads of each engine, which only a single trajectory may exceed.
     """

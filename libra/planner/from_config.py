@@ -41,21 +41,9 @@ def calibrated(
 ) -> tuple[PlanningSnapshot, str]:
     """``snapshot`` with the calibration in ``path``, and sentences on the source of its seconds.
 
-    Parameters
-    ----------
-    model : str
-        ``model.path``.
-    requested : sequence of int
-        Degrees that were requested by name; others of ``snapshot.tp`` are left out if they were not measured.
-    update_s : float or None
-        Of the configuration; None: as measured.
-
-    Raises
-    ------
-    ConfigError
-        The file cannot be read, or is of another model.
-    PlanError
-        It has none of the degrees, or lacks a requested one.
+    Degrees of ``snapshot.tp`` that were not measured are left out. ConfigError if the file cannot be read or is of another
+    model than ``model`` (``model.path``); PlanError if it has none of the degrees, or lacks one of ``requested``, which were
+    named. ``update_s`` of the configuration replaces the measured one.
     """
     found = read_calibration(path, FIELD)
     found.check_model(model, shape_digest(snapshot.shape), FIELD)
@@ -81,11 +69,13 @@ def calibrated(
         training_factor=training_factor(snapshot, found),
     )
     left = ", ".join(f"TP{tp}" for tp in missing)
-    basis = f"Seconds of engines and training are as {path} measured; {snapshot.gpu.name} says how much memory training has."
+    basis = (
+        f"Seconds of engines and training are as {path} measured; memory is from the datasheet of {snapshot.gpu.name}."
+    )
     if found.trainer is None:
         basis = (
-            f"Seconds of engines are as {path} measured. It has too few steps to say what training takes: its seconds and "
-            f"its memory are those of {snapshot.gpu.name}; calibrate from a run of more iterations."
+            f"Seconds of engines are as {path} measured. It has too few steps to fit training: its seconds and "
+            f"its memory are from the datasheet of {snapshot.gpu.name}; calibrate from a run of more iterations."
         )
     return made, f"{basis}\nNot planned, since it did not measure them: engines of {left}." if missing else basis
 
@@ -123,7 +113,7 @@ DEFAULT_GPU, DEFAULT_NUM_GPUS = "A800-80G", 8
 
 
 def planned_gpu(name: str | None) -> GPU:
-    """The datasheet that ``planner.gpu`` names; None: that of `DEFAULT_GPU`. ConfigError if unknown."""
+    """The datasheet that ``planner.gpu`` names, by default `DEFAULT_GPU`'s; ConfigError if unknown."""
     try:
         return load_gpu(name or DEFAULT_GPU)
     except ConfigError as error:
@@ -135,15 +125,9 @@ def snapshot_of(
 ) -> tuple[PlanningSnapshot, str]:
     """The snapshot of a configuration, and a sentence on what is left out of it, or empty.
 
-    Parameters
-    ----------
-    config : RunConfig
-    turns : TrajectoryTotals or None
-        Trajectories of a trace that the batch is drawn from; None: lengths as section ``planner`` gives them.
-    what_if : bool
-        Plan also degrees that the engine of this configuration cannot run.
-    on_cores : bool
-        GPUs are ranks on CPU cores; so they are with `cluster.device` cpu.
+    The batch is drawn from ``turns``, by default it has lengths as section ``planner`` gives them. With ``what_if`` degrees
+    are planned too that the engine of this configuration cannot run. ``on_cores``, or with `cluster.device` cpu, GPUs are
+    ranks on CPU cores.
     """
     section = config.planner
     update_s = DEFAULT_UPDATE_S if section.update_s is None else section.update_s
@@ -291,7 +275,7 @@ def _known_sizes(model: str, where: str) -> ModelShape:
 
 
 def _number_bytes(model: str) -> int:
-    """Bytes of a number in a model's files, as its config.json says; those of bfloat16 where it does not, or is not here."""
+    """Bytes of a number in a model's files by its config.json; 2 (bfloat16) if it has none."""
     found = resolve_model(model)
     try:
         facts = {} if isinstance(found, str) else parsed_json((found / "config.json").read_text())

@@ -28,23 +28,22 @@ from libra.errors import PlanError
 from libra.planner.engine_packing import cheapest_kinds
 from libra.planner.planning_problem import Floats, Ints, Problem
 
+MAX_NODES = 500
+"""Nodes of the program that chooses engines for classes: its solution suggests prices, and is not a bound."""
+WHOLE_LIMIT_S = 20.0
+"""Seconds after which HiGHS gives its best assignment of whole trajectories so far, if it has one."""
+RATIO_SPREAD = 2e-4
+"""Classes whose ratios differ by at most this, relatively, are not split."""
 RATE_GAP = 1e-6
 """Relative gap at which HiGHS stops; every bound taken from a program allows for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Constraints on the number of engines of each kind.
+    """Constraints on the number of engines of each kind (K,).
 
-    Attributes
-    ----------
-    tp : int array (K,)
-    num_gpus : int
-        Upper bound on the GPUs of all engines together.
-    fixed : mapping of TP degree to number
-        Exactly this many engines of that degree.
-    cover : bool array (S, K)
-        At least one engine of each of these sets of kinds: some trajectory can run on no other.
+    All engines together have at most ``num_gpus`` GPUs; of the degrees in ``fixed`` there are exactly so many. Each row of
+    ``cover`` (S, K) is a set of kinds that needs at least one engine: some trajectory can run on no other.
     """
 
     tp: Ints
@@ -71,12 +70,8 @@ class Cut:
     due: float
 
 
-def solve_fluid(load: Floats, allowed: NDArray[np.bool_], pools: Pools, max_nodes: int = 500) -> Ints | None:
-    """Best whole number of engines of each kind (K,) for classes that may be divided at will; None if none will do.
-
-    ``load`` and ``allowed`` are (K, C). The search stops after ``max_nodes``; its value is then not a bound, and is not
-    used as one.
-    """
+def solve_fluid(load: Floats, allowed: NDArray[np.bool_], pools: Pools) -> Ints | None:
+    """Best whole number of engines of each kind (K,) for classes (K, C) that may be divided at will; None if none will do."""
     import cvxpy as cp
 
     load = np.where(allowed, load, 0.0)
@@ -89,7 +84,7 @@ def solve_fluid(load: Floats, allowed: NDArray[np.bool_], pools: Pools, max_node
         *pools.holds(engines),
     ]
     problem = cp.Problem(cp.Maximize(rate), rows)
-    if not _solve(problem, mip_rel_gap=RATE_GAP * 10, mip_max_nodes=max_nodes) or rate.value is None or rate.value <= 0:
+    if not _solve(problem, mip_rel_gap=RATE_GAP * 10, mip_max_nodes=MAX_NODES) or rate.value is None or rate.value <= 0:
         return None
     whole: Ints = np.rint(np.asarray(engines.value)).astype(np.int64)
     return whole
@@ -154,17 +149,8 @@ class Whole:
     proven: bool
 
 
-def solve_whole(load: Floats, alone: Floats, pools: Pools, below: float, limit_s: float = 20.0) -> Whole | None:
-    """The best assignment of whole trajectories to whole engines that ends before ``below``; None if there is none.
-
-    Parameters
-    ----------
-    load, alone : float arrays (K, N)
-    below : float
-        Only pairs that finish before it are considered.
-    limit_s : float
-        Seconds after which HiGHS gives its best so far, if it has one.
-    """
+def solve_whole(load: Floats, alone: Floats, pools: Pools, below: float) -> Whole | None:
+    """The best assignment of whole trajectories (K, N) to whole engines that ends before ``below``; None if there is none."""
     import cvxpy as cp
 
     num_items = load.shape[1]
@@ -195,7 +181,7 @@ def solve_whole(load: Floats, alone: Floats, pools: Pools, below: float, limit_s
         if slots[j] == slots[j - 1]:
             rows.append(used[j] <= used[j - 1])
     problem = cp.Problem(cp.Minimize(last), rows)
-    if not _solve(problem, mip_rel_gap=1e-9, mip_abs_gap=1e-9, time_limit=limit_s) or on.value is None:
+    if not _solve(problem, mip_rel_gap=1e-9, mip_abs_gap=1e-9, time_limit=WHOLE_LIMIT_S) or on.value is None:
         return None
     return Whole(kind_of, np.argmax(on.value, axis=0), problem.status == "optimal")
 
@@ -230,7 +216,7 @@ def _solve(problem: Any, **options: Any) -> bool:
     return str(problem.status) in ("optimal", "optimal_inaccurate", "user_limit")
 
 
-def ratio_classes(load_s: Floats, allowed: NDArray[np.bool_], max_classes: int, spread: float = 2e-4) -> Ints:
+def ratio_classes(load_s: Floats, allowed: NDArray[np.bool_], max_classes: int) -> Ints:
     """Class of each trajectory, (N,), from 0 without holes.
 
     Parameters
@@ -239,8 +225,6 @@ def ratio_classes(load_s: Floats, allowed: NDArray[np.bool_], max_classes: int, 
         Engine-seconds, and which kinds each trajectory may be on; a class has one such set.
     max_classes : int
         No class is split once there are this many (another set of allowed kinds still adds one).
-    spread : float
-        A class is not split if its ratios differ by at most this, relatively.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.where(allowed, np.log(np.maximum(load_s, 1e-300)), 0.0)
@@ -252,7 +236,7 @@ def ratio_classes(load_s: Floats, allowed: NDArray[np.bool_], max_classes: int, 
     widths = [_widest(logs, allowed, part) for part in parts]
     while len(parts) < max_classes:
         gains = [
-            width * float(weight[part].sum()) if width > spread else 0.0
+            width * float(weight[part].sum()) if width > RATIO_SPREAD else 0.0
             for part, (width, _) in zip(parts, widths, strict=True)
         ]
         worst = int(np.argmax(gains))
@@ -282,16 +266,9 @@ MAX_CLASSES = 40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Priced:
-    """The solution over classes for given engines.
+    """The solution over classes for given engines: a cut, and a kind for each trajectory (N,) that balances the engines.
 
-    Attributes
-    ----------
-    cut : Cut
-        Holds for every layout.
-    binning_frac : float
-        Relative difference of the classes' time of these engines from the unbinned bound at the same prices.
-    kinds : int array (N,)
-        A kind for each trajectory that balances these engines.
+    ``binning_frac``: relative difference of the classes' time of these engines from the unbinned bound at the same prices.
     """
 
     cut: Cut
@@ -303,15 +280,8 @@ class Priced:
 class Classes:
     """Trajectories grouped by the kinds they may run on within a threshold, and by ratio of loads.
 
-    Attributes
-    ----------
-    load, allowed : arrays (K, N)
-        Loads in the program's unit of time, 0 if not allowed.
-    class_of : int array (N,)
-    class_load, class_allowed : arrays (K, C)
-        Sum over each class.
-    useful : int array
-        Kinds to which the choice of engines is restricted, to keep that program small; cuts cover all kinds.
+    ``load`` (K, N) is in the program's unit of time, 0 where not ``allowed``; ``class_load`` (K, C) sums it over each class.
+    The choice of engines is restricted to ``useful`` kinds, to keep that program small; cuts cover all kinds.
     """
 
     load: Floats
@@ -399,7 +369,7 @@ class Classes:
 
 
 def _useful_kinds(problem: Problem, allowed: NDArray[np.bool_], theta_s: float) -> Ints:
-    """Kinds that are cheapest for a trajectory, or cheapest in total among those of their degree; all of up to eight."""
+    """Kinds that are cheapest for a trajectory, or cheapest in total among kinds of their degree; up to eight are all kept."""
     num = len(problem.kinds)
     if num <= 8:
         return np.arange(num)

@@ -13,23 +13,9 @@ from libra.planner.engine_packing import NodeGroup
 class Bucket:
     """The engines of one TP degree, and the trajectories assigned to them.
 
-    Attributes
-    ----------
-    tp, engines : int
-    concurrency : int
-        Trajectories that should generate at once on each.
-    from_tokens, to_tokens : float
-        Generated tokens of the trajectories assigned to it, in [from, to), so that every bucket has its share of the load.
-        None: the last bucket has no end.
-    num_trajectories : int
-    load_frac : float
-        Share of the rollout's seconds for which an engine is busy, on average.
-    rollout_s : float
-        Seconds until its last engine finishes.
-    kv_capacity_tokens : int
-        Of each engine.
-    kv_used_frac : float
-        Share of it that trajectories at this concurrency hold on average.
+    Trajectories of [``from_tokens``, ``to_tokens``) generated tokens belong here, so that every bucket has its share of the
+    load; the last bucket has no end (None). ``concurrency`` trajectories should generate at once on each engine, which is
+    busy for ``load_frac`` of ``rollout_s`` on average, and whose KV they fill to ``kv_used_frac``.
     """
 
     tp: int
@@ -68,20 +54,14 @@ class Bounds:
     Attributes
     ----------
     step_s : float
-        Proven for every split, every layout and every assignment of whole trajectories, of the model without draining.
-    gap_frac : float
-        The best step found in that model over it, less 1.
-    chosen_frac : float
-        This plan's step in that model over it, less 1: above the gap if another layout has a shorter step there but drains
-        more slowly.
+        Proven for every split, layout and assignment of whole trajectories, of the model without draining.
+    gap_frac, chosen_frac : float
+        Steps over it, less 1: the best found in that model, and this plan's, which may drain faster.
     binning_frac : float
         Largest error of the programs over classes of trajectories; not part of the gap.
-    longest_s : float
-        The longest trajectory alone on its best engine, tools included: no number of GPUs helps.
-    throughput_s : float
-        All GPU-seconds of the rollout, evenly over its GPUs.
-    training_s : float
-        Training on its pool.
+    longest_s, throughput_s, training_s : float
+        The longest trajectory alone on its best engine, tools included; all GPU-seconds of the rollout spread evenly over
+        its GPUs; training on its pool.
     """
 
     step_s: float
@@ -107,42 +87,29 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A split of the GPUs, a layout of the engines, and what follows from them.
+    """A split of the GPUs, a layout of the engines, and its predictions.
 
     Attributes
     ----------
-    gpu, model : str
-    num_gpus, gpus_per_node, eta, num_trajectories : int
-    training : Training
     buckets : tuple of Bucket
         By rising TP degree.
-    spare_gpus : int
-        GPUs in neither pool: they would not shorten the step.
-    needed_gpus : int
-        The fewest GPUs with an equally short step in the model without draining.
+    spare_gpus, needed_gpus : int
+        GPUs in neither pool, and the fewest with an equally short step in the model without draining.
     step_s, low_s, high_s : float
         Predicted step; low without draining, high if the shortest trajectories come first.
-    rollout_s, train_s, update_s : float
-        Predicted parts of it.
-    beside_s : float
-        Of ``update_s``, the seconds that pass beside the next step.
+    update_s, beside_s : float
+        New weights, and the part of it that passes beside the next step.
     bottleneck : str
         "training", "rollout throughput", "longest trajectory", "teacher" or "services".
-    bounds : Bounds
     idle_frac : mapping of cause to share of all GPU-seconds of a step
         With "busy" they add up to 1.
-    gpu_hours_per_step : float
     alternatives : tuple of Alternative
         The three next best, the best first.
-    nodes : tuple of NodeGroup
-        The content of the nodes, grouped by equal content.
     left_out : mapping of a requested degree that is not possible to the reason
-    teacher_gpus, teacher_s
-        The GPU of a teacher, and its seconds for a batch; 0: it takes none from engines and training, there is no teacher.
-    teacher_on : str
-        Where a teacher that is a service computes, and what is assumed of that, in words; empty for others.
+    teacher_gpus, teacher_s, teacher_on
+        The teacher's own GPUs, its seconds for a batch, and where it computes, in words (empty: a worker of its own).
     services_gpus, services_s, services_on
-        The same of services with models that rewards and tools ask; 0 GPUs where a teacher has theirs.
+        The same of services that rewards and tools call; 0 GPUs where a teacher has theirs.
     """
 
     gpu: str
@@ -203,7 +170,7 @@ _WHY = {
 
 
 def text(plan: Plan, regime: str) -> str:
-    """The whole plan on one screen; ``regime`` says what bounds a step, and how to take it (`libra.policy.step_ways`)."""
+    """The whole plan on one screen; ``regime`` names the limit of a step and the way to take it."""
     steps = "at the same time" if plan.eta else "one after the other (run.eta=0)"
     training, number = plan.training, sum(bucket.engines for bucket in plan.buckets)
     lines = [

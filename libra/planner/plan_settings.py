@@ -35,20 +35,9 @@ SIZES = (1, 2, 4, 8)
 def planned(snapshot: PlanningSnapshot, floor_tokens: int, *, may_grow: bool = True) -> tuple[Plan, int]:
     """A plan, and the tokens of a micro-batch that go with it.
 
-    Parameters
-    ----------
-    snapshot : PlanningSnapshot
-        Its ``training.micro_batch_tokens`` is the configured one. If it does not fit into the trainer's memory, it is
-        halved until it does; a larger one that fits is used if it shortens the optimizer step.
-    floor_tokens : int
-        A micro-batch may not be smaller: a trajectory and a row have to fit into it.
-    may_grow : bool
-        Whether a larger micro-batch than the configured one is considered. False if the memory is not that of the datasheet.
-
-    Raises
-    ------
-    PlanError
-        Nothing fits, with any micro-batch.
+    A configured micro-batch that does not fit into the trainer's memory is halved until it does, down to ``floor_tokens``,
+    which a trajectory and a row take; a larger one that fits is used if it shortens the optimizer step, and if ``may_grow``
+    (False where the memory differs from the datasheet's). PlanError if nothing fits with any micro-batch.
     """
     configured, planner = snapshot.training.micro_batch_tokens, Planner()
     smaller = [configured]
@@ -85,15 +74,8 @@ def _larger(snapshot: PlanningSnapshot, train_gpus: int) -> int:
 
 
 def layout_of(plan: Plan, shape: ModelShape, micro_batch_tokens: int, gpu: str, rests_on: str) -> PlannedLayout:
-    """The part of a plan that a run needs in order to start it.
-
-    Parameters
-    ----------
-    gpu : str
-        The hardware of the run, `CPU` without a GPU.
-    rests_on : str
-        Source of the plan's seconds.
-    """
+    """The part of a plan that a run needs in order to start it, on hardware ``gpu`` (`CPU` without a GPU); ``rests_on`` is the
+    source of the plan's seconds."""
     return PlannedLayout(
         model=shape.name,
         model_digest=shape_digest(shape),

@@ -66,23 +66,20 @@ class Problem:
     ----------
     num_gpus, gpus_per_node : int
         The last node may be smaller.
-    kinds : tuple of EngineKind
+    kinds : tuple of EngineClass
         The possible kinds of engines (K).
     load_s : float array (K, N)
-        Engine-seconds that trajectory i takes on a full engine of kind k; loads of one engine add up. ``inf``:
-        it does not fit.
+        Engine-seconds of trajectory i on a full engine of kind k; loads of one engine add up. ``inf``: it does not fit.
     alone_s : float array (K, N)
-        Seconds from its first token to its last tool return on that kind, at best: a lower bound of the engine's time.
-    train_gpus : int array (M,)
-        GPU counts on which training can run, ascending.
-    train_s : float array (M,)
-        Seconds of the optimizer step of this batch on each of them.
+        Least seconds from its first token to its last tool return on that kind: a lower bound of the engine's time.
+    train_gpus, train_s : int array (M,), float array (M,)
+        GPU counts on which training can run, ascending, and seconds of the optimizer step on each.
     eta : int
         Staleness bound; 0 is synchronous.
     update_s : float
         Seconds from the end of a step until engines serve its weights, during which neither pool works.
     beside_s : float
-        Of these, the seconds that pass beside the next step if one GPU trains and eta is at least 1.
+        The part of it that passes beside the next step if one GPU trains and eta is at least 1.
     fixed_train_gpus : int or None
         The training pool, if it is given.
     fixed_engines : mapping of TP degree to number of engines
@@ -145,7 +142,7 @@ class Problem:
         return np.where(np.asarray(train_gpus) == 1, self.beside_s if alone else 0.0, 0.0)
 
     def step_s(self, train_gpus: Ints | int, train_s: Floats | float, rollout_s: Floats | float) -> Floats:
-        """Seconds of a step from those of its two sides; arrays of one shape, or numbers."""
+        """Seconds of a step from the seconds of its two sides; arrays of one shape, or numbers."""
         if not self.eta:
             return np.asarray(np.add(rollout_s, train_s) + self.update_s)
         beside_s = self.beside(train_gpus)

@@ -9,7 +9,7 @@ last batch (`libra.planner.arrangement_forecast`).
 2. Else an option is accepted only if its gain over the remaining iterations exceeds the mean measured
    cost of past changes by ``cost_factor``, and its gain per step exceeds ``least_gain_frac``.
 3. It must win ``confirmations`` comparisons in a row, and ``rest_iterations`` must have passed since the
-   last change: in n iterations at most 1 + n / max(confirmations, rest) changes, whatever the metrics do.
+   last change: in n iterations at most 1 + n / max(confirmations, rest) changes, however the metrics change.
 4. Every comparison is a `libra.facts.PlanConsidered`, accepted or not. A change that would pay off but
    is not possible is named (`SplitDecision.blocked`). No clock, no I/O.
 
@@ -59,16 +59,12 @@ class Replanner:
     Attributes
     ----------
     first_cost_s : float
-        Assumed until a change of a kind has been measured: Libra reports 10.8 s from training to rollout
-        and 8.0 s back (arXiv:2606.03077 v2). The first change of slots is assumed to cost nothing.
-    least_gain_frac : float
-        Gain per step, as a share of it, below which nothing is changed.
-    cost_factor : float
-        The gain over the remaining iterations must be this many times the cost of the change.
-    confirmations : int
-        Consecutive comparisons that must find a gain.
-    rest_iterations : int
-        Iterations after a change in which there is no other.
+        Assumed until a change of a kind was measured: 10.8 s from training to rollout and 8.0 s back (Libra,
+        arXiv:2606.03077 v2). The first change of slots is assumed to cost nothing.
+    least_gain_frac, cost_factor : float
+        Least gain per step, as a share of it, and least gain over the remaining iterations, as a multiple of the cost.
+    confirmations, rest_iterations : int
+        Consecutive comparisons that must find a gain, and iterations after a change without another one.
     """
 
     first_cost_s: float = 18.8
@@ -104,26 +100,10 @@ class Replanner:
         self, iteration: int, current_step_s: float, wanted: Deployed, step_s: float, remaining: int, *,
         kinds: Collection[str], decisive: str = "",
     ) -> PlanConsidered:  # fmt: skip
-        """Compare a layout with the present one.
+        """Compare a layout with the present one; iterations rise from call to call.
 
-        Parameters
-        ----------
-        iteration : int
-            Rising from call to call.
-        current_step_s, step_s : float
-            Predicted step of the present layout and of the proposed one, by one model.
-        wanted : Deployed
-        remaining : int
-            Iterations to come.
-        kinds : collection of str
-            Kinds of change that lead to it; empty: it is the present layout.
-        decisive : str
-            Reason to accept it regardless of gain and cost; empty: there is none.
-
-        Returns
-        -------
-        PlanConsidered
-            The caller adds the seconds of the iteration, and its contexts.
+        Both steps are predicted by one model. Without ``kinds`` of change it is the present layout. A ``decisive`` reason
+        accepts it regardless of gain and cost. The caller adds the seconds of the iteration, and its contexts.
         """
         cost_s = self.cost_s(kinds or (ROLES,))
         gain_s = (current_step_s - step_s) * remaining
@@ -200,21 +180,11 @@ def oom_safe(now: ArrangementScore, options: Sequence[ArrangementScore]) -> Arra
 class SplitDecision:
     """A decision after an iteration.
 
-    Attributes
-    ----------
-    considered : PlanConsidered
-        Without the seconds of the iteration and its contexts.
-    now, chosen : ArrangementScore
-        The present arrangement and the chosen one: equal if nothing was accepted.
-    context_tokens : float
-        Mean context expected of the first iteration that a change made now can affect.
-    kinds : tuple of str
-        Of the change; empty if nothing was accepted.
-    boundaries_tokens : mapping of "tp1", "tp2", ... to tokens
-        Boundary of each degree of the chosen arrangement except the largest; empty: it has one degree, or
-        lengths are unknown.
-    blocked : tuple of (ArrangementScore, gain as a share of the step)
-        Arrangements that would pay off and are not possible.
+    ``considered`` lacks the seconds of the iteration and its contexts. ``chosen`` equals ``now``, and ``kinds`` is empty, if
+    nothing was accepted. ``context_tokens`` is the mean context expected of the first iteration that a change made now can
+    affect. ``boundaries_tokens`` has the boundary of each degree of the chosen arrangement except the largest (empty for one
+    degree or unknown lengths); ``blocked`` are arrangements that would pay off but are not possible, each with its gain as
+    a share of the step.
     """
 
     considered: PlanConsidered
@@ -228,7 +198,7 @@ class SplitDecision:
     def facts(self, predicted_step_s: float | None, realised_step_s: float) -> tuple[Fact, ...]:
         """``plan_considered`` and, if accepted, ``plan_accepted``.
 
-        ``predicted_step_s`` was predicted before the iteration that took ``realised_step_s``; None: nothing was.
+        ``predicted_step_s`` was predicted before the iteration that took ``realised_step_s`` (None without a prediction).
         """
         considered = replace(
             self.considered, predicted_step_s=predicted_step_s, realised_step_s=realised_step_s,

@@ -42,19 +42,10 @@ WHOLE_CELLS = 300
 
 @dataclass(slots=True)
 class RolloutLayout:
-    """The best layout found on ``num_gpus`` GPUs, and the proven bound.
+    """The best layout found on ``num_gpus`` GPUs (None if nothing satisfies the fixed parts), and the proven bound.
 
-    Attributes
-    ----------
-    layout : Placement or None
-        None: no assignment satisfies the fixed parts.
-    lower_s, time_s : float
-        No layout is faster than the first; this one takes the second.
-    binning_frac : float
-        Largest relative difference between the fluid program over classes and its unbinned bound at the same layout; 0 if
-        no program was needed.
-    num_programs : int
-        Programs solved.
+    No layout is faster than ``lower_s``; this one takes ``time_s``. ``binning_frac`` is the largest relative difference
+    between the fluid program over classes and its unbinned bound at the same layout (0 if no program was needed).
     """
 
     num_gpus: int
@@ -76,14 +67,9 @@ class RolloutLayout:
 
 @dataclass(slots=True)
 class Rollouts:
-    """Memo of rollout layouts of one problem by number of GPUs.
+    """Memo of rollout layouts of one problem by number of GPUs; kinds that another one dominates are left out.
 
-    Parameters
-    ----------
-    problem : Problem
-        Kinds that another one dominates are left out.
-    gap_frac : float
-        A layout within this of its bound is good enough.
+    A layout within ``gap_frac`` of its bound is good enough.
     """
 
     problem: Problem
@@ -108,13 +94,8 @@ class Rollouts:
     def solve(self, num_gpus: int, enough_s: float = 0.0, hopeless_s: float = np.inf) -> RolloutLayout:
         """The fastest layout on ``num_gpus`` GPUs.
 
-        Parameters
-        ----------
-        num_gpus : int
-        enough_s : float
-            A shorter time has no benefit, e.g. because the trainer takes as long.
-        hopeless_s : float
-            The search stops when the bound passes it; the layout may then be poor, but the bound holds.
+        A time below ``enough_s`` has no benefit, e.g. because the trainer takes as long. The search stops when the bound
+        passes ``hopeless_s``: the layout may then be poor, but the bound holds.
         """
         state = self.found.get(num_gpus)
         if state is None:
@@ -283,15 +264,10 @@ class Found:
 
     Attributes
     ----------
-    train_gpus, rollout_gpus : int
-        The rollout's GPUs may exceed those of ``layout``: the rest would gain nothing.
     layout : Placement
-        Its kinds are indices into ``Problem.kinds``.
-    train_s, rollout_s, step_s : float
+        Its kinds are indices into ``Problem.kinds``. It may use fewer than ``rollout_gpus``: the rest would gain nothing.
     lower_s : float
         No plan has a shorter step.
-    rollout_lower_s : float
-        No layout on ``rollout_gpus`` has a shorter rollout.
     longest_s : float
         The longest trajectory alone on its best kind: no number of GPUs makes the rollout shorter.
     binning_frac : float
@@ -307,7 +283,6 @@ class Found:
     rollout_s: float
     step_s: float
     lower_s: float
-    rollout_lower_s: float
     longest_s: float
     binning_frac: float
     num_splits: int
@@ -333,13 +308,7 @@ class Planner:
     memo: dict[str, Rollouts] = field(default_factory=dict)
 
     def search(self, problem: Problem) -> Found:
-        """The best split and layout.
-
-        Raises
-        ------
-        PlanError
-            Nothing fits; the message names the constraint.
-        """
+        """The best split and layout; PlanError, which names the constraint, if nothing fits."""
         splits = splits_of(problem)
         rollouts = self.memo.get(problem.rollout_digest)
         if rollouts is None:
@@ -414,7 +383,6 @@ class _Outer:
             rollout_s=self.best.time_s,
             step_s=self.best_s,
             lower_s=lower_s,
-            rollout_lower_s=self.best.lower_s,
             longest_s=float(self.rollouts.bound.at_s[0]),
             binning_frac=max(state.binning_frac for state in self.rollouts.found.values()),
             num_splits=num_splits,

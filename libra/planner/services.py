@@ -2,7 +2,7 @@
 
 Rewards and tools ask services on the tool workers. A teacher (``distil.teacher``) is a service with
 function ``teach`` on the first of them, or has a worker and a GPU of its own. The tool workers have a GPU
-if engines and training leave one, else they share that of a training worker; on CPU cores they take theirs,
+if engines and training leave one, else they share a training worker's; on CPU cores they take theirs,
 for which no rank is counted.
 
 A plan assumes that each service is asked once for each trajectory of a batch, about all of its tokens, and
@@ -26,19 +26,10 @@ PASSES = {"judge": 2, "logprob": 1, "score": 1, "embed": 1, "teach": 1}
 
 @dataclass(frozen=True, slots=True)
 class ServiceModel:
-    """One service with a model.
+    """One service with a model; a teacher with a worker of its own has no name.
 
-    Attributes
-    ----------
-    name : str
-        Empty: a teacher with a worker of its own.
-    shape : ModelShape
-    passes : int
-        Forward passes of an answer; 0: not known.
-    weight_bytes : int
-        Of a number of its weights.
-    waits : bool
-        A trajectory has no reward, or no scores, before it has answered.
+    An answer takes ``passes`` forward passes (0 if unknown). ``waits``: a trajectory has no
+    reward, or no scores, before it has answered.
     """
 
     name: str
@@ -59,15 +50,12 @@ class ServiceModel:
 
 @dataclass(frozen=True, slots=True)
 class ServiceModels:
-    """The services of a run that have models.
+    """The services of a run that have models: those that rewards and tools ask, and a teacher.
 
     Attributes
     ----------
-    models : tuple of ServiceModel
-        That rewards and tools ask.
-    teacher : ServiceModel or None
     room_bytes : float or None
-        Most that weights may take of the device of one worker (``services.device_gib``). None: not configured.
+        Most that weights may take of the device of one worker (``services.device_gib``); None if not configured.
     workers : int
         Tool workers that share the device; each has copies of its own there.
     of_others : int
@@ -195,9 +183,9 @@ class Beside:
     teacher_s, services_s : float
         Seconds of their devices for a batch.
     waited_s, waited_for : float, str
-        No rollout is over before; and who takes them: ``teacher`` or ``services``.
+        No rollout ends earlier, because of the ``teacher`` or the ``services``.
     trainer_s, trainer_bytes : float
-        Of the GPU of a training worker.
+        Seconds and bytes taken from a training worker's GPU.
     """
 
     teacher_s: float = 0.0

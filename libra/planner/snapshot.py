@@ -1,8 +1,8 @@
 """The input of a plan, and the numeric problem formulated from it.
 
 Each TP degree is one kind of engine, at the concurrency its KV memory allows: a trajectory takes its share of the engine
-(`RolloutCost.engine_s`, which adds up), and never less than its time alone. The final concurrency of an engine, and its
-seconds with draining, are those of `libra.planner.drain` for the chosen layout.
+(`RolloutCost.engine_s`, which adds up), and never less than its time alone. `libra.planner.drain` has the final concurrency
+of an engine of the chosen layout, and its seconds with draining.
 """
 
 from __future__ import annotations
@@ -23,36 +23,26 @@ from libra.planner.services import Beside, ServiceModels, beside
 
 @dataclass(frozen=True, slots=True)
 class PlanningSnapshot:
-    """Hardware, model, the next batch, and the constraints.
+    """Hardware, model, the next batch, and the constraints; more fields are explained at `Problem`.
 
     Attributes
     ----------
-    gpu : GPU
-    shape : ModelShape
-    num_gpus : int
     workload : TrajectoryTotals
         The trajectories of one step.
     tp : tuple of int
-        Degrees an engine may have; degrees that do not divide the model, or do not hold it, are left out.
+        Degrees an engine may have; degrees that do not divide or do not hold the model are left out.
     gpus_per_node : int or None
-        None: as in the GPU's datasheet.
+        By default as in the GPU's datasheet.
     training : Layout
-        Of the trainer.
-    eta : int
-    update_s : float
-        Publishing and loading new weights.
-    beside_s : float
-        Of these, publishing, which a single training worker does beside its next step at ``eta`` >= 1.
-    fixed_train_gpus, fixed_engines
-        As of `Problem`.
+        The trainer's.
     max_concurrency : int
-        Trajectories that generate at once on one engine at most.
+        Most trajectories that generate at once on one engine.
     training_factor : float
         On the modelled seconds of the trainer.
     engines : mapping of TP degree to engine, or None
         Measured engines instead of the datasheet's.
     trained_frac : float
-        Share of the trajectories that carry a gradient; the others are generated and not trained on.
+        Share of the trajectories that carry a gradient; the others are only generated.
     services : ServiceModels
         Services with models, a teacher among them; they may take GPUs.
     """
@@ -104,10 +94,9 @@ class Formulation:
     left_out : mapping of TP degree to the reason
         Requested degrees that are not possible.
     alone_s : float array (K, N)
-        As of the problem, where no engine's time is below that of a teacher or services which batches wait for; here as they
-        are.
+        As of the problem, but without the wait for a teacher or services.
     beside : Beside
-        What a teacher and services take.
+        GPUs and seconds of teacher and services.
     """
 
     problem: Problem
@@ -156,7 +145,6 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
 
 
 def _beside(snapshot: PlanningSnapshot) -> Beside:
-    """What services take; PlanError where they do not fit."""
     given = snapshot.gpu, snapshot.num_gpus, snapshot.workload, snapshot.training, snapshot.training_factor
     return beside(snapshot.services, *given)
 

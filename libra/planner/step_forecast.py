@@ -51,21 +51,17 @@ class Taken:
 
     Attributes
     ----------
-    rollout_s : float
-        From the weights that its batch waited for until the batch was complete, without waits for training.
-    train_s : float
-        Of its optimizer step.
+    rollout_s, train_s : float
+        From the weights that its batch waited for until the batch was complete, waits for training left out; its step.
     rest_s : float
         The rest of the step: publishing, or what of it exceeds the next step's training where it runs beside that.
     step_s : float
         From the end of the iteration before to its own end, less evaluations.
     tokens : mapping of kind of engine to int
         Tokens that engines of a kind generated for its batch.
-    questions : sequence of (float, float)
-        Of each group: length of its question, and tokens generated for it. Lengths in the unit of `StepForecast.expected`.
-    trained : sequence of (float, float)
-        Of each group: length of its question, and tokens of those of its trajectories that carry a gradient. Empty:
-        unknown, and training is predicted unchanged.
+    questions, trained : sequence of (float, float)
+        By group: length of its question (in the unit of `StepForecast.expected`), and tokens generated for it, or tokens of
+        its trajectories that carry a gradient. Without ``trained`` training is predicted unchanged.
     """
 
     rollout_s: float
@@ -174,14 +170,7 @@ class StepForecast:
     trainings: TokenLine = field(default_factory=TokenLine)
 
     def after(self, taken: Taken, engines: Mapping[str, int]) -> StepForecast:
-        """The forecast with one more finished iteration.
-
-        Parameters
-        ----------
-        taken : Taken
-        engines : mapping of kind to int
-            Engines that generated for it.
-        """
+        """The forecast with one more finished iteration, for which ``engines`` of each kind generated."""
         keep, weight = 0.5 ** (1.0 / HALF_LIFE_STEPS), 1.0 if self.num_steps else FIRST_WEIGHT
         sums = {kind: (keep * tokens, keep * spent_s) for kind, (tokens, spent_s) in self.engine_s.items()}
         for kind, number in engines.items():
@@ -216,16 +205,9 @@ class StepForecast:
     ) -> ExpectedStep | None:
         """The next step; None while nothing is measured, or if no engine has generated before.
 
-        Parameters
-        ----------
-        engines : mapping of kind to int
-            A kind that has not generated yet is left out: its speed is not known.
-        questions : sequence of float or None
-            Lengths of the batch's questions; None: not known, the mean is used.
-        overlap : bool
-            Whether its batch is generated while the step before is taken.
-        tokens : float or None
-            Tokens it generates, if they are known. None: predicted from its questions.
+        ``engines`` by kind: one that has not generated yet is left out, since its speed is unknown. ``questions`` are the
+        lengths of the batch's questions (by default the mean), from which ``tokens`` are predicted if they are not given.
+        With ``overlap`` the batch is generated while the step before is taken.
         """
         capacity = capacity_of(engines, self.engine_s)
         if not (self.rollouts.n and capacity > 0):
@@ -240,7 +222,6 @@ class StepForecast:
         return ExpectedStep.of(tokens, rollout_s, train_s, rest_s, overlap)
 
     def _train_s(self, questions: Sequence[float] | None) -> float:
-        """Seconds of training on a batch of these questions."""
         usual_s = self.train_s / self.weight
         if not (questions and self.gradients.n and self.trainings.n):
             return usual_s
@@ -251,7 +232,6 @@ class StepForecast:
         return max(mean_s + slope * (expected_of(self.gradients, questions) - usual), 0.1 * mean_s)
 
     def _tokens(self, questions: Sequence[float]) -> float:
-        """Tokens predicted for questions of these lengths."""
         if not self.questions.n:
             return math.exp(self.rollouts.mean[0])
         return expected_of(self.questions, questions)

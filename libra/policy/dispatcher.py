@@ -248,6 +248,11 @@ class Dispatcher:
         queue = self._phases[phase]
         return len(queue.running), sum(queue.slots.values())
 
+    @property
+    def num_running(self) -> int:
+        """How many quanta hold a slot."""
+        return sum(len(queue.running) for queue in self._queues)
+
     def buckets(self) -> list[dict[str, Any]]:
         return self._loads.buckets(self._phases[Phase.ROLLOUT])
 

@@ -26,8 +26,9 @@ from libra.policy.phase_queue import PhaseQueue
 from libra.policy.placements import Move, TransferPace, priced
 
 PAYS_FACTOR = 2.0  # a move must save this many times its cost, since forecasts err
-SOONER_FACTOR = 0.95  # A move must reduce the seconds until both engines finish to this share
-QUICKER_FRAC = 0.2  # A move for the trajectory alone must save this share of its seconds per token
+SOONER_FACTOR = 0.95  # a move must reduce the seconds until both engines finish to this share
+ALIKE_FACTOR = 0.85  # the same between engines of one bucket, where only forecasts differ
+QUICKER_FRAC = 0.2  # a move for the trajectory alone must save this share of its seconds per token
 GROWTH_STEPS = 16
 """Growth of contexts is rounded to this part of a token, so that answers can be cached."""
 LOOKED_AT = 4  # candidate engines of a move: the first to finish
@@ -125,7 +126,11 @@ class Loads:
                 continue
             price_s = self._price_s(one, worker)
             after_s = max(without_s, self.finish_s(one, worker) + price_s)
-            if after_s > SOONER_FACTOR * here_s or here_s - after_s < PAYS_FACTOR * price_s:
+            alike = target.spec.bucket == home.spec.bucket
+            if (
+                after_s > (ALIKE_FACTOR if alike else SOONER_FACTOR) * here_s
+                or here_s - after_s < PAYS_FACTOR * price_s
+            ):
                 continue
             if self.fits(one, worker):
                 return worker, here_s - after_s

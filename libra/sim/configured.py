@@ -26,9 +26,9 @@ from libra.planner.from_config import batch_of
 from libra.policy import CMLFQ, Fifo, Ordering, staleness_of
 from libra.sim.from_run import RunSetting, engine_spec
 from libra.sim.run_record import digest_of
-from libra.sim.simulation_options import EngineSpec, QuantumOverhead, SimulationOptions, fleet, slots_of
+from libra.sim.simulation_options import EngineSpec, SimulationOptions, fleet, slots_of
 from libra.sim.simulator import Simulator
-from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, draw, load_traces
+from libra.sim.workload import SIMULATED, TrajectoryPlan, TurnPlan, Workload, draw, load_traces
 from libra.types import NO_TOOL, ToolStatus
 
 CALIBRATION = "planner.calibration"
@@ -74,11 +74,10 @@ def expected_workload(config: RunConfig) -> Workload:
             last = TurnPlan(new[-1], "", NO_TOOL, 0, 0.0)
             group, sample = divmod(place, trainer.group_size)
             plans.append(TrajectoryPlan(iteration, group, sample, prompt, (*steps, last), "synthetic"))
-    return Workload("sim", tuple(plans))
+    return Workload(SIMULATED, tuple(plans))
 
 
 def _parts(total: int, number: int) -> list[int]:
-    """``total`` in ``number`` nearly equal whole parts."""
     return [total // number + (part < total % number) for part in range(number)]
 
 
@@ -203,7 +202,7 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         options = replace(
             options,
             load_s=measured.load_s if section.load_s is None else section.load_s,
-            tool_overhead=QuantumOverhead(measured.tool_transport_s, measured.tool_worker_s),
+            tool_overhead=measured.tools,
             gate_s=measured.gate_s,
             commit_s=measured.commit_s,
         )
@@ -246,7 +245,6 @@ def _with_step(config: RunConfig, options: SimulationOptions, step_s: float, upd
 
 
 def _tokens(workload: Workload) -> float:
-    """Tokens of an iteration's trajectories."""
     iterations = 1 + max(plan.iteration for plan in workload.trajectories)
     return sum(plan.final_tokens for plan in workload.trajectories) / iterations
 

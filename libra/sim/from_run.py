@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from libra.config import RunConfig
 from libra.config.streaming import turns
 from libra.errors import RunDirectoryError, StoreError
-from libra.facts import boundaries_of
+from libra.facts import HomeChanged, boundaries_of
 from libra.hardware.engine_tables import EngineTables, HostPool
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
 from libra.orderings import ordering_of
@@ -23,9 +23,9 @@ from libra.policy import Ordering, staleness_of
 from libra.policy.placements import PRIOR_BYTES_PER_S
 from libra.sim.measured_run import calibration_of
 from libra.sim.run_record import RealisedRun, RunRecord
-from libra.sim.simulation_options import EngineSpec, QuantumOverhead, SimulationOptions
+from libra.sim.simulation_options import EngineSpec, SimulationOptions
 from libra.sim.simulator import Simulator
-from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, checked
+from libra.sim.workload import SIMULATED, TrajectoryPlan, TurnPlan, Workload, checked
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import Phase, ToolOutcome, tool_outcome
 
@@ -79,12 +79,12 @@ def run_setting(run_dir: Path) -> RunSetting:
     Raises
     ------
     RunDirectoryError
-        There is no run, or one that stored nothing.
+        Not a run, or one that stored nothing.
     ConfigError
         None of its engines declared its seconds.
     """
     record = RunRecord.read(run_dir)
-    workload = workload_of_run(run_dir, family=record.family, arrivals=record.arrivals())
+    workload = workload_of_run(run_dir, family=record.family, arrivals_s=record.arrivals_s())
     calibration = calibration_of(record)
     iterations = 1 + max(plan.iteration for plan in workload.trajectories)
     return RunSetting(
@@ -104,7 +104,7 @@ def engine_spec(
     the run."""
     tables = EngineTables(engine.seconds, grain_tokens=1, max_contexts=engine.max_contexts)
     return EngineSpec(
-        name, engine.tp, slots or engine.slots, tables, engine.bucket, QuantumOverhead(engine.transport_s, engine.worker_s),
+        name, engine.tp, slots or engine.slots, tables, engine.bucket, engine.overhead,
         () if record is None else record.announced(engine.worker),
     )  # fmt: skip
 
@@ -122,30 +122,31 @@ def run_options(record: RunRecord, calibration: RunCalibration, workload: Worklo
         publish_s=record.publish_s(),
         tool_slots=record.tool_slots if acted and record.tool_slots else None,
         inline_tools=record.inline_tools,
-        tool_overhead=QuantumOverhead(calibration.tool_transport_s, calibration.tool_worker_s),
+        tool_overhead=calibration.tools,
         gate_s=calibration.gate_s,
         commit_s=calibration.commit_s,
         boundaries=boundaries_of(record.config.policy.boundaries_tokens),
         chunk_tokens=rollout.chunk_tokens,
         host=host_pool(record),
+        keeps_kv=rollout.keep_kv,
         reserve=(rollout.max_new_tokens, rollout.max_context_tokens) if reserves else None,
         teacher_token_s=measured_teacher_token_s(record, workload),
     )
 
 
 def host_pool(record: RunRecord) -> HostPool | None:
-    """KV that the run's engines kept in the memory of hosts and sent each other, at the seconds of its own transfers; None:
-    they did not.
+    """KV that the run's engines kept in host memory and sent each other, at the seconds of its own transfers; None if they
+    did not.
 
     Before a transfer was measured the price is the policy's own assumption (`PRIOR_BYTES_PER_S`).
     """
     gib = record.config.rollout.kv_host_gib
-    sizes = [events[-1].get("kv_token_bytes", 0) for events in record.capacities.values()]
+    sizes = [declared[-1].kv_token_bytes for declared in record.capacities.values()]
     exchanging = [token_bytes for token_bytes in sizes if token_bytes]
     if gib is None or not exchanging:
         return None
-    sent = [event for event in record.named("home_changed") if event["sent"] and event["num_bytes"]]
-    taken = np.array([(event["tokens"], event["took_s"]) for event in sent], float).reshape(-1, 2)
+    sent = [(move.tokens, move.took_s) for _, move in record.of(HomeChanged) if move.sent and move.num_bytes]
+    taken = np.array(sent, float).reshape(-1, 2)
     token_s, latency_s = max(exchanging) / PRIOR_BYTES_PER_S, 0.0
     if len(taken):
         tokens, seconds = taken.T
@@ -157,17 +158,20 @@ def host_pool(record: RunRecord) -> HostPool | None:
 
 
 def left_out(config: RunConfig) -> str:
-    """Parts of a run that its simulation does not have, in one line; empty: none."""
-    trainer = config.trainer
-    parts = {
-        f"steps that are streamed (trainer.streaming={trainer.streaming})": trainer.streaming != "off",
-        f"engines that turn (trainer.turning={trainer.turning})": turns(config),
+    """Parts of a run that its simulation does not have, or repeats from its log, in one line; empty: none."""
+    trainer, rolls = config.trainer, config.planner.replan and config.planner.apply
+    absent = {
         "engines that keep a version (staleness.versions=one)": config.run.eta > 0
         and config.staleness.versions == "one",
-        "changes of roles (planner.apply)": config.planner.replan and config.planner.apply,
+        "engines of another degree after a change of roles (planner.apply)": rolls,
     }
-    found = [part for part, is_there in parts.items() if is_there]
-    return f"not simulated: {', '.join(found)}; the run's seconds have them" if found else ""
+    repeated = {
+        f"the part of a step after its last group (trainer.streaming={trainer.streaming})": trainer.streaming != "off",
+        f"when engines turn and return (trainer.turning={trainer.turning})": turns(config),
+    }
+    lines = {"not simulated": absent, "as in the run's log, also under overrides": repeated}
+    found = {head: [part for part, is_there in parts.items() if is_there] for head, parts in lines.items()}
+    return "; ".join(f"{head}: {', '.join(parts)}" for head, parts in found.items() if parts)
 
 
 def measured_teacher_token_s(record: RunRecord, workload: Workload) -> float:
@@ -183,13 +187,12 @@ def _digest(tokens: NDArray[np.int32]) -> bytes:
 
 
 def workload_of_run(
-    run_dir: Path, *, name: str = "sim", family: str = "", arrivals: Mapping[tuple[int, ...], int] | None = None
+    run_dir: Path, *, family: str = "", arrivals_s: Mapping[tuple[int, ...], float] | None = None
 ) -> Workload:
     """Training trajectories of ``run_dir`` with their own tokens and tool seconds; RunDirectoryError if it has none.
 
-    Those of one iteration stand, and begin, in the order of ``arrivals`` ((iteration, group, sample) of the run -> place; None:
-    by group and sample). All trajectories of an iteration arrive at the same instant, and with long tails their order
-    affects the result.
+    Trajectories of one iteration stand in the order of ``arrivals_s``, by (iteration, group, sample) of the run, and by
+    default in the order of group and sample: all arrive at the same instant, and with long tails their order matters.
 
     Iterations and groups are renumbered so that all iterations have equally many groups: as many as the first one. Groups
     of a last, incomplete iteration are left out. Prompts that came more than once keep their names.
@@ -238,8 +241,8 @@ def workload_of_run(
                 for i in rows
             )
             prompt_tokens = int(turns["prompt_tokens"][start])
-            arrived = (arrivals or {}).get((*place, sample), math.inf)
+            arrived = (arrivals_s or {}).get((*place, sample), math.inf)
             plan = TrajectoryPlan(iteration, group, sample, prompt_tokens, steps, family, prompt, contexts)
             plans.append(((iteration, arrived), plan))
     plans.sort(key=lambda each: each[0])  # stable: by group and sample without recorded arrivals
-    return checked(Workload(name, tuple(plan for _, plan in plans)), str(path))
+    return checked(Workload(SIMULATED, tuple(plan for _, plan in plans)), str(path))

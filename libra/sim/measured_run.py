@@ -1,8 +1,8 @@
-"""What a run says of its hardware: seconds of its engines, tools and trainer, and everything between them.
+"""Measured hardware of a run: seconds of its engines, tools and trainer, and of everything between them.
 
-A quantum is dispatched, sent to a worker, waits there for the end of a pass, is generated, decoded and
-recorded, and is reported. The log has its beginning, its end and the worker's share; the store has the
-engine's. Held-out questions are left out.
+A quantum is dispatched, sent to a worker, waits there for the end of a pass, is generated, decoded and recorded, and is
+reported. The log has its beginning, its end and the worker's share; the store has the engine's. Held-out questions are left
+out.
 """
 
 from __future__ import annotations
@@ -10,18 +10,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from libra import keys
 from libra.errors import ConfigError
-from libra.hardware.run_calibration import UNBOUNDED_TOKENS, EngineOfRun, RunCalibration, fit_trainer
-from libra.sim.run_record import Quantum, RunRecord, digest_of, mean_s
+from libra.facts import EngineDeclared, StepFinished, VersionServed
+from libra.hardware.run_calibration import (
+    UNBOUNDED_TOKENS,
+    EngineOfRun,
+    QuantumOverhead,
+    RunCalibration,
+    fit_trainer,
+)
+from libra.sim.run_record import Place, Quantum, RunRecord, digest_of, mean_s
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import Phase, StepSeconds
 
 Array = NDArray[np.float64]
-
+Columns = Mapping[str, NDArray[Any]]
 SECONDS = ("fixed_s", "sequence_s", "context_token_s", "prefill_token_s", "num_steps", "error_frac")
 """Fields of `libra.facts.EngineDeclared` that are measured."""
 
@@ -34,114 +41,126 @@ def calibration_of(record: RunRecord) -> RunCalibration:
             f"{record.directory}: no engine declared its seconds, which takes 32 forward passes; continue the run "
             "(libra resume RUN), or take another one"
         )
-    engines = _declared_engines(record, declared)
-    tools = [quantum for quantum in record.quanta if quantum.phase == Phase.TOOL]
-    called = _called_s(record)
+    with TrajectoryStore.open(record.directory / "trajectories.zarr") as store:
+        whole, turns = store.columns(), store.columns("turn")
+    tools = [quantum for quantum in record.quanta if quantum.phase is Phase.TOOL]
+    called = _called_s(record, whole, turns)
     waits = [q.latency_s - called[q.place].pop(0) for q in tools if called.get(q.place)]
-    model = next((str(event["model"]) for event in declared.values()), "") or record.config.model.path
     rows = [row for row in record.metrics if row.get("train_s") and row.get("forwarded_tokens")]
-    loads = [event["load_s"] for event in record.named("version_served") if event["version"] > 0]
-    published = {event["version"]: event["t_s"] for event in record.named("version_published")}
-    updates = [
-        published[event["step"] + 1] - event["t_s"]
-        for event in record.named("step_finished")
-        if event["step"] + 1 in published
-    ]
+    published, ends, committed = record.published_s(), record.ends_s(), record.committed_s()
+    last: dict[Place, float] = {}
+    for place, t_s in ends.items():
+        last[place[:2]] = max(t_s, last.get(place[:2], t_s))
+    first: dict[int, float] = {}
+    for place, t_s in record.arrivals_s().items():
+        first.setdefault(place[0], t_s)
     return RunCalibration(
-        model=model,
+        model=next((each.model for each in declared.values()), "") or record.config.model.path,
         digest=digest_of(record.config.model.path),
-        engines=engines,
+        engines=_engines(record, declared, _turns(record, whole, turns)),
         trainer=fit_trainer([row["train_s"] for row in rows], [row["forwarded_tokens"] for row in rows]),
         train_gpus=record.config.cluster.train_workers,
-        update_s=mean_s(updates),
-        load_s=mean_s(loads),
-        tool_transport_s=transport_s(tools),
-        tool_worker_s=binned(waits),
-        gate_s=mean_s(_gates_to_first(record)),
-        commit_s=mean_s(_commits(record)),
+        update_s=mean_s(
+            [published[step.step + 1] - t_s for t_s, step in record.of(StepFinished) if step.step + 1 in published]
+        ),
+        load_s=mean_s([served.load_s for _, served in record.of(VersionServed) if served.version > 0]),
+        tools=_overhead(record, tools, binned(waits)),
+        gate_s=mean_s([first[k] - at_s for k, at_s in record.gates_s().items() if k in first]),
+        commit_s=mean_s([t_s - last[place] for place, t_s in committed.items() if place in last]),
         source=str(record.directory),
     )
 
 
-def _declared(record: RunRecord) -> dict[str, Mapping[str, Any]]:
-    """The seconds that each engine declared last; one that ran too few passes gets those of its bucket's best measured
-    engine."""
-    events = list(record.named("engine_declared"))
-    measured: dict[str, Mapping[str, Any]] = {
-        event["worker"]: event for event in events if event["fixed_s"] is not None
-    }
+def _declared(record: RunRecord) -> dict[str, EngineDeclared]:
+    """What each engine declared last; after too few passes it has the seconds of its bucket's best measured engine."""
+    facts = [fact for _, fact in record.of(EngineDeclared)]
+    measured = {fact.worker: fact for fact in facts if fact.fixed_s is not None}
     known = list(measured.values())
-    for event in events:
-        alike = [each for each in known if each["bucket"] == event["bucket"]] or [
-            each for each in known if each["tp"] == event["tp"]
-        ]
-        if event["worker"] not in measured and alike:
-            best = max(alike, key=lambda each: int(each["num_steps"]))
-            measured[event["worker"]] = {**event, **{name: best[name] for name in SECONDS}}
+    for fact in facts:
+        alike = [each for each in known if each.bucket == fact.bucket] or [each for each in known if each.tp == fact.tp]
+        if fact.worker not in measured and alike:
+            best = max(alike, key=lambda each: each.num_steps)
+            measured[fact.worker] = msgspec.structs.replace(fact, **{name: getattr(best, name) for name in SECONDS})
     return measured
 
 
-def _declared_engines(record: RunRecord, declared: Mapping[str, Mapping[str, Any]]) -> tuple[EngineOfRun, ...]:
-    turns = _turns(record)
+def _engines(
+    record: RunRecord, declared: Mapping[str, EngineDeclared], turns: Mapping[str, TurnsTaken]
+) -> tuple[EngineOfRun, ...]:
     engines = []
-    for worker, event in sorted(declared.items()):
-        mine = [q for q in record.quanta if q.worker == worker and q.phase == Phase.ROLLOUT]
+    for worker, fact in sorted(declared.items()):
+        mine = [q for q in record.quanta if q.worker == worker and q.phase is Phase.ROLLOUT]
         steps = StepSeconds(
-            event["fixed_s"], event["sequence_s"], event["context_token_s"], event["prefill_token_s"],
-            event["num_steps"], event["error_frac"] or 0.0,
+            fact.fixed_s or 0.0, fact.sequence_s or 0.0, fact.context_token_s or 0.0, fact.prefill_token_s or 0.0,
+            fact.num_steps, fact.error_frac or 0.0,
         )  # fmt: skip
-        taken = turns.get(worker)
+        taken, capacities = turns.get(worker), record.capacities.get(worker)
+        bucket = capacities[-1].bucket if capacities else fact.bucket
+        wall = taken.wall_over_passes(steps) if taken is not None else 1.0
+        overhead = _overhead(record, mine, taken.worker_s() if taken is not None else (0.0,))
         engines.append(
             EngineOfRun(
-                worker, event["engine"], _bucket(record, worker, event["bucket"]), event["tp"], event["slots"],
-                event["kv_tokens"] or UNBOUNDED_TOKENS, steps,
-                taken.wall_over_passes(steps) if taken is not None else 1.0,
-                transport_s(mine),
-                taken.worker_s() if taken is not None else (0.0,),
+                worker,
+                fact.engine,
+                bucket,
+                fact.tp,
+                fact.slots,
+                fact.kv_tokens or UNBOUNDED_TOKENS,
+                steps,
+                wall,
+                overhead,
             )
-        )  # fmt: skip
+        )
     return tuple(engines)
 
 
-def _bucket(record: RunRecord, worker: str, otherwise: str) -> str:
-    declared = record.capacities.get(worker)
-    return str(declared[-1]["bucket"]) if declared else otherwise
+def _overhead(record: RunRecord, quanta: Sequence[Quantum], worker_s: tuple[float, ...]) -> QuantumOverhead:
+    """The overhead of these quanta, by the number that were in flight when each was dispatched."""
+    sent = [quantum for quantum in quanta if quantum.dispatched]
+    spent = np.array([quantum.transport_s for quantum in sent])
+    if len(sent) < 2:
+        return QuantumOverhead(binned(spent), worker_s)
+    begun_s = np.array([quantum.begun_s for quantum in sent])
+    beside = np.searchsorted(np.sort([quantum.begun_s for quantum in record.quanta]), begun_s, "right")
+    beside -= np.searchsorted(np.sort([quantum.reported_s for quantum in record.quanta]), begun_s, "right")
+    in_flight, mean = np.maximum(beside, 1.0), float(spent.mean())
+    spread = float(in_flight.var())
+    slope = float(np.cov(in_flight, spent, bias=True)[0, 1]) / spread if spread > 0.0 else 0.0
+    idle_frac = 1.0 - slope * float(in_flight.mean()) / mean if mean > 0.0 else 1.0
+    return QuantumOverhead(binned(spent), worker_s, min(1.0, max(0.0, idle_frac)), float(in_flight.mean()))
 
 
-def _turns(record: RunRecord) -> dict[str, TurnsTaken]:
+def _turns(record: RunRecord, whole: Columns, turns: Columns) -> dict[str, TurnsTaken]:
     """Generations of the last attempt of each stored trajectory, by worker."""
-    with TrajectoryStore.open(record.directory / "trajectories.zarr") as store:
-        whole, turns = store.columns(), store.columns("turn")
-    generated: dict[tuple[int, ...], list[Quantum]] = {}
+    generated: dict[Place, list[Quantum]] = {}
     for quantum in record.quanta:
-        if quantum.phase == Phase.ROLLOUT and quantum.tokens > 0:
+        if quantum.phase is Phase.ROLLOUT and quantum.tokens > 0:
             generated.setdefault(quantum.place, []).append(quantum)
     rows: dict[str, list[tuple[float, ...]]] = {}
     for row, split in enumerate(whole["split"].tolist()):
         place = tuple(int(whole[name][row]) for name in ("iteration", "group", "sample"))
         start, stop = (int(whole["turn_offset"][row]) + more for more in (0, int(whole["num_turns"][row])))
         lengths = turns["generated_tokens"][start:stop].tolist() if split == "train" else []
-        mine = _whole_turns(generated.get(place, []), lengths)
-        for at, whole_turn in enumerate(mine, start):
-            if whole_turn is None:
-                continue
+        for at, parts in enumerate(_parts_of_turns(generated.get(place, []), lengths), start):
             context = float(turns["prompt_tokens"][at])
-            rows.setdefault(whole_turn.worker, []).append(
-                (
-                    whole_turn.reported_s, whole_turn.latency_s, float(turns["queued_s"][at]), float(turns["generate_s"][at]),
-                    float(turns["tool_s"][at]) if whole_turn.inline is not None else 0.0, float(whole_turn.tokens), context,
-                    context - max(0.0, float(turns["cached_tokens"][at])),
-                )
-            )  # fmt: skip
+            computed = context - max(0.0, float(turns["cached_tokens"][at]))
+            for part in parts:
+                share = part.tokens / lengths[at - start]
+                rows.setdefault(part.worker, []).append(
+                    (
+                        part.reported_s, part.latency_s, float(turns["queued_s"][at]) * share,
+                        float(turns["generate_s"][at]) * share,
+                        float(turns["tool_s"][at]) if part.inline is not None else 0.0, float(part.tokens), context, computed,
+                    )
+                )  # fmt: skip
+                context, computed = context + part.tokens, 1.0  # the KV of the parts before is there
     return {worker: TurnsTaken.of(mine) for worker, mine in rows.items()}
 
 
-def _called_s(record: RunRecord) -> dict[tuple[int, ...], list[float]]:
-    """Tool seconds of the actions of each stored trajectory, in order; without those that ran within generations."""
-    with TrajectoryStore.open(record.directory / "trajectories.zarr") as store:
-        whole, turns = store.columns(), store.columns("turn")
+def _called_s(record: RunRecord, whole: Columns, turns: Columns) -> dict[Place, list[float]]:
+    """Tool seconds of the actions of each stored trajectory, in order; tools within generations are left out."""
     inline = record.inline_tools
-    found: dict[tuple[int, ...], list[float]] = {}
+    found: dict[Place, list[float]] = {}
     for row, split in enumerate(whole["split"].tolist()):
         if split != "train" or whole["attempt"][row]:
             continue
@@ -155,30 +174,10 @@ def _called_s(record: RunRecord) -> dict[tuple[int, ...], list[float]]:
     return found
 
 
-def _gates_to_first(record: RunRecord) -> list[float]:
-    first: dict[int, float] = {}
-    for event in record.named("trajectory_parked"):
-        key = keys.parse(event["key"])
-        if key is not None and key.split == "train":
-            first.setdefault(key.indices[0], event["t_s"])
-    return [first[k] - at_s for k, at_s in record.gates_s().items() if k in first]
-
-
-def _commits(record: RunRecord) -> list[float]:
-    last: dict[tuple[int, ...], float] = {}
-    for place, t_s in record.ends_s().items():
-        last[place[:2]] = max(t_s, last.get(place[:2], t_s))
-    committed = (event for event in record.named("group_committed") if event["split"] == "train")
-    places = ((event["iteration"], event["group"], event["t_s"]) for event in committed)
-    return [t_s - last[iteration, group] for iteration, group, t_s in places if (iteration, group) in last]
-
-
-def _whole_turns(quanta: Sequence[Quantum], lengths: Sequence[int]) -> list[Quantum | None]:
-    """The quantum of each turn of a trajectory's last attempt, by the tokens of its turns; None: it took several, or is unknown.
-
-    Without any if the quanta do not add up to the turns.
-    """
-    found: list[Quantum | None] = []
+def _parts_of_turns(quanta: Sequence[Quantum], lengths: Sequence[int]) -> list[list[Quantum]]:
+    """The quanta of each turn of a trajectory's last attempt, by the tokens of its turns: several with
+    `rollout.chunk_tokens`. Empty if the quanta do not add up to the turns."""
+    found: list[list[Quantum]] = []
     end = len(quanta)
     for length in reversed(lengths):
         begin, tokens = end, 0
@@ -187,7 +186,7 @@ def _whole_turns(quanta: Sequence[Quantum], lengths: Sequence[int]) -> list[Quan
             tokens += quanta[begin].tokens
         if tokens != length:
             return []
-        found.append(quanta[begin] if end - begin == 1 else None)
+        found.append(list(quanta[begin:end]))
         end = begin
     return found[::-1]
 
@@ -209,11 +208,6 @@ def binned(values: ArrayLike) -> tuple[float, ...]:
     # Interpolating the cumulative sum gives each bin equally many values, and keeps the mean.
     total = np.interp(np.linspace(0, len(found), BINS + 1), np.arange(len(found) + 1), np.r_[0.0, np.cumsum(found)])
     return tuple(round(float(value), 9) for value in np.diff(total) * BINS / len(found))
-
-
-def transport_s(quanta: Sequence[Quantum]) -> tuple[float, ...]:
-    """Seconds of the round trip between scheduler and worker, to draw from."""
-    return binned([q.reported_s - q.begun_s - q.latency_s for q in quanta if q.begun_s == q.begun_s])
 
 
 class TurnsTaken(NamedTuple):
@@ -257,8 +251,9 @@ class TurnsTaken(NamedTuple):
         held = computed[np.searchsorted(begun, stop, "right")] - computed[np.searchsorted(begun, start, "left")]
         context = self.context + 0.5 * self.tokens
         step_s = steps.fixed_s + beside * (steps.sequence_s + steps.context_token_s * context)
-        explained = float((self.tokens * step_s + steps.prefill_token_s * held).sum())
-        return float(self.busy_s.sum()) / explained if explained > 0.0 else 1.0
+        # Turns that run at once share the engine's seconds.
+        explained = float(((self.tokens * step_s + steps.prefill_token_s * held) / beside).sum())
+        return float((self.busy_s / beside).sum()) / explained if explained > 0.0 else 1.0
 
 
 def running_beside(start_s: Array, stop_s: Array) -> Array:

@@ -1,14 +1,13 @@
-"""The content of a run directory, read once: configuration, event log, metrics and the turns of its training
-trajectories."""
+"""One run directory, read once: configuration, event log, metrics and the turns of its training trajectories."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,58 +15,81 @@ from libra import keys
 from libra.config import RunConfig, load_config
 from libra.config.model_paths import resolve_model
 from libra.errors import ConfigError, ModelError, RunDirectoryError
-from libra.facts import WorkerCapacity
+from libra.facts import (
+    EngineDeclared,
+    Fact,
+    GateParked,
+    GroupCommitted,
+    GroupScored,
+    HomeChanged,
+    Line,
+    OpenBatch,
+    OpenGate,
+    QuantumContinued,
+    QuantumDispatched,
+    QuantumFinished,
+    RunStarted,
+    StepFinished,
+    TrajectoryEnded,
+    TrajectoryParked,
+    VersionPublished,
+    VersionServed,
+    WorkerCapacity,
+    WorkerWithdrawn,
+    from_dict,
+    name_of,
+)
 from libra.hardware import load_shape
 from libra.hardware.shapes import shape_digest
 from libra.observe.metrics import read_metrics
+from libra.sim.simulation_options import Announced
 from libra.store.event_log import read_events
 from libra.types import Phase
 
+F = TypeVar("F", bound=Fact)
+Place = tuple[int, ...]
+"""(iteration, group, sample) of a training trajectory."""
+READ = {
+    name_of(kind)
+    for kind in (
+        EngineDeclared, GateParked, GroupCommitted, GroupScored, HomeChanged, OpenBatch, OpenGate, QuantumContinued,
+        QuantumDispatched, QuantumFinished, RunStarted, StepFinished, TrajectoryEnded, TrajectoryParked, VersionPublished,
+        VersionServed, WorkerCapacity, WorkerWithdrawn,
+    )
+}  # fmt: skip
+"""Names of the facts that a simulation needs of a log."""
+
 
 class Quantum(NamedTuple):
-    """A generation or an action of the log.
+    """A committed generation or action of a training trajectory.
 
-    In seconds of the log, ``begun_s`` is its dispatch (NaN: it continued in the slot of the previous
-    quantum) and ``reported_s`` the report of its end; ``latency_s`` is wall time on the worker. ``inline``
-    names a tool that ran within a generation (empty: a malformed call; None: no tool).
+    Attributes
+    ----------
+    place : (iteration, group, sample)
+    begun_s, reported_s : float
+        Its dispatch, or its beginning in the slot of the previous quantum, and the report of its end, in seconds of the log.
+    dispatched : bool
+        False if it continued in the slot of the previous quantum.
+    latency_s : float
+        Wall time on the worker.
+    inline : str or None
+        Tool that ran within a generation (empty: a malformed call).
     """
 
-    key: keys.Key
-    phase: str
+    place: Place
+    phase: Phase
     worker: str
     begun_s: float
     reported_s: float
+    dispatched: bool
     latency_s: float
     tokens: int
     inline: str | None
 
     @property
-    def place(self) -> tuple[int, ...]:
-        """(iteration, group, sample)."""
-        return self.key.indices
-
-
-def quanta_of(events: Iterable[Mapping[str, Any]]) -> list[Quantum]:
-    """Committed quanta of training trajectories, in log order."""
-    given: dict[str, tuple[float, bool]] = {}
-    found = []
-    for event in events:
-        name = event.get("name")
-        if name in ("quantum_dispatched", "quantum_continued"):
-            given[event["key"]] = event["t_s"], name == "quantum_dispatched"
-        elif name == "quantum_finished":
-            key = keys.parse(event["key"])
-            begun_s, sent = given.get(event["key"], (0.0, False))
-            if key is None or key.split != "train":
-                continue
-            inline = event["tool"] if event["phase"] == Phase.ROLLOUT and event["status"] else None
-            found.append(
-                Quantum(
-                    key, event["phase"], event["worker"], begun_s if sent else float("nan"), event["t_s"],
-                    event["latency_s"], event["tokens"], inline,
-                )
-            )  # fmt: skip
-    return found
+    def transport_s(self) -> float:
+        """Seconds of the round trip between scheduler and worker."""
+        return self.reported_s - self.begun_s - self.latency_s
 
 
 class RealisedRun(NamedTuple):
@@ -82,51 +104,77 @@ class RealisedRun(NamedTuple):
     moves: int
 
 
+def place_of(key: str) -> Place | None:
+    """The place of a training trajectory; None if ``key`` is another one's."""
+    parsed = keys.parse(key)
+    return parsed.indices if parsed is not None and parsed.split == "train" else None
+
+
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """One run directory. Events are those of its last start that generated anything: resuming a finished run does not."""
+    """One run directory. Lines are of its last start that generated anything: resuming a finished run does not."""
 
     directory: Path
     config: RunConfig
-    events: tuple[Mapping[str, Any], ...]
+    lines: tuple[Line, ...]
     metrics: tuple[Mapping[str, Any], ...]
     starts: int
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
-        """RunDirectoryError if it is not a run with an event log."""
+        """RunDirectoryError if it is not a run with an event log, StoreError if a line is not of this Libra."""
         for name, what in (("config.resolved.yaml", "a run"), ("events.jsonl", "a run with observe.event_log=true")):
             if not (directory / name).is_file():
                 raise RunDirectoryError(f"{directory}: holds no {name}; name the directory of {what}")
-        events = read_events(directory / "events.jsonl").events
-        begun = [index for index, event in enumerate(events) if event.get("name") == "run_started"] or [0]
-        starts = [events[first:end] for first, end in pairwise((*begun, len(events)))]
-        busy = [start for start in starts if any(event.get("name") == "quantum_finished" for event in start)]
+        lines = [from_dict(each) for each in read_events(directory / "events.jsonl").events if each.get("name") in READ]
+        begun = [index for index, line in enumerate(lines) if type(line.fact) is RunStarted] or [0]
+        starts = [lines[first:end] for first, end in pairwise((*begun, len(lines)))]
+        busy = [start for start in starts if any(type(line.fact) is QuantumFinished for line in start)]
         metrics = read_metrics(directory) if (directory / "metrics.jsonl").is_file() else []
         config = load_config(directory / "config.resolved.yaml")
         return cls(directory, config, tuple((busy or starts)[-1]), tuple(metrics), max(1, len(busy)))
 
-    def named(self, name: str) -> Iterator[Mapping[str, Any]]:
-        """Events of this name, in order."""
-        return (event for event in self.events if event.get("name") == name)
+    @cached_property
+    def _by_kind(self) -> dict[type[Fact], list[tuple[float, Fact]]]:
+        found: dict[type[Fact], list[tuple[float, Fact]]] = {}
+        for _, t_s, fact in self.lines:
+            found.setdefault(type(fact), []).append((t_s, fact))
+        return found
+
+    def of(self, kind: type[F]) -> list[tuple[float, F]]:
+        """Facts of this kind with their seconds, in order."""
+        return self._by_kind.get(kind, [])  # type: ignore[return-value]
 
     @cached_property
     def quanta(self) -> list[Quantum]:
-        """Committed quanta of training trajectories."""
-        return quanta_of(self.events)
+        """Committed quanta of training trajectories, in log order."""
+        begun: dict[str, tuple[float, bool]] = {}
+        found = []
+        for _, t_s, fact in self.lines:
+            if isinstance(fact, QuantumDispatched | QuantumContinued):
+                begun[fact.key] = t_s, type(fact) is QuantumDispatched
+            elif type(fact) is QuantumFinished and (place := place_of(fact.key)) is not None:
+                begun_s, dispatched = begun.get(fact.key, (t_s, False))
+                inline = fact.tool if fact.phase is Phase.ROLLOUT and fact.status else None
+                found.append(
+                    Quantum(
+                        place, fact.phase, fact.worker, begun_s, t_s, dispatched, fact.latency_s, fact.tokens, inline
+                    )
+                )
+        return found
 
     @cached_property
-    def capacities(self) -> dict[str, list[Mapping[str, Any]]]:
-        """The events about each worker that the policy received, in order."""
-        found: dict[str, list[Mapping[str, Any]]] = {}
-        for event in self.named("worker_capacity"):
-            found.setdefault(event["worker"], []).append(event)
+    def capacities(self) -> dict[str, list[WorkerCapacity]]:
+        """The facts about each worker that the policy received, in order."""
+        found: dict[str, list[WorkerCapacity]] = {}
+        for _, fact in self.of(WorkerCapacity):
+            found.setdefault(fact.worker, []).append(fact)
         return found
 
     @property
     def tool_slots(self) -> int:
         """Actions at once, on all workers together."""
-        return sum(declared[-1]["tool_slots"] for declared in self.capacities.values())
+        return sum(declared[-1].tool_slots for declared in self.capacities.values())
 
     @property
     def inline_tools(self) -> frozenset[str]:
@@ -136,57 +184,66 @@ class RunRecord:
     @property
     def family(self) -> str:
         """Environment of its trajectories: the policy's family."""
-        return str(next((event["family"] for event in self.named("run_started")), ""))
+        return next((fact.family for _, fact in self.of(RunStarted)), "")
 
     def gates_s(self) -> dict[int, float]:
         """When each iteration's gate opened."""
-        return {event["iteration"]: event["t_s"] for event in self.named("gate_opened")}
+        return {fact.iteration: t_s for t_s, fact in self.of(OpenGate)}
 
-    def ends_s(self) -> dict[tuple[int, ...], float]:
-        """When each training trajectory ended, by (iteration, group, sample)."""
-        parsed = ((keys.parse(event["key"]), event["t_s"]) for event in self.named("trajectory_ended"))
-        return {key.indices: t_s for key, t_s in parsed if key is not None and key.split == "train"}
+    def ends_s(self) -> dict[Place, float]:
+        """When each training trajectory ended."""
+        parsed = ((place_of(fact.key), t_s) for t_s, fact in self.of(TrajectoryEnded))
+        return {place: t_s for place, t_s in parsed if place is not None}
 
-    def arrivals(self) -> dict[tuple[int, ...], int]:
-        """In which order training trajectories were parked first, by (iteration, group, sample): policies break ties by it."""
-        found: dict[tuple[int, ...], int] = {}
-        for event in self.named("trajectory_parked"):
-            key = keys.parse(event["key"])
-            if key is not None and key.split == "train":
-                found.setdefault(key.indices, len(found))
+    def arrivals_s(self) -> dict[Place, float]:
+        """When training trajectories were parked first, in this order: policies break ties by it."""
+        found: dict[Place, float] = {}
+        for t_s, fact in self.of(TrajectoryParked):
+            if (place := place_of(fact.key)) is not None:
+                found.setdefault(place, t_s)
         return found
 
+    def committed_s(self) -> dict[Place, float]:
+        """When the record of each training group, (iteration, group), was written."""
+        return {(fact.iteration, fact.group): t_s for t_s, fact in self.of(GroupCommitted) if fact.split == "train"}
+
+    def published_s(self) -> dict[int, float]:
+        """When each version was published."""
+        return {fact.version: t_s for t_s, fact in self.of(VersionPublished)}
+
     def steps_s(self) -> tuple[float, ...]:
-        """Seconds of each batch from its opening, or the last score that it awaited, until its weights were published; where that
-        was beside the next step, until its step ended."""
-        over = {event["version"] - 1: event["t_s"] for event in self.named("version_published")}
-        over |= self._ended_s()
-        scored, found = self.scores(), list[float]()
-        for opened in sorted(self.named("batch_opened"), key=lambda event: int(event["batch"])):
-            if opened["batch"] not in over or opened["batch"] != len(found):
+        """Seconds of each batch from its last group, or the last score that it awaited, until its weights were published;
+        where that was beside the next step, until its step ended.
+
+        A streamed batch opens when its last wave does: its last group may be complete before.
+        """
+        over = {version - 1: t_s for version, t_s in self.published_s().items()} | self._ended_s()
+        committed, scored, found = self.committed_s(), self.scores(), list[float]()
+        for opened_s, opened in sorted(self.of(OpenBatch), key=lambda each: each[1].batch):
+            if opened.batch not in over or opened.batch != len(found):
                 break
-            waits = (scored.get(tuple(member), (0.0, 0.0))[0] for member in opened.get("members", ()))
-            found.append(over[opened["batch"]] - max(opened["t_s"], *waits, 0.0))
+            complete = [committed.get(member, opened_s) for member in opened.members] or [opened_s]
+            begins_s = min(opened_s, max([over.get(opened.batch - 1, 0.0), *complete]))
+            waits = (scored.get(member, (0.0, 0.0))[0] for member in opened.members)
+            found.append(over[opened.batch] - max(begins_s, *waits, 0.0))
         return tuple(found)
 
-    def scores(self) -> dict[tuple[int, ...], tuple[float, float]]:
+    def scores(self) -> dict[Place, tuple[float, float]]:
         """When the teacher had scored each group that a batch waits for, and in how many seconds, by (iteration, group)."""
         if not self.config.distil.wait_s:
             return {}
-        return {
-            (each["iteration"], each["group"]): (each["t_s"], each["score_s"]) for each in self.named("group_scored")
-        }
+        return {(fact.iteration, fact.group): (t_s, fact.score_s) for t_s, fact in self.of(GroupScored)}
 
     def publish_s(self) -> float:
         """Mean seconds in which a version was published beside the next step; 0: none was."""
-        published = {event["version"]: event["t_s"] for event in self.named("version_published")}
+        published = self.published_s()
         return mean_s([published[step + 1] - t_s for step, t_s in self._ended_s().items() if step + 1 in published])
 
     def _ended_s(self) -> dict[int, float]:
         """When the steps ended beside which nothing waits for their publication."""
         if not self.config.run.eta:
             return {}
-        return {event["step"]: event["t_s"] for event in self.named("step_finished") if event.get("beside")}
+        return {fact.step: t_s for t_s, fact in self.of(StepFinished) if fact.beside}
 
     def realised(self, iterations: int) -> RealisedRun | None:
         """The measured times of its first iterations; None if the run was resumed, or has finished fewer."""
@@ -194,8 +251,8 @@ class RunRecord:
         last = {k: max((t_s for place, t_s in ends.items() if place[0] == k), default=None) for k in range(iterations)}
         if self.starts > 1 or any(k not in gates or last[k] is None for k in range(iterations)):
             return None
-        published = {event["version"]: event["t_s"] for event in self.named("version_published")}
-        asked = {event["iteration"]: event["t_s"] for event in self.named("gate_parked")}
+        published = self.published_s()
+        asked = {fact.iteration: t_s for t_s, fact in self.of(GateParked)}
         eta, paused = self.config.run.eta, 0.0
         for k in range(1, iterations):
             ready = max(published.get(k - eta, 0.0), gates[0])
@@ -205,7 +262,7 @@ class RunRecord:
         return RealisedRun(whole - paused, rollout, self._moves(iterations))
 
     def _moves(self, iterations: int) -> int:
-        home: dict[tuple[int, ...], str] = {}
+        home: dict[Place, str] = {}
         moves = 0
         for quantum in self.quanta:
             if quantum.phase == Phase.ROLLOUT and quantum.place[0] < iterations:
@@ -213,18 +270,25 @@ class RunRecord:
                 home[quantum.place] = quantum.worker
         return moves
 
-    def announced(self, worker: str) -> tuple[tuple[float, WorkerCapacity], ...]:
-        """The events about an engine that the policy received, each with the seconds after the first gate; of those before
-        it, only the last."""
-        gate_s = min(self.gates_s().values(), default=0.0)
-        names = WorkerCapacity.__struct_fields__
-        events = [
-            (event["t_s"] - gate_s, WorkerCapacity(**{name: event[name] for name in names if name in event}))
-            for event in self.capacities.get(worker, ())
-            if event["rollout_slots"] > 0
-        ]
-        before = [entry for entry in events if entry[0] <= 0.0][-1:]
-        return (*before, *(entry for entry in events if entry[0] > 0.0))
+    def announced(self, worker: str) -> tuple[Announced, ...]:
+        """The facts about an engine that the policy received, its absences included: those before the first gate as the last
+        of them, then each with the iteration that had begun last."""
+        gates = sorted((t_s, iteration) for iteration, t_s in self.gates_s().items())
+        first_s = gates[0][0] if gates else 0.0
+        before: tuple[Announced, ...] = ()
+        later = list[Announced]()
+        for _, t_s, fact in self.lines:
+            if (
+                not ((type(fact) is WorkerCapacity and fact.rollout_slots > 0) or type(fact) is WorkerWithdrawn)
+                or fact.worker != worker
+            ):
+                continue
+            if t_s <= first_s:
+                before = (Announced(0, 0.0, fact),)
+            else:
+                gate_s, iteration = max(gate for gate in gates if gate[0] <= t_s)
+                later.append(Announced(iteration, t_s - gate_s, fact))
+        return (*before, *later)
 
 
 def digest_of(model: str) -> str:

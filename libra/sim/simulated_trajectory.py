@@ -89,7 +89,7 @@ class TeacherQueue:
     Parameters
     ----------
     token_s : float
-        Seconds per token of a trajectory; 0: there is no teacher, or nobody waits for it.
+        Seconds per token of a trajectory; 0 if no batch waits for a teacher.
     plans : mapping of int to sequence of TrajectoryPlan
         Trajectories of each iteration.
     """

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from libra.errors import ConfigError
-from libra.facts import WorkerCapacity
+from libra.facts import WorkerCapacity, WorkerWithdrawn
 from libra.hardware import Residuals
 from libra.hardware.engine_tables import Counters, EngineTables, HostPool
+from libra.hardware.run_calibration import NO_OVERHEAD, QuantumOverhead
 from libra.policy import StalenessPolicy, Verdict, joined_of
 from libra.sim.workload import TrajectoryPlan, Workload
 from libra.types import Phase
@@ -19,31 +20,19 @@ MAX_SLOTS = 256
 """Maximum concurrent generations of an engine, as inference engines are usually configured."""
 
 
-class QuantumOverhead(NamedTuple):
-    """Seconds of a quantum outside engine and tool, during which its trajectory holds a slot; one sample of each is drawn.
+class Announced(NamedTuple):
+    """A fact about an engine, ``after_s`` seconds after the gate of ``iteration`` opened."""
 
-    Attributes
-    ----------
-    transport_s : tuple of float
-        From dispatch to the start on the worker, and from its end to the scheduler's receipt of the report.
-    worker_s : tuple of float
-        On the worker, around the engine or the tool: waiting for a pass to end, text to tokens and back, writing the record.
-    """
-
-    transport_s: tuple[float, ...] = (0.0,)
-    worker_s: tuple[float, ...] = (0.0,)
-
-
-NO_OVERHEAD = QuantumOverhead()
-"""Only engines and tools take time."""
+    iteration: int
+    after_s: float
+    fact: WorkerCapacity | WorkerWithdrawn
 
 
 class EngineSpec(NamedTuple):
     """One engine of a simulation.
 
-    ``bucket_name`` is its capacity class, empty: engines of one degree. ``announced`` are the events that the policy
-    receives about it, each with the seconds after the first gate (the first one at once); empty: its tables, from the
-    beginning.
+    ``bucket_name`` is its capacity class, empty: engines of one degree. ``announced`` are the facts that the policy receives
+    about it, the first one at once; while it is withdrawn it generates nothing. Empty: its tables, from the beginning.
     """
 
     name: str
@@ -52,7 +41,7 @@ class EngineSpec(NamedTuple):
     tables: EngineTables
     bucket_name: str = ""
     overhead: QuantumOverhead = NO_OVERHEAD
-    announced: tuple[tuple[float, WorkerCapacity], ...] = ()
+    announced: tuple[Announced, ...] = ()
 
     @property
     def bucket(self) -> str:
@@ -62,8 +51,8 @@ class EngineSpec(NamedTuple):
     def joined(self, context_tokens: int) -> WorkerCapacity:
         """The first event about it that the policy receives; without ``announced``, from its tables at contexts of this
         many tokens."""
-        if self.announced:
-            return self.announced[0][1]
+        if self.announced and isinstance(first := self.announced[0].fact, WorkerCapacity):
+            return first
         return joined_of(self.name, self.bucket, self.tables.capacity(self.slots, context_tokens))
 
 
@@ -106,33 +95,33 @@ class SimulationOptions:
         Staleness bound in versions; 0 is synchronous.
     over_age, window, in_flight
         The rest of the `StalenessPolicy`.
-    train_s, load_s : float
-        Seconds of an optimizer step with its weight update, and of an engine's change to the new weights.
+    train_s, steps_s, load_s : float, tuple of float, float
+        Seconds of an optimizer step with its weight update, of the first steps if each is known, and of an engine's change
+        to the new weights.
     publish_s : float
-        Seconds in which a step's version is published after its ``train_s``: beside the next step, which does not end before that
-        (`libra.worker.training.publications`). 0: ``train_s`` has all of the weight update.
-    steps_s : tuple of float
-        ``train_s`` of the first steps, if each is known.
+        Seconds of a version's publication beside the next step, which does not end before
+        (`libra.worker.training.publications`).
     tool_slots : int or None
-        Actions at once. None: no limit, and actions do not wait in the scheduler.
+        Actions at once; without a limit actions do not wait in the scheduler.
     inline_tools : frozenset of str
-        Tools that run within the generation's slot; their trajectory keeps it if no other waits for one. The empty name is
-        that of malformed calls.
+        Tools that run within the generation's slot; their trajectory keeps it if no other waits for one. Malformed calls
+        have the empty name.
     tool_overhead : QuantumOverhead
         Overhead of actions, if they have slots.
     gate_s, commit_s : float
         From a gate to its first trajectory, and from a group's last end to its record.
     reserve : (int, int) or None
-        An engine reserves KV for the maximum of a turn: (generated tokens, context tokens). None: for the tokens that the
-        turn will have.
+        KV reserved for a turn: (most generated tokens, most context tokens); by default the tokens that it will have.
     residuals : Residuals or None
-        Ratios of measured to predicted seconds, from which noise is drawn. None: seconds are as predicted.
+        Ratios of measured to predicted seconds, from which noise is drawn.
     chunk_tokens : int or None
-        Most tokens of one quantum (`rollout.chunk_tokens`): a longer turn parks as often as it takes. None: a turn is one quantum.
+        Most tokens of one quantum (`rollout.chunk_tokens`): a longer turn has several.
     boundaries : tuple of (TP degree, tokens)
         As of `libra.policy.placements.BoundariesSet`; empty: none.
     host : HostPool or None
-        KV in host memory. None: an engine computes the context of a trajectory that comes from another one.
+        KV in host memory; without it an engine computes the context of a trajectory that comes from another one.
+    keeps_kv : bool
+        KV stays over a change of weights (`rollout.keep_kv`).
     teacher_token_s : float
         Seconds of the teacher (`distil.teacher`) per token of a trajectory; a step waits for its groups' scores. 0: there is none.
     preempts : bool
@@ -155,6 +144,7 @@ class SimulationOptions:
     boundaries: tuple[tuple[int, float], ...] = ()
     host: HostPool | None = None
     preempts: bool = False
+    keeps_kv: bool = False
     over_age: Verdict = Verdict.WAIT
     window: int | None = None
     in_flight: int | None = None
@@ -207,16 +197,13 @@ class SimulationResult(NamedTuple):
         From the first gate to the end of the last trajectory.
     group_completion_s : float
         Mean over groups of the time from its iteration's gate to its last trajectory's end.
-    iteration_s : tuple of float
-        Seconds of each iteration, gate to end of training.
-    rollout_s : tuple of float
-        Seconds of each iteration, gate to the end of its last trajectory.
-    generated_tokens, prefilled_tokens, cached_tokens, recomputed_tokens : int
-        Sampled; context computed; context whose KV was cached; computed context that some engine had computed before.
-    moves : int
-        Turns that began on another engine than the previous turn.
-    preempted, fetched_tokens : int
-        Requests that were preempted; KV that was fetched from host memory.
+    iteration_s, rollout_s : tuple of float
+        Seconds of each iteration from its gate to the end of training, and to the end of its last trajectory.
+    generated_tokens, prefilled_tokens, cached_tokens, recomputed_tokens, fetched_tokens : int
+        Sampled; context computed; context whose KV was cached; computed context that some engine had computed before; KV
+        fetched from host memory.
+    moves, preempted : int
+        Turns that began on another engine than the previous turn; requests that were preempted.
     busy_frac : float
         Share of the engines' seconds in which they were busy, up to the last trajectory's end.
     dispatched : tuple of Dispatched

@@ -38,6 +38,7 @@ from libra.facts import (
     WorkerWithdrawn,
 )
 from libra.hardware.engine_tables import Counters, HostKv, Request
+from libra.hardware.run_calibration import QuantumOverhead
 from libra.hardware.virtual_engine import VirtualEngine
 from libra.policy import Admission, CommittedGroup, Dispatcher, OnlineLearner, Ordering, learns_after, leaves_slot
 from libra.policy.placements import PRIOR_BYTES_PER_S
@@ -115,8 +116,6 @@ class Simulator:
         options, workload, iterations = self.options, self._workload, len(self._groups.plans)
         for spec in self._specs.values():
             self._join(spec)
-            for at_s, joined in spec.announced[1:]:
-                self.agenda.at(at_s, self._announce, joined)
         if options.tool_slots is not None:
             self.notify(WorkerCapacity(TOOLS, tool_slots=options.tool_slots))
         if options.boundaries:
@@ -164,34 +163,55 @@ class Simulator:
 
     # ---------------------------------------------------------------- workers, gates and versions
 
-    def _join(self, spec: EngineSpec) -> None:
+    def _join(self, spec: EngineSpec, declared: WorkerCapacity | None = None) -> None:
         self.running_engines[spec.name] = VirtualEngine(
             spec.name, spec.tables, residuals=self.options.residuals, rng=self._streams[spec.name],
             preempts=self.options.preempts, host=self._host,
         )  # fmt: skip
-        self._announce(spec.joined(self._typical_context))
+        self._announce(declared or spec.joined(self._typical_context))
 
-    def _announce(self, joined: WorkerCapacity) -> None:
-        if (
-            joined.worker in self.running_engines
-        ):  # without a pool they exchange no KV, whatever the run's own engines did
-            self.notify(msgspec.structs.replace(joined, kv_token_bytes=self._kv_token_bytes))
+    def _announce(self, fact: WorkerCapacity | WorkerWithdrawn) -> None:
+        """An engine declares itself, stops, or generates again."""
+        if isinstance(fact, WorkerWithdrawn):
+            if fact.worker in self.running_engines and len(self.running_engines) > 1:
+                self.hand_over(fact.worker)
+        elif fact.worker not in self.running_engines:
+            self._join(self._specs[fact.worker], fact)
+        else:  # without a pool they exchange no KV
+            self.notify(msgspec.structs.replace(fact, kv_token_bytes=self._kv_token_bytes))
 
-    def _leave(self, worker: str) -> list[str]:
-        """No trajectory is at home on ``worker`` any more; returns those that held a slot of it without being in its engine."""
+    def hand_over(self, worker: str) -> None:
+        """The engine of ``worker`` stops; its trajectories keep the tokens that they have, and go on on other engines.
+
+        Quanta on their way to or from the engine are lost, and generated again.
+        """
+        engine = self.running_engines.pop(worker)
         self.notify(WorkerWithdrawn(worker))
         for key in [key for key, home in self._home.items() if home == worker]:
             del self._home[key]
         in_transit = [key for key, place in self._in_transit.items() if place == worker]
         for key in in_transit:
             del self._in_transit[key]
-        return in_transit
+        left = dict.fromkeys(in_transit, 0) | engine.hand_over(self.agenda.now_s)
+        self._counters.append((worker, engine.counters))
+        for key, generated in left.items():
+            one = self._running[key]
+            one.attempt += 1
+            one.generated += generated
+            one.context_tokens += generated
+            one.computed_tokens = one.context_tokens if generated or one.computed_tokens else 0
+            if self._host is not None and generated:
+                self._host.put(key, one.context_tokens)
+            self._park(one)
 
     def _carry_out(self, commands: Sequence[object]) -> None:
         for command in commands:
             match command:
                 case OpenGate(iteration=iteration):
                     self.record.gate_s[iteration] = self.agenda.now_s
+                    for spec in self._specs.values():
+                        for _, after_s, fact in (each for each in spec.announced[1:] if each.iteration == iteration):
+                            self.agenda.at(self.agenda.now_s + after_s, self._announce, fact)
                     self._after(self.options.gate_s, self._begin, iteration)
                 case OpenBatch(batch=batch, members=members):
                     at_s = self._teacher.scored_s(members, self.agenda.now_s) + self.options.step_s(batch)
@@ -232,11 +252,11 @@ class Simulator:
         self._carry_out(self._admission.version_published(version))
 
     def _take_new_weights(self) -> None:
-        """All engines stop for them; KV of the old ones is of no use."""
-        if self._host is not None:
+        """All engines stop for them; without ``keeps_kv`` they drop the KV of older ones."""
+        if self._host is not None and not self.options.keeps_kv:
             self._host.clear()
         for engine in self.running_engines.values():
-            engine.load(self.agenda.now_s, self.options.load_s)
+            engine.load(self.agenda.now_s, self.options.load_s, keeps_kv=self.options.keeps_kv)
             self._schedule_next(engine)
 
     # ---------------------------------------------------------------- quanta
@@ -264,7 +284,8 @@ class Simulator:
                     self._call(one)
                     continue
                 self._set_home(one, worker)
-                transport_s = self._drawn(self._specs[worker].overhead.transport_s)
+                overhead = self._specs[worker].overhead
+                transport_s = self._drawn(overhead, overhead.transport_s)
                 if transport_s:
                     self._in_transit[key] = worker
                     self.agenda.at(self.agenda.now_s + transport_s, self._arrived, one, one.attempt, worker)
@@ -274,9 +295,10 @@ class Simulator:
             self._schedule_next(engine)
         self._ahead = self._dispatcher.ahead()
 
-    def _drawn(self, measured_s: tuple[float, ...]) -> float:
-        """One of these."""
-        return measured_s[0] if len(measured_s) == 1 else measured_s[int(self._draws.integers(len(measured_s)))]
+    def _drawn(self, overhead: QuantumOverhead, samples_s: tuple[float, ...]) -> float:
+        """One of the samples of an overhead, with as many quanta in flight as now."""
+        one_s = samples_s[0] if len(samples_s) == 1 else samples_s[int(self._draws.integers(len(samples_s)))]
+        return one_s if overhead.idle_frac == 1.0 else one_s * overhead.factor(self._dispatcher.num_running)
 
     def _set_home(self, one: SimulatedTrajectory, worker: str) -> None:
         home = self._home.get(one.key)
@@ -323,10 +345,10 @@ class Simulator:
         if engine.changes != changes:  # the engine's batch has changed since, or the engine was lost
             self._out_of_date += 1
             return
-        worker_s = self._specs[engine.name].overhead.worker_s
+        overhead = self._specs[engine.name].overhead
         for request in engine.finished(self.agenda.now_s):
             one = self._running[request.key]
-            turn, held_s = one.turn_plan, self._drawn(worker_s)
+            turn, held_s = one.turn_plan, self._drawn(overhead, overhead.worker_s)
             if self._is_inline(turn) and self._is_last_part(one):
                 held_s += turn.tool_s
             if held_s:
@@ -381,9 +403,9 @@ class Simulator:
 
     def _call(self, one: SimulatedTrajectory) -> None:
         overhead = self.options.tool_overhead
-        transport_s = self._drawn(overhead.transport_s)
+        transport_s = self._drawn(overhead, overhead.transport_s)
         one.started_s = self.agenda.now_s + transport_s
-        spent_s = transport_s + one.turn_plan.tool_s + self._drawn(overhead.worker_s)
+        spent_s = transport_s + one.turn_plan.tool_s + self._drawn(overhead, overhead.worker_s)
         self.agenda.at(self.agenda.now_s + spent_s, self._returned, one, one.attempt)
 
     def _returned(self, one: SimulatedTrajectory, attempt: int) -> None:

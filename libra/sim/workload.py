@@ -20,6 +20,8 @@ from libra.facts import PromptsNamed
 from libra.planner.agent_turns import AgentTurn, read_agent_turns
 from libra.types import NO_TOOL, ToolOutcome, ToolStatus, tool_outcome
 
+SIMULATED = "sim"
+"""Name of the run of a simulated workload."""
 SCHEMA = 1
 """Layout of a workload file."""
 
@@ -192,12 +194,10 @@ class Trace(NamedTuple):
     family: str = ""
 
 
-def draw(
-    traces: Sequence[Trace], *, num_groups: int, group_size: int, seed: int, iterations: int = 1, name: str = "sim"
-) -> Workload:
+def draw(traces: Sequence[Trace], *, num_groups: int, group_size: int, seed: int, iterations: int = 1) -> Workload:
     """A workload of ``iterations`` x ``num_groups`` groups drawn from traces (`groups_of`)."""
     groups = groups_of(traces, group_size, seed)
-    return workload_of_groups(groups, num_groups=num_groups, iterations=iterations, name=name)
+    return workload_of_groups(groups, num_groups=num_groups, iterations=iterations, name=SIMULATED)
 
 
 def workload_of_groups(groups: Iterator[list[Trace]], *, num_groups: int, iterations: int, name: str) -> Workload:
@@ -213,9 +213,9 @@ def workload_of_groups(groups: Iterator[list[Trace]], *, num_groups: int, iterat
 
 
 def groups_of(traces: Sequence[Trace], group_size: int, seed: int) -> Iterator[list[Trace]]:
-    """Groups without end: of samples of one task, where tasks were recorded at least ``group_size`` times.
+    """Groups without end, each of samples of one task that was recorded at least ``group_size`` times.
 
-    If none was, a group has different tasks: its samples are independent, the worst case for a policy that learns from
+    If no task was, a group has different tasks: its samples are independent, the worst case for a policy that learns from
     siblings. Every task, or trace, comes once before any repeats. ConfigError without traces.
     """
     if not traces:
@@ -261,7 +261,7 @@ def tool_seconds(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def load_traces(path: Path, *, seed: int = 0) -> list[Trace]:
-    """Trajectories of one file, in its order; those of one source and model form a family.
+    """Trajectories of one file, in its order; one source and model form a family.
 
     Seconds of tools that were not timed are drawn (`tool_seconds`). ConfigError if columns are missing, or a field is not a
     number or not a status.

@@ -15,8 +15,7 @@ def calibration(path, seconds, model=MODEL):
     """A file in which a pass of each degree takes so many seconds."""
     engines = tuple(
         EngineOfRun(
-            f"rollout-{tp}", "vllm", f"tp{tp}", tp, 8, 10_000, StepSeconds(s, 0.0, 0.0, 0.0, 100, 0.0), 1.0,
-            (0.0,), (0.0,),
+            f"rollout-{tp}", "vllm", f"tp{tp}", tp, 8, 10_000, StepSeconds(s, 0.0, 0.0, 0.0, 100, 0.0)
         )
         for tp, s in seconds.items()
     )  # fmt: skip

@@ -116,6 +116,22 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
         assert (better is not None) == (known == ("a", "b"))
 
 
+@pytest.mark.parametrize(("bucket", "moves"), [("tp1", False), ("tp1-threads2", True)])
+def test_between_engines_of_a_bucket_a_small_gain_is_within_the_error_of_forecasts(bucket, moves):
+    fleet = EngineTable(SURE)
+    for name, its in (("a", "tp1"), ("b", bucket)):
+        fleet.handle(
+            joined_of(name, its, EngineCapacity(10**6, 0, 0, 4, 1, StepSeconds(0.009, 0.001, 0.0, 1e-6, 100, 0.0)))
+        )
+    loads = Loads(fleet)
+    for key, left in (("longer", 10_000.0), ("long", 8_800.0)):
+        fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "", "", 100))
+        fleet.handle(QuantumStarted(key, Phase.ROLLOUT, "a"))
+        fleet.forecast(fleet.of(key), left, left + 100.0)
+    found = loads.better_home(fleet.of("longer"), {"b": 4})  # 8 % sooner
+    assert (found is not None) == moves
+
+
 @pytest.mark.parametrize(
     ("sure", "residents", "beside_s", "goes"),
     [

@@ -69,6 +69,16 @@ def test_samples_of_a_group_share_the_seconds_of_their_prompt(tables):
     assert engine.counters.prefilled_tokens == 1000 and engine.counters.cached_tokens == 500
 
 
+def test_new_weights_stop_an_engine_that_keeps_its_kv_for_their_loading_alone(tables):
+    engine = engine_of(tables())
+    engine.submit(1.0, Request("a", "g", 1000, 0, 100), ())
+    before = engine.next_finish_s()
+    assert before is not None
+    engine.load(2.5, 4.0, keeps_kv=True)
+    assert run_dry(engine)["a"] == pytest.approx(before + 4.0, rel=0.01)
+    assert engine.counters.recomputed_tokens == 0
+
+
 def test_new_weights_compute_running_contexts_again_and_drop_kept_ones(tables):
     engine = engine_of(tables())
     engine.submit(0.0, Request("kept", "k", 100, 0, 1), ())

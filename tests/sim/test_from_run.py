@@ -8,14 +8,30 @@ import zarr
 
 from libra.config import config_from_dict
 from libra.errors import StoreError
+from libra.facts import (
+    GroupCommitted,
+    HomeChanged,
+    Line,
+    OpenBatch,
+    OpenGate,
+    StepFinished,
+    VersionPublished,
+    WorkerCapacity,
+    WorkerWithdrawn,
+)
 from libra.hardware import engine_seconds
 from libra.hardware.engine_tables import EngineTables
 from libra.policy import Fifo
 from libra.sim import Simulator, fleet
 from libra.sim.from_run import host_pool, left_out, workload_of_run
 from libra.sim.run_record import RunRecord
+from libra.sim.simulation_options import Announced
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import NO_TOOL, EndReason, Prompt, ToolStatus, Trajectory, TrajectoryId
+
+
+def lines_of(*facts):
+    return tuple(Line("run", t_s, fact) for t_s, fact in facts)
 
 
 def stored(run_dir, *turns):
@@ -60,37 +76,53 @@ def test_a_stored_word_that_is_no_outcome_is_named_with_its_row(tmp_path):
 
 @pytest.mark.parametrize(("eta", "steps_s", "publish_s"), [(0, (5.0, 6.0), 0.0), (1, (4.0, 5.0), 1.0)])
 def test_a_publication_beside_the_next_step_is_no_part_of_its_own(eta, steps_s, publish_s):
-    def at(t_s, name, **fields):
-        return {"name": name, "t_s": t_s, **fields}
-
-    events = (
-        at(10.0, "batch_opened", batch=0), at(14.0, "step_finished", step=0, beside=True),
-        at(14.1, "batch_opened", batch=1), at(15.0, "version_published", version=1),
-        at(19.1, "step_finished", step=1, beside=True), at(20.1, "version_published", version=2),
+    lines = lines_of(
+        (10.0, OpenBatch(0, (), "")), (14.0, StepFinished(0, 0.0, 0.0, beside=True)), (14.1, OpenBatch(1, (), "")),
+        (15.0, VersionPublished(1)), (19.1, StepFinished(1, 0.0, 0.0, beside=True)), (20.1, VersionPublished(2)),
     )  # fmt: skip
-    record = RunRecord(Path("run"), config_from_dict({"run": {"eta": eta}}), events, (), 1)
+    record = RunRecord(Path("run"), config_from_dict({"run": {"eta": eta}}), lines, (), 1)
     assert record.steps_s() == pytest.approx(steps_s) and record.publish_s() == pytest.approx(publish_s)
 
 
-def test_kv_of_hosts_has_the_size_and_the_seconds_of_the_runs_own_transfers():
-    def record(*events, **rollout):
-        return RunRecord(Path("run"), config_from_dict({"rollout": rollout}), events, (), 1)
+def test_a_streamed_step_is_measured_from_its_last_group_not_from_its_last_wave():
+    done = [GroupCommitted("train", 0, group, 0, None, {}) for group in (0, 1)]
+    lines = lines_of(
+        (5.0, done[0]), (8.0, done[1]), (10.0, OpenBatch(0, ((0, 0), (0, 1)), "")), (12.0, VersionPublished(1)),
+    )  # fmt: skip
+    assert RunRecord(Path("run"), config_from_dict({}), lines, (), 1).steps_s() == pytest.approx((4.0,))
 
-    capacity = {"name": "worker_capacity", "t_s": 0.0, "worker": "rollout-0", "kv_token_bytes": 1024}
+
+def test_absences_of_an_engine_are_read_with_the_iteration_that_had_begun():
+    here = WorkerCapacity("e", rollout_slots=4)
+    lines = lines_of(
+        (1.0, here), (2.0, OpenGate(0, "")), (5.0, WorkerWithdrawn("e")), (8.0, OpenGate(1, "")), (9.0, here),
+        (9.5, WorkerCapacity("another", rollout_slots=4)),
+    )  # fmt: skip
+    found = RunRecord(Path("run"), config_from_dict({}), lines, (), 1).announced("e")
+    assert found == (Announced(0, 0.0, here), Announced(0, 3.0, WorkerWithdrawn("e")), Announced(1, 1.0, here))
+
+
+def test_kv_of_hosts_has_the_size_and_the_seconds_of_the_runs_own_transfers():
+    def record(*facts, **rollout):
+        config = config_from_dict({"rollout": rollout})
+        return RunRecord(Path("run"), config, lines_of(*((0.0, fact) for fact in facts)), (), 1)
+
+    capacity = WorkerCapacity("rollout-0", kv_token_bytes=1024)
     moves = [
-        {"name": "home_changed", "t_s": 1.0, "sent": True, "num_bytes": 1024 * tokens, "tokens": tokens,
-         "took_s": 0.01 + 1e-5 * tokens}
+        HomeChanged("k", "a", "b", tokens, 0.0, 0.0, True, 0.01 + 1e-5 * tokens, 1024 * tokens, "")
         for tokens in (100, 300, 500)
-    ]  # fmt: skip
+    ]
     pool = host_pool(record(capacity, *moves, kv_host_gib=1.0))
     assert pool is not None and pool.capacity_tokens == 2**20
     assert (pool.latency_s, pool.token_s) == pytest.approx((0.01, 1e-5))
     unmeasured = host_pool(record(capacity, kv_host_gib=1.0))
     assert unmeasured is not None and unmeasured.latency_s == 0.0 < unmeasured.token_s
     assert host_pool(record(capacity, *moves)) is None
-    assert host_pool(record({**capacity, "kv_token_bytes": 0}, kv_host_gib=1.0)) is None
+    assert host_pool(record(WorkerCapacity("rollout-0"), kv_host_gib=1.0)) is None
 
 
-def test_parts_of_a_run_that_are_not_simulated_are_named():
+def test_parts_of_a_run_that_are_not_simulated_or_only_repeated_are_named():
     assert left_out(config_from_dict({})) == ""
-    assert "trainer.streaming=on" in left_out(config_from_dict({"trainer": {"streaming": "on"}}))
+    assert left_out(config_from_dict({"trainer": {"streaming": "on"}})).startswith("as in the run's log")
+    kept = {"run": {"eta": 1}, "staleness": {"versions": "one"}}
+    assert left_out(config_from_dict(kept)).startswith("not simulated: engines that keep a version")

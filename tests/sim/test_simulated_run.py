@@ -2,19 +2,21 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from libra.cli.main import main
+from libra.facts import WorkerWithdrawn
 from libra.hardware.engine import MeasuredEngine
 from libra.hardware.engine_tables import EngineTables
-from libra.hardware.run_calibration import read_calibration
+from libra.hardware.run_calibration import QuantumOverhead, read_calibration
 from libra.policy import make_ordering
-from libra.sim import EngineSpec, SimulationResult, TrajectoryPlan, TurnPlan, Workload
+from libra.sim import EngineSpec, SimulationResult, Simulator, TrajectoryPlan, TurnPlan, Workload
 from libra.sim.from_run import run_setting
 from libra.sim.measured_run import binned
-from libra.sim.simulation_options import QuantumOverhead, SimulationOptions
+from libra.sim.simulation_options import Announced, SimulationOptions
 from libra.types import NO_TOOL, StepSeconds, ToolStatus
 from simulated_run import write_simulated_run
 
@@ -112,17 +114,39 @@ def test_a_run_is_predicted_as_it_was(run, policy):
     assert (predicted.turns, predicted.generated_tokens) == (was.turns, was.generated_tokens)
 
 
+def test_a_run_in_chunks_is_predicted_as_it_was(run):
+    directory, was = run(
+        around=replace(AROUND, chunk_tokens=16),
+        rollout={"max_new_tokens": 256, "max_context_tokens": 4096, "chunk_tokens": 16},
+    )
+    setting = run_setting(directory)
+    assert setting.simulator().run().makespan_s == pytest.approx(was.makespan_s, rel=0.05)
+    for engine in setting.calibration.engines:
+        assert engine.wall_over_passes == pytest.approx(1.0, abs=0.1)
+
+
+def test_an_engine_that_was_away_is_away_in_the_prediction():
+    first, second = engines()
+    facts = (second.joined(1), WorkerWithdrawn(second.name), second.joined(1))
+    second = second._replace(announced=tuple(map(Announced, (0, 0, 0), (0.0, 0.6, 3.0), facts)))
+    result = Simulator(workload(1), (first, second), make_ordering("cmlfq"), options=AROUND).run()
+    there = [at.at_s for at in result.dispatched if at.worker == second.name]
+    assert result.trajectories == 48 and min(there) < 0.6 and max(there) > 3.0
+    assert not any(0.6 < at_s < 3.0 for at_s in there)
+
+
 def test_everything_between_engines_is_read_from_the_log(run):
     directory, _ = run()
     setting = run_setting(directory)
     for engine, steps in zip(setting.calibration.engines, (FAST, SLOW), strict=True):
         assert engine.steps == steps
         assert engine.wall_over_passes == pytest.approx(1.0, abs=0.05)
-        assert sum(engine.transport_s) / len(engine.transport_s) == pytest.approx(0.06, rel=1e-3)
-        assert sum(engine.worker_s) / len(engine.worker_s) == pytest.approx(0.02, rel=1e-3)
+        transport_s, worker_s = engine.overhead[:2]
+        assert sum(transport_s) / len(transport_s) == pytest.approx(0.06, rel=1e-3)
+        assert sum(worker_s) / len(worker_s) == pytest.approx(0.02, rel=1e-3)
     calibration, around = setting.calibration, setting.options
-    assert max(calibration.tool_transport_s) == pytest.approx(0.02, rel=1e-3)
-    assert max(calibration.tool_worker_s) == pytest.approx(0.005, rel=1e-3)
+    assert max(calibration.tools.transport_s) == pytest.approx(0.02, rel=1e-3)
+    assert max(calibration.tools.worker_s) == pytest.approx(0.005, rel=1e-3)
     assert (calibration.gate_s, calibration.commit_s) == pytest.approx((0.1, 0.05))
     assert around.steps_s == pytest.approx((1.5, 1.5))
     assert around.inline_tools == {""}

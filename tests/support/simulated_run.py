@@ -3,14 +3,34 @@
 Fact log, store, metrics and configuration are of the form of a real run's, and hold what the simulation did. Tokens are fillers.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from libra.config import config_from_dict, dump_config
-from libra.facts import SCHEMA, Fact, QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, WorkerCapacity
+from libra.facts import (
+    EngineDeclared,
+    Fact,
+    GateParked,
+    GroupCommitted,
+    Line,
+    OpenBatch,
+    OpenGate,
+    QuantumContinued,
+    QuantumDispatched,
+    QuantumFinished,
+    QuantumStarted,
+    RunStarted,
+    StepFinished,
+    TrajectoryEnded,
+    TrajectoryParked,
+    VersionPublished,
+    WorkerCapacity,
+    WorkerWithdrawn,
+    to_json,
+)
 from libra.hardware.virtual_engine import VirtualEngine
 from libra.sim import Simulator
 from libra.sim.simulated_trajectory import SimulatedTrajectory
@@ -45,63 +65,61 @@ def write_simulated_run(directory, workload, engines, steps, ordering, options, 
     directory.mkdir(parents=True)
     (directory / "config.resolved.yaml").write_text(dump_config(config_from_dict(config)))
     found = _events(simulator, engines, steps if declares else {})
-    lines = sorted(found, key=lambda line: (line["t_s"], line.pop("_rank")))
-    with (directory / "events.jsonl").open("w") as log:
-        for line in lines:
-            log.write(json.dumps({"schema": SCHEMA, "run": workload.name, **line}) + "\n")
+    lines = [line for _, line in sorted(found, key=lambda ranked: (ranked[1].t_s, ranked[0]))]
+    (directory / "events.jsonl").write_text("".join(to_json(line) + "\n" for line in lines))
     _store(directory, workload, lines, simulator, {spec.name: spec for spec in engines})
     return outcome
 
 
-Line = dict[str, Any]
+Ranked = tuple[int, Line]
+"""A line of the log; the rank orders lines of one instant."""
 
 
-def _line(rank: int, name: str, t_s: float, **fields: Any) -> Line:
-    """A line of the log; ``_rank`` orders those of one instant."""
-    return {"name": name, "t_s": t_s, **fields, "_rank": rank}
+def _line(rank: int, t_s: float, fact: Fact) -> Ranked:
+    return rank, Line("emulated", t_s, fact)
 
 
-def _events(simulator, engines, steps):
+def _events(simulator, engines, steps) -> Iterator[Ranked]:
     """The log of what a simulation did."""
     record, commit_s = simulator.record, simulator.options.commit_s
-    yield _line(0, "run_started", 0.0, epoch=0, eta=0, family="")
+    yield _line(0, 0.0, RunStarted(0, 0, len(record.gate_s), 1, "", ""))
     for spec in engines:
         if spec.name in steps:
             measured = {name: getattr(steps[spec.name], name) for name in StepSeconds.__dataclass_fields__}
-            yield _line(
-                1, "engine_declared", 0.0, worker=spec.name, engine="transformers", bucket=spec.bucket, model="emulated",
-                kv_tokens=spec.tables.kv_capacity_tokens, kv_bytes=0, kv_token_bytes=0, slots=spec.slots, tp=spec.tp, **measured,
-            )  # fmt: skip
-    yield _line(2, "version_published", 0.0, version=0)
+            kv = spec.tables.kv_capacity_tokens
+            fact = EngineDeclared(
+                spec.name, "transformers", spec.bucket, "emulated", kv, 0, 0, spec.slots, spec.tp, **measured
+            )
+            yield _line(1, 0.0, fact)
+    yield _line(2, 0.0, VersionPublished(0))
     for iteration, at_s in record.gate_s.items():
-        yield _line(3, "gate_parked", 0.0, iteration=iteration)
-        yield _line(3, "gate_opened", at_s, iteration=iteration)
+        yield _line(3, 0.0, GateParked(iteration))
+        yield _line(3, at_s, OpenGate(iteration, ""))
     for batch, at_s in record.iteration_s.items():
         last_s = max(done for (iteration, _), done in record.group_s.items() if iteration == batch)
-        members = sorted(place for place in record.group_s if place[0] == batch)
-        yield _line(3, "batch_opened", last_s + commit_s, batch=batch, members=members)
-        yield _line(3, "step_finished", at_s, step=batch)
-        yield _line(3, "version_published", at_s, version=batch + 1)
+        members = tuple(sorted(place for place in record.group_s if place[0] == batch))
+        yield _line(3, last_s + commit_s, OpenBatch(batch, members, ""))
+        yield _line(3, at_s, StepFinished(batch, 0.0, 0.0))
+        yield _line(3, at_s, VersionPublished(batch + 1))
     for (iteration, group), at_s in record.group_s.items():
-        yield _line(3, "group_committed", at_s + commit_s, split="train", iteration=iteration, group=group)
+        yield _line(3, at_s + commit_s, GroupCommitted("train", iteration, group, 0, None, {}))
     for given in record.dispatched:
-        where = {"key": given.key, "phase": str(given.phase), "quantum": given.quantum, "worker": given.worker}
-        yield _line(6, "quantum_dispatched", given.at_s, **where)
+        fact = QuantumDispatched(given.key, given.phase, given.worker, given.quantum, (), given.reason, True)
+        yield _line(6, given.at_s, fact)
     yield from _told(simulator)
 
 
-def _told(simulator: RecordedSimulator) -> Iterator[Line]:
+def _told(simulator: RecordedSimulator) -> Iterator[Ranked]:
     """What the policy was told."""
     where = {(given.key, given.quantum): given.worker for given in simulator.record.dispatched}
     quanta: dict[str, int] = {}
     homes: dict[str, str] = {}
     for at_s, event in simulator.told:
         match event:
-            case WorkerCapacity():
-                fields = {name: getattr(event, name) for name in WorkerCapacity.__struct_fields__}
-                yield _line(1, "worker_capacity", at_s, **fields)
-            case TrajectoryParked(key=key, phase=phase, quanta=number):
-                yield _line(5, "trajectory_parked", at_s, key=key, phase=str(phase), quanta=number)
+            case WorkerCapacity() | WorkerWithdrawn():
+                yield _line(1, at_s, event)
+            case TrajectoryParked():
+                yield _line(5, at_s, event)
             case QuantumFinished(key=key, phase=phase):
                 inline = phase is Phase.ROLLOUT and bool(event.status)
                 number = quanta.get(key, 0)
@@ -109,24 +127,19 @@ def _told(simulator: RecordedSimulator) -> Iterator[Line]:
                 worker = where.get((key, number)) or homes[key]  # one that goes on has no dispatch
                 if phase is Phase.ROLLOUT:
                     homes[key] = worker
-                yield _line(
-                    4, "quantum_finished", at_s, key=key, phase=str(phase), quantum=number, tokens=event.tokens,
-                    tool=event.tool, status=event.status, payload_tokens=event.payload_tokens, latency_s=event.latency_s,
-                    worker=worker, end="",
-                )  # fmt: skip
+                yield _line(4, at_s, msgspec.structs.replace(event, quantum=number, worker=worker))
             case QuantumStarted(key=key, phase=phase):
-                more = {"key": key, "phase": str(phase), "quantum": quanta[key], "worker": event.worker}
-                yield _line(5, "quantum_continued", at_s, **more)
-            case TrajectoryEnded(key=key):
-                yield _line(4, "trajectory_ended", at_s, key=key, completed=True)
+                yield _line(5, at_s, QuantumContinued(key, phase, event.worker, quanta[key]))
+            case TrajectoryEnded():
+                yield _line(4, at_s, event)
 
 
 def _store(directory, workload, lines, simulator, engines):
     """The trajectories, with the seconds that engines and tools took of each turn."""
-    taken: dict[str, list[tuple[float, str]]] = {}
-    for line in lines:
-        if line["name"] == "quantum_finished" and line["phase"] == Phase.ROLLOUT:
-            taken.setdefault(line["key"], []).append((line["latency_s"], line["worker"]))
+    taken: dict[str, list[tuple[float, str, int]]] = {}
+    for _, _, fact in lines:
+        if type(fact) is QuantumFinished and fact.phase is Phase.ROLLOUT:
+            taken.setdefault(fact.key, []).append((fact.latency_s, fact.worker, fact.tokens))
     with TrajectoryStore.create(directory / "trajectories.zarr") as store:
         for iteration in sorted({plan.iteration for plan in workload.trajectories}):
             rows = []
@@ -137,8 +150,14 @@ def _store(directory, workload, lines, simulator, engines):
 
 
 def _trajectory(plan, taken, cached, engines, around):
-    rows, context = [], plan.prompt_tokens
-    for index, (turn, (latency_s, worker), there) in enumerate(zip(plan.turns, taken, cached, strict=True)):
+    rows, context, parts = [], plan.prompt_tokens, iter(zip(taken, cached, strict=True))
+    for index, turn in enumerate(plan.turns):
+        (latency_s, worker, tokens), there = next(parts)
+        while (
+            tokens < turn.new_tokens
+        ):  # `rollout.chunk_tokens`: a part that goes on is a quantum with its own overhead
+            (more_s, worker, new), _ = next(parts)
+            latency_s, tokens = latency_s + more_s - engines[worker].overhead.worker_s[0], tokens + new
         inline_s = turn.tool_s if turn.status != NO_TOOL and turn.tool in around.inline_tools else 0.0
         rows.append(
             {

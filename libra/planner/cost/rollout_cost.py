@@ -32,20 +32,10 @@ TRACE_COLUMNS = ("task", "sample", "turn", "prompt_tokens", "completion_tokens")
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryTotals:
-    """Totals of n trajectories, one entry each.
+    """Totals of n trajectories, one entry each, (n,).
 
-    Attributes
-    ----------
-    prompt_tokens : (n,) array
-        Before the first turn.
-    generated_tokens : (n,) array
-        Sampled by the model, over all turns.
-    observation_tokens : (n,) array
-        Added to the context by tools, over all turns.
-    num_turns : (n,) array
-        Generations; at least 1.
-    tool_wait_s : (n,) array
-        Seconds of all tool calls together.
+    Context before the first turn, tokens sampled and tokens added by tools over all turns, generations (at least 1), and
+    seconds of all tool calls together.
     """
 
     prompt_tokens: Array
@@ -59,13 +49,9 @@ class TrajectoryTotals:
         for name in (field.name for field in fields(self)):
             values, least = getattr(self, name), 1 if name == "num_turns" else 0
             if values.shape != shape or values.ndim != 1 or not len(values):
-                raise ConfigError(
-                    f"workload.{name}: got shape {values.shape}; allowed is one number per trajectory, {shape}"
-                )
+                raise ConfigError(f"workload.{name}: got shape {values.shape}; give one number per trajectory, {shape}")
             if not (np.all(np.isfinite(values)) and values.min() >= least):
-                raise ConfigError(
-                    f"workload.{name}: got {values.min()}; allowed are finite numbers of at least {least}"
-                )
+                raise ConfigError(f"workload.{name}: got {values.min()}; give finite numbers of at least {least}")
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
@@ -163,20 +149,18 @@ class ManySeconds(EngineSeconds, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutCost:
-    """Costs of trajectories on engines of one tensor-parallel degree.
+    """Costs of trajectories on engines of one tensor-parallel degree, each array (n,).
 
     Attributes
     ----------
-    engine_s : (n,) array
+    engine_s : array
         Seconds of an engine that each trajectory takes at ``concurrency``.
-    alone_s : (n,) array
+    alone_s : array
         Seconds from its start to its end on an engine of its own; tools included.
-    concurrency : float
-        Sequences an engine decodes at once.
-    max_concurrency : float
-        The largest ``concurrency`` that KV holds.
-    fits : (n,) array of bool
-        Whether the trajectory, at its longest, fits into an engine's KV; this degree cannot generate one that does not.
+    concurrency, max_concurrency : float
+        Sequences that an engine decodes at once, and the most that its KV holds.
+    fits : array of bool
+        Whether the trajectory, at its longest, fits into an engine's KV; else this degree cannot generate it.
     """
 
     engine_s: Array
@@ -195,20 +179,8 @@ def rollout_cost(
 ) -> RolloutCost:
     """The cost of each trajectory on an engine that keeps the KV of trajectories whose tools run.
 
-    Parameters
-    ----------
-    totals : TrajectoryTotals
-    engine : ManySeconds
-        E.g. `libra.hardware.engine_seconds`.
-    concurrency : float, optional
-        Sequences decoding at once. None: as many as KV and ``max_sequences`` allow, at most all trajectories.
-    max_sequences : int
-        The engine's own limit.
-
-    Raises
-    ------
-    ConfigError
-        ``concurrency`` does not fit, or is not above 0.
+    ``concurrency`` sequences decode at once: by default as many as KV and ``max_sequences`` (the engine's own limit) allow,
+    at most all trajectories. ConfigError if it does not fit, or is not above 0.
     """
     context, generated = totals.mean_context_tokens, totals.generated_tokens
     prefill_s = _prefill_s(totals, engine)
@@ -218,7 +190,7 @@ def rollout_cost(
     chosen = max(1.0, min(allowed, float(len(totals)))) if concurrency is None else float(concurrency)
     if concurrency is not None and not 0 < concurrency <= max(allowed, 1.0):
         raise ConfigError(
-            f"concurrency: got {concurrency} with tp={engine.tp}; allowed is above 0 and at most {allowed:.1f}: "
+            f"concurrency: got {concurrency} with tp={engine.tp}; give a number above 0 and at most {allowed:.1f}: "
             f"KV of {engine.kv_capacity_tokens:,} tokens and {max_sequences} sequences hold no more at {mean_context:,.0f} tokens"
         )
     base_s = float(engine.decode_steps_s(chosen, 0.0))

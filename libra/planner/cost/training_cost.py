@@ -3,8 +3,7 @@
 1. Every token of the batch is computed once per pass; packing wastes ``padding_frac`` of the rows and nothing else.
 2. Bytes of a GPU are counted per GPU (`libra.planner.cost.training_memory`): what FSDP2 shards is divided by the number of
    GPUs once; what data parallel replicates is not divided.
-3. A step that does not fit is returned as such (``fits`` is false, and ``headroom_bytes`` says by how much), never as a
-   smaller step.
+3. A step that does not fit is returned as such (``fits`` is false, ``headroom_bytes`` negative), never as a smaller one.
 
 Tensor, pipeline and expert parallel training are not modelled; they would be values of `Layout.kind`.
 """
@@ -27,26 +26,18 @@ BACKWARD_OVER_FORWARD = 2.0
 """Seconds of a backward pass over a forward pass: each product has two, for its input and for its weight.
 
 Measured for Llama-3-8B on a GH200 without tensor parallelism: 1.97 (eth-easl/sailor, MIT)."""
+OVERLAP_FRAC = 0.5
+"""Share of FSDP2's communication that hides behind computation; data parallel sums after the last micro-batch."""
+HOST_BYTES_PER_S = 20.0e9
+"""One direction of PCIe 4.0 x16 as reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingCost:
     """One training step on ``num_gpus``.
 
-    Attributes
-    ----------
-    num_gpus : int
-    step_s : float
-        The sum of the four below.
-    forward_backward_s, logprobs_s, communication_s, optimizer_s : float
-        Computation of the update; forward passes before it; communication that computation does not hide; optimizer and
-        offload.
-    memory_bytes : float
-        Of the fullest GPU.
-    headroom_bytes : float
-        Free memory of that GPU; negative if the step does not fit.
-    memory_parts_bytes : dict
-        The memory by what it holds.
+    ``step_s`` is the sum of the four seconds after it: computation of the update, forward passes before it, communication
+    that computation does not hide, optimizer with offload. Memory is the fullest GPU's; ``headroom_bytes`` are free there.
     """
 
     num_gpus: int
@@ -74,23 +65,14 @@ def training_cost(
     *,
     forward_s: Array | None = None,
 ) -> TrainingCost:
-    """Seconds and bytes of one step over whole sequences.
+    """Seconds and bytes of one step over whole sequences of these lengths (n,), prompts included, on so many data-parallel
+    ranks.
 
-    Parameters
-    ----------
-    gpu : GPU
-    shape : ModelShape
-    sequence_tokens : (n,) array
-        Length of each sequence of the batch, prompt included.
-    num_gpus : int
-        Data-parallel ranks.
-    layout : Layout, optional
-    forward_s : (n,) array, optional
-        `sequences_s` of the same arguments, computed once for many numbers of GPUs.
+    ``forward_s`` is `sequences_s` of the same arguments, computed once for many numbers of GPUs.
     """
     layout = layout or Layout()
     if num_gpus < 1:
-        raise ConfigError(f"num_gpus: got {num_gpus}; allowed is at least 1")
+        raise ConfigError(f"num_gpus: got {num_gpus}; give at least 1")
     if gpu.gpus_per_node < num_gpus and num_gpus % gpu.gpus_per_node:
         nodes = -(-num_gpus // gpu.gpus_per_node)
         raise ConfigError(
@@ -104,7 +86,7 @@ def training_cost(
     update = layout.epochs * forward * (1.0 + again + BACKWARD_OVER_FORWARD)
     logprobs = forward * (layout.recompute_logprobs + layout.reference)
     communication = _communication_s(gpu, shape, sequence_tokens, num_gpus, layout)
-    hidden = min(layout.overlap_frac * communication, update + logprobs) if layout.kind == "fsdp2" else 0.0
+    hidden = min(OVERLAP_FRAC * communication, update + logprobs) if layout.kind == "fsdp2" else 0.0
     optimizer = _optimizer_s(gpu, shape, num_gpus, layout)
     parts = memory_parts_bytes(shape, sequence_tokens, num_gpus, layout)
     memory = sum(parts.values())
@@ -164,7 +146,7 @@ def _optimizer_s(gpu: GPU, shape: ModelShape, num_gpus: int, layout: Layout) -> 
     moved = sharded * (2 * layout.optimizer_bytes + layout.grad_bytes + layout.weight_bytes)
     seconds = moved / (0.8 * gpu.memory_bytes_per_s)
     if layout.offload:
-        seconds += 2 * sharded * layout.optimizer_bytes / layout.host_bytes_per_s
+        seconds += 2 * sharded * layout.optimizer_bytes / HOST_BYTES_PER_S
     return layout.optimizer_steps * seconds
 
 

@@ -5,11 +5,11 @@ The fullest moment of a step of `libra.train.replica` counts::
     standing   weights, optimizer states, gradients of micro-batches before, a reference model, a backup
     head       + what every layer has kept, logits of a chunk, and the gradient of the output matrix
     layer      + what layers have kept and one layer's gradient in progress (checkpointing: that layer recomputed)
-    embedding  + all gradients, and twice that of an embedding that is also the head
+    embedding  + all gradients, and once more the gradient of an embedding that is also the head
     reduce     + all gradients, and the bucket in which they are summed (ddp) or the last of them before it is cut (fsdp2)
     publish    standing + all weights on the host, where they are in shards (fsdp2)
 
-What a layer keeps is counted from the autograd graph of transformers' Llama and Qwen decoders with torch's scaled dot product
+A layer keeps what the autograd graph of transformers' Llama and Qwen decoders holds with torch's scaled dot product
 attention: norms work in float32 and keep that copy. No term is fitted.
 
 Symbols: P parameters, V vocabulary, H hidden size, F feed-forward size, Q and K width of all query and all key heads.
@@ -41,7 +41,7 @@ class Layout:
     reference : bool
         One additional forward pass for a frozen reference model, whose weights are held whole on each GPU.
     offload : bool
-        For fsdp2: shards are in the host's memory and are transferred at ``host_bytes_per_s``.
+        For fsdp2: shards are in the host's memory and are transferred over PCIe.
     micro_batch_tokens : int
         Tokens of one forward pass on one GPU.
     max_row_tokens : int
@@ -55,20 +55,14 @@ class Layout:
         Passes over the batch.
     minibatches : int
         Optimizer steps per pass.
-    weight_bytes : int
-        Of a weight in forward and backward passes.
-    master_bytes : int or None
-        Of the optimizer's copy of it. None: it updates the weights themselves.
+    weight_bytes, master_bytes : int, int or None
+        A weight in forward and backward passes, and the optimizer's copy of it (None if it updates the weights).
     on_cpu : bool
         Training workers without a GPU.
     runtime_bytes : float
         Bytes held besides tensors: the driver's context, NCCL's buffers, what the allocator cannot use.
     padding_frac : float
         Share of the rows that is padding.
-    overlap_frac : float
-        Share of FSDP2's communication that hides behind computation; data parallel sums after the last micro-batch.
-    host_bytes_per_s : float
-        One direction of PCIe 4.0 x16 as reached.
     """
 
     kind: LayoutKind = "fsdp2"
@@ -88,8 +82,6 @@ class Layout:
     on_cpu: bool = False
     runtime_bytes: float = 2.0e9
     padding_frac: float = 0.03
-    overlap_frac: float = 0.5
-    host_bytes_per_s: float = 20.0e9
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(LayoutKind):
@@ -99,10 +91,8 @@ class Layout:
             )
         if min(self.micro_batch_tokens, self.logit_chunk_tokens, self.epochs, self.minibatches) < 1:
             raise ConfigError("layout: micro_batch_tokens, logit_chunk_tokens, epochs and minibatches are at least 1")
-        if not (0 <= self.padding_frac < 1 and 0 <= self.overlap_frac <= 1):
-            raise ConfigError(
-                f"layout: padding_frac {self.padding_frac} and overlap_frac {self.overlap_frac} are shares"
-            )
+        if not 0 <= self.padding_frac < 1:
+            raise ConfigError(f"layout: padding_frac {self.padding_frac} is a share below 1")
 
     def shards(self, num_gpus: int) -> int:
         """Workers that weights, gradients and optimizer states are sharded over; 1: each has them all."""
@@ -127,24 +117,15 @@ class Layout:
 BUCKET_BYTES = 64 * 2**20
 """`libra.train.replica_group`: gradients are summed in buckets of this size, or one tensor."""
 WIDE_BYTES = 4
-"""float32: norms, log-probabilities and sums are kept in it, whatever the dtype of the weights."""
+"""float32: norms, log-probabilities and sums are always kept in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSize:
-    """The forward pass that takes most memory.
+    """The forward pass that takes most memory: rows, their width with padding, and tokens that are scored.
 
-    Attributes
-    ----------
-    rows, row_tokens : float
-        Rows and their width, padding included.
-    action_tokens : float
-        Tokens that are scored.
-    masked : bool
-        Rows hold several sequences, so that attention uses a mask of row_tokens x row_tokens.
-    first_of : float
-        Micro-batches of one optimizer step on this worker; from the second one on, gradients of the earlier ones are in
-        memory.
+    ``masked``: rows hold several sequences, so attention has a mask of row_tokens x row_tokens. ``first_of`` counts the
+    micro-batches of one optimizer step here; from the second one on, gradients of earlier ones are in memory.
     """
 
     rows: float
