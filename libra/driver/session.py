@@ -36,11 +36,10 @@ from libra.graph.batch_nodes import batch_numbers
 from libra.graph.evaluation_nodes import read_evaluation
 from libra.graph.iteration import Score, evaluation_graph, node, on, restored
 from libra.graph.training_nodes import pause_reason
-from libra.observe.metrics import MetricsLog, read_metrics
+from libra.observe.metrics import EVERY, MetricsLog, Trackers, read_metrics, sample_texts
 from libra.observe.progress import RunProgress
 from libra.observe.start_stages import StartStages
-from libra.observe.token_text import load_decode
-from libra.observe.trackers import EVERY, Trackers, sample_texts
+from libra.observe.trajectory_view import load_decode
 from libra.store.run_records import read_batch_facts, run_here
 from libra.types import FailureClass
 from libra.worker.batch_rows import members_of

@@ -53,6 +53,7 @@ ENVIRONMENT: Final = Environment(
 )  # fmt: skip
 ENVIRONMENT.filters |= {"duration": duration, "percent": percent}
 ENVIRONMENT.globals |= {"STATES": STATES, "BUSY": BUSY, "COLORS": STATE_COLORS}
+STYLESHEET: Final = ENVIRONMENT.get_template("style.css").render()
 _SHARED: Final[Any] = ENVIRONMENT.get_template("shared.html").module
 
 

@@ -1,22 +1,299 @@
-"""Metrics of a run by step: ``metrics.jsonl`` in the run directory, and trackers (`libra.observe.trackers`).
+"""Metrics of a run by step: ``metrics.jsonl`` in the run directory, and trackers such as TensorBoard.
 
-1. A step's line is on disk when `MetricsLog.write` returns; the JSON lines are the record, trackers have views of it.
+1. A step's line is on disk when `MetricsLog.write` returns; trackers show a view of the same numbers.
 2. Every line holds ``step``, ``wall_time_s`` (seconds since the Unix epoch) and the values; NaN and infinity are null.
+3. A tracker never ends a run: its first error is one warning, and it gets nothing more.
+4. Trackers write into the run directory. Nothing leaves the machine unless their own environment variables request it
+   (``WANDB_MODE=online``, ``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL``).
+5. Each start of a run is a new run in Weights & Biases and MLflow, under the run's name; in the others it continues.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import json
+import logging
 import math
+import os
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Protocol, Self
 
-from libra.errors import StoreError
-from libra.observe.trackers import Trackers
+from libra.errors import ConfigError, StoreError
+from libra.observe.trajectory_view import Decode
 from libra.store.line_log import LineLog, read_lines
+from libra.types import Trajectory
+from libra.untrusted import shown
+
+logger = logging.getLogger(__name__)
+
+PROJECT: Final = "libra"
+SECTIONS: Final = ("run", "model", "environment", "rollout", "trainer", "policy", "evaluation")
+"""Sections of the configuration whose settings trackers get."""
+
+EVERY: Final = 10
+"""Iterations from one sample to the next; the last one has a sample too."""
+MAX_CHARS: Final = 6000
+Setting = bool | int | float | str
+
+
+class Tracker(Protocol):
+    """One tracker of one start of a run."""
+
+    def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None: ...
+
+    def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
+        """Numbers of a step; NaN and infinity are possible."""
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Texts by name."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class TensorBoard:
+    """TensorBoard's event files in ``RUN/tensorboard``."""
+
+    def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._writer: Any = SummaryWriter(str(directory / "tensorboard"))  # type: ignore[no-untyped-call]
+        for part in hparams(dict(settings), {})[:2]:  # type: ignore[no-untyped-call]  # the third says that it has ended
+            self._writer.file_writer.add_summary(part)  # type: ignore[attr-defined]
+
+    def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, wall_time_s)
+        self._writer.flush()
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        for name, text in texts.items():
+            self._writer.add_text(name, "\n".join(f"    {line}" for line in text.split("\n")), step)  # code in Markdown
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Weights & Biases, offline in ``RUN/wandb`` unless ``WANDB_MODE`` says otherwise; ``wandb sync`` sends it later."""
+
+    def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT), name=run, group=run, dir=directory, config=dict(settings),
+            mode=os.environ.get("WANDB_MODE", "offline"), reinit="create_new",  # type: ignore[arg-type]
+            settings=wandb.Settings(silent=True, console="off"),
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="step")  # an evaluation has the step of the next iteration
+
+    def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        pages = {name: self._wandb.Html(f"<pre>{escape(text)}</pre>") for name, text in texts.items()}
+        self._run.log({"step": step, **pages})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """MLflow at ``MLFLOW_TRACKING_URI``, or in ``RUN/mlflow/mlflow.db`` (``mlflow ui --backend-store-uri sqlite:///...``)."""
+
+    def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self._metric = Metric
+        place, uri = directory / "mlflow", os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            place.mkdir(exist_ok=True)
+        self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{(place / 'mlflow.db').absolute()}")
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        known = self._client.get_experiment_by_name(name)
+        files = None if uri else (place / "artifacts").absolute().as_uri()
+        experiment = known.experiment_id if known else self._client.create_experiment(name, artifact_location=files)
+        self._id = self._client.create_run(experiment, run_name=run).info.run_id
+        params = [Param(name, str(value)[:6000]) for name, value in settings.items()]
+        for first in range(0, len(params), 100):
+            self._client.log_batch(self._id, params=params[first : first + 100])
+
+    def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
+        at_ms = int(1000 * wall_time_s)
+        known = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in values.items() if math.isfinite(value)}
+        self._client.log_batch(
+            self._id, metrics=[self._metric(name, value, at_ms, step) for name, value in known.items()]
+        )
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        for name, text in texts.items():
+            self._client.log_text(self._id, text, f"{name}/step-{step:06d}.txt")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class Trackio:
+    """trackio, in ``TRACKIO_DIR`` or ``RUN/trackio``."""
+
+    def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str((directory / "trackio").absolute()))
+        with contextlib.redirect_stdout(io.StringIO()):  # the terminal is the run's
+            import trackio
+
+            self._trackio = trackio
+            self._run = trackio.init(
+                project=PROJECT, name=run, config=dict(settings), resume="allow", embed=False, auto_log_gpu=False,
+                auto_log_cpu=False,
+            )  # fmt: skip
+
+    def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
+        self._run.log({name: value for name, value in values.items() if math.isfinite(value)}, step=step)
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self._run.log({name: self._trackio.Markdown(f"```\n{text}\n```") for name, text in texts.items()}, step=step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._trackio.finish()  # the run's own would leave it current, to be ended again at exit
+
+
+TRACKERS: Final[Mapping[str, type[Tracker]]] = {
+    "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "trackio": Trackio,
+}  # fmt: skip
+"""By the names of ``observe.trackers``, and TensorBoard."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """ConfigError if one of these trackers is not installed, with what to type."""
+    for name in names:
+        needed = [name, "sqlalchemy"] if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") else [name]
+        if any(importlib.util.find_spec(module) is None for module in needed):
+            raise ConfigError(
+                f"observe.trackers: {name} is not installed in this environment; type: pip install {name}, or leave it out of "
+                "observe.trackers"
+            )
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Setting]:
+    """Settings of a configuration as plain values by dotted name; those that are not set are left out."""
+    found: dict[str, Setting] = {}
+    for section in SECTIONS:
+        values = config.get(section)
+        for name, value in (values if isinstance(values, Mapping) else {}).items():
+            if value is not None:
+                found[f"{section}.{name}"] = value if isinstance(value, Setting) else str(value)
+    return found
+
+
+class Trackers:
+    """The open trackers of a start of a run.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Of `TRACKERS`, each installed.
+    directory : Path
+        The run directory.
+    run : str
+        Its name.
+    config : mapping
+        Its configuration as plain values.
+    """
+
+    def __init__(self, names: Sequence[str], directory: Path, run: str, config: Mapping[str, Any]) -> None:
+        self._open: dict[str, Tracker] = {}
+        settings = settings_of(config)
+        for name in dict.fromkeys(names):
+            self._try(name, self._begin, name, directory, run, settings)
+
+    def _begin(self, name: str, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
+        self._open[name] = TRACKERS[name](directory, run, settings)
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
+        """Numbers of a step, by their names in ``metrics.jsonl``."""
+        named = {grouped(name): value for name, value in values.items()}
+        for name, tracker in list(self._open.items()):
+            self._try(name, tracker.numbers, step, wall_time_s, named)
+
+    def texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Texts by name, e.g. ``samples/best``; they must act on no reader."""
+        for name, tracker in list(self._open.items()):
+            self._try(name, tracker.texts, step, texts)
+
+    def close(self) -> None:
+        """Close all; a second call does nothing."""
+        for name, tracker in list(self._open.items()):
+            self._try(name, tracker.close)
+        self._open.clear()
+
+    def _try(self, name: str, call: Callable[..., object], *given: object) -> None:
+        try:
+            call(*given)
+        except Exception as error:  # noqa: BLE001  the boundary to other libraries: none of them may end a run
+            first = (str(error).strip() or "no message").splitlines()[0]
+            logger.warning("%s gets nothing more of this run: %s: %s", name, type(error).__name__, first[:300])
+            self._open.pop(name, None)
+
+
+# ---------------------------------------------------------------- names and texts
+
+_RENAMED: Final = {
+    "reward": "reward/mean", "frac_reward_zero_std": "reward/frac_zero_std",
+    "groups_without_signal": "reward/groups_without_signal",
+    "evaluation/reward": "reward/held_out", "evaluation/wall_s": "time/evaluation_s", "lag": "lag/mean", "version": "lag/version",
+    "failures": "failures/all", "left_out": "failures/left_out", "resampled": "failures/tried_again",
+}  # fmt: skip
+_PREFIXES: Final = (
+    ("evaluation/reward/", "reward/held_out_by/"), ("evaluation/", "reward/held_out_"), ("reward_", "reward/"), ("lag_", "lag/"),
+    ("mismatch_", "lag/mismatch_"), ("failures/", "failures/"), ("resampled/", "failures/tried_again_"), ("forecast_", "forecast/"),
+    ("plan/", "plan/"), ("late_", "late/"), ("sessions_", "sessions/"),
+)  # fmt: skip
+
+
+def grouped(name: str) -> str:
+    """The name of a metric of ``metrics.jsonl`` in its group; seconds are in ``time/``, and what has no group in ``train/``."""
+    if name in _RENAMED:
+        return _RENAMED[name]
+    for prefix, group in _PREFIXES:
+        if name.startswith(prefix):
+            return group + name.removeprefix(prefix)
+    return f"time/{name}" if name.endswith("_s") else f"train/{name}"
+
+
+def sample_texts(trajectories: Sequence[Trajectory], decode: Decode) -> dict[str, str]:
+    """Texts of the best and the worst of these, as ``samples/best`` and ``samples/worst``."""
+    from libra.observe.inspect import headline  # imports zarr, which the start does without
+
+    graded = sorted((each for each in trajectories if each.reward == each.reward), key=lambda each: each.reward)
+    if not graded:
+        return {}
+    chosen = {"samples/best": graded[-1], "samples/worst": graded[0]}
+    return {name: f"{shown(headline(each))}\n\n{_text(each, decode)}" for name, each in chosen.items()}
+
+
+def _text(trajectory: Trajectory, decode: Decode) -> str:
+    words = shown(decode(trajectory.token_ids.tolist()))
+    return words if len(words) <= MAX_CHARS else f"{words[:MAX_CHARS]} ... (cut here)"
+
 
 _RESERVED = ("step", "wall_time_s")
 

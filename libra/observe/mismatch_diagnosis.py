@@ -20,7 +20,7 @@ from typing import Any, Final
 from libra.config.trainer import FEWEST_MISMATCH_TOKENS
 from libra.errors import ConfigError, ModelError, StoreError
 from libra.observe.run_directory import check_run_directory, finite, read_config, setting
-from libra.observe.token_text import Decode, load_decode
+from libra.observe.trajectory_view import Decode, load_decode
 from libra.seals import unseal
 from libra.store.event_log import EventReader
 from libra.store.trajectory_store import TrajectoryStore

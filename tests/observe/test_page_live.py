@@ -12,7 +12,7 @@ from made_events import worker_times
 from libra import facts, keys
 from libra.config import config_from_dict
 from libra.facts import STREAM_OP, QuantumFinished, from_dict, pack
-from libra.observe.snapshots import numbers
+from libra.observe.page_snapshots import numbers
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.store.event_log import read_events
 from libra.types import Phase

@@ -14,9 +14,8 @@ from tokenizers import Tokenizer, decoders, models
 from factories import trajectory
 from libra import facts
 from libra.hardware.gpus import load_prices
-from libra.observe.report import write_report
-from libra.observe.report.page import SECTIONS
-from libra.observe.report.where_time import coarse
+from libra.observe.report import SECTIONS, write_report
+from libra.observe.report.plots import coarse
 from libra.store.event_log import EventLog
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import EndReason, FailureClass, Phase, Prompt

@@ -15,11 +15,10 @@ from typing import Any, Final
 
 from libra import facts
 from libra.facts import Fact, Line, kinds, said
-from libra.observe.timeline.places import Places
-from libra.observe.timeline.states import busy_frac
+from libra.observe.timeline.states import Places, busy_frac
 from libra.observe.timeline.steps import OF_MEASURES, OF_STEPS, Steps
-from libra.observe.timeline.workers import HANDLERS as OF_WORKERS
-from libra.observe.timeline.workers import WorkerTimes
+from libra.observe.timeline.worker_times import HANDLERS as OF_WORKERS
+from libra.observe.timeline.worker_times import WorkerTimes
 from libra.types import Phase
 from libra.untrusted import shown_line
 
@@ -120,7 +119,7 @@ class Timeline:
     # ---------------------------------------------------------------- reading
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
-        """What `libra.observe.snapshots` lists, as far as events tell it; JSON-able."""
+        """What `libra.observe.page_snapshots` lists, as far as events tell it; JSON-able."""
         ended = sorted(self._ended.items())
         total = [sum(slots) for slots in zip(*self._capacity.values(), strict=True)] or [0, 0]
         return {

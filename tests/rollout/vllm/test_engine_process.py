@@ -45,7 +45,9 @@ def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path):
     def shared(processes):
         """What these processes map of /dev/shm: another test's engine may be running."""
         maps = (each.path for process in processes for each in process.memory_maps())
-        return {path for path in maps if path.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")) and Path(path).exists()}
+        return {
+            path for path in maps if path.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")) and Path(path).exists()
+        }
 
     async def body():
         await engine.start()

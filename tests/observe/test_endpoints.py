@@ -7,8 +7,7 @@ import re
 import pytest
 from tornado.httpclient import AsyncHTTPClient
 
-from libra.observe.page import attach_page
-from libra.observe.prometheus import METRICS
+from libra.observe.endpoints import METRICS, attach_page
 
 EXPOSED = {metric.name + ("_total" if metric.kind == "counter" else ""): metric for metric in METRICS}
 

@@ -22,8 +22,7 @@ from typing import Any, Final
 
 from libra import facts
 from libra.facts import Fact
-from libra.observe.timeline.places import Places, Slot
-from libra.observe.timeline.states import AWAY, STATES, Kind, RunTime, WorkerClock, WorkerTime
+from libra.observe.timeline.states import AWAY, STATES, Kind, Places, RunTime, Slot, WorkerClock, WorkerTime
 from libra.types import Phase
 
 _NOT_TRAINING: Final = frozenset(STATES) - {"training"}
