@@ -1,10 +1,10 @@
-"""The page and the metrics that a scheduler serves: ``/libra`` as HTML, ``/libra/state.json``, Prometheus on ``/metrics``.
+"""The page and the metrics of a scheduler: ``/libra``, ``/libra/state.json`` and Prometheus'
+``/metrics``.
 
-Metrics have their names, units and labels in `METRICS`; the Grafana board (``configs/grafana_board.json``)
-uses them. Without ``prometheus_client`` (``pip install 'libra-rl[metrics]'``) Dask and Libra serve no metrics.
+`METRICS` declares each metric once; the Grafana board (``configs/grafana_board.json``) uses its
+names. Without ``prometheus_client`` (``pip install 'libra-rl[metrics]'``) Dask and Libra serve no
+metrics.
 
-Invariants
-----------
 1. All show what ``snapshots()`` returns (`libra.observe.page_snapshots`).
 2. Attaching twice leaves one page, fed by the latest ``snapshots``.
 3. Nothing here writes to the scheduler's state.
@@ -27,11 +27,12 @@ from libra.types import Phase
 logger = logging.getLogger(__name__)
 
 Sample = tuple[tuple[str, ...], float | None]
-"""Values of the labels after ``run``, and the number; None: there is none yet."""
+"""Values of the labels after ``run``, and the number (None if there is none yet)."""
 
 
 class Metric(NamedTuple):
-    """One metric. Its name ends with its unit; a counter's gets ``_total`` behind it. ``labels`` follow ``run``."""
+    """One metric; its name ends with its unit, a counter's also with ``_total``; ``run`` is the
+    first label."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -97,7 +98,8 @@ METRICS: Final = (
 
 
 class Collector:
-    """Gives the metrics of every run of the feed's newest snapshots, as Prometheus' client asks for them."""
+    """The metrics of every run in the feed's newest snapshots, in the form that Prometheus' client
+    reads."""
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
@@ -121,7 +123,6 @@ class Collector:
 
 
 def _sound(metric: Metric, snapshot: Mapping[str, Any]) -> list[tuple[list[str], float]]:
-    """Labels and numbers of one run; none where its snapshot lacks them, so that the others are served."""
     try:
         found = [([snapshot["run"], *labels], value) for labels, value in metric.samples(snapshot)]
         return [([str(label) for label in labels], float(value)) for labels, value in found if value is not None]
@@ -131,11 +132,11 @@ def _sound(metric: Metric, snapshot: Mapping[str, Any]) -> list[tuple[list[str],
 
 
 _collector: list[Collector] = []
-"""The one that is registered; the registry belongs to the process, which may have several schedulers in turn."""
+"""The registered collector. The registry belongs to the process, which may have several schedulers."""
 
 
 def export(feed: Feed) -> bool:
-    """Put the metrics on ``/metrics``, from this feed instead of an earlier one; False without ``prometheus_client``."""
+    """Serve the metrics of this feed on ``/metrics``; False without ``prometheus_client``."""
     try:
         from prometheus_client import REGISTRY
     except ImportError:
@@ -154,7 +155,8 @@ if TYPE_CHECKING:
 
 
 class StateHandler(RequestHandler):
-    """``GET /libra/state.json``: a JSON array of snapshots. Levels are strings, a number that is not finite is null."""
+    """``GET /libra/state.json``: a JSON array of snapshots; levels are strings, NaN and infinity
+    null."""
 
     def initialize(self, feed: Feed) -> None:
         self.feed = feed
@@ -166,18 +168,13 @@ class StateHandler(RequestHandler):
 
 
 def attach_page(scheduler: Scheduler, snapshots: Callable[[], list[Snapshot]], prefix: str = "") -> None:
-    """Serve the Libra page and its JSON from a scheduler's dashboard. Call it on the scheduler's event loop.
+    """Serve page, JSON and metrics from a scheduler's dashboard; call it on the scheduler's event
+    loop.
 
-    Without Bokeh, or with the dashboard switched off, there is no page but only the JSON, and the reason is logged.
-
-    Parameters
-    ----------
-    scheduler : Scheduler
-        One whose HTTP server has started.
-    snapshots : callable
-        Gives one snapshot per run. Called on the event loop, so it must be quick.
-    prefix : str
-        The scheduler's ``--dashboard-prefix``. Left empty, it is taken from the pages Dask already serves.
+    ``snapshots`` returns one snapshot per run; it runs on the event loop, so it must be quick.
+    ``prefix`` is the scheduler's ``--dashboard-prefix``; if empty, Dask's own pages provide it.
+    Without Bokeh, or with the dashboard off, only JSON and metrics are served, and the reason is
+    logged.
     """
     http = getattr(scheduler, "http_application", None)
     if http is None:
@@ -220,5 +217,4 @@ def attach_page(scheduler: Scheduler, snapshots: Callable[[], list[Snapshot]], p
 
 
 def _serve(document: Callable[..., None], feed: Feed, _scheduler: Scheduler, extra: dict[str, Any], doc: Any) -> None:
-    """Adapter to the arguments that Dask's BokehApplication passes."""
     document(feed, extra, doc)

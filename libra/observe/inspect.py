@@ -1,4 +1,4 @@
-"""`libra inspect RUN`: step through the trajectories of a run in the terminal, or print some of them, as text or JSON."""
+"""`libra inspect RUN`: trajectories of a run in the terminal, as text, JSON or HTML."""
 
 from __future__ import annotations
 
@@ -37,17 +37,11 @@ _HELP = "n next   p previous   t tokens on or off   q quit"
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which trajectories to show; None: any.
+    """The trajectories to show; a field that is None does not filter.
 
-    Attributes
-    ----------
-    index : int or None
-        Position in the store, from 0; negative counts from the end.
-    split, iteration, group, sample : str, int, int, int or None
-    failed : bool
-        Only trajectories with a failure class.
-    order : "best", "worst" or None
-        By reward, ungraded ones last; None: in the order of the store.
+    ``index`` is the position in the store (negative from the end); ``failed`` selects trajectories
+    with a failure class; ``order`` is ``best`` or ``worst`` by reward with ungraded ones last, or
+    None for the store's order.
     """
 
     index: int | None = None
@@ -96,32 +90,14 @@ def inspect_run(
     read_key: Callable[[], str] | None = None,
     **selection: Any,
 ) -> None:
-    """Show trajectories of a run, finished or running: those that are committed.
+    """Show the committed trajectories of a run, finished or running.
 
-    In a terminal it steps through them by keys; if stdin is not a terminal, or ``index``, ``as_json`` or a ``limit``
-    other than 1 is given, it prints the first ``limit`` of them.
+    In a terminal it steps through them by keys (``read_key``). If stdin is not a terminal, or with
+    ``index``, ``as_json`` or a ``limit`` other than 1, it prints the first ``limit``. ``tokens``
+    adds every token with text, log-probability and versions; ``html`` writes one page to that file
+    instead; ``selection`` are fields of `Selection`.
 
-    Parameters
-    ----------
-    tokens : bool
-        Also every token with text, log-probability and versions.
-    as_json : bool
-        One JSON object per line instead of text.
-    html : Path or None
-        Write the first ``limit`` of them to this file instead, as one page.
-    console : Console or None
-        Where to print; None: standard output.
-    read_key : callable or None
-        Returns the next key and makes stepping interactive; None: the terminal.
-    **selection
-        Fields of `Selection`.
-
-    Raises
-    ------
-    RunDirectoryError
-        ``run_dir`` holds no trajectories.
-    StoreError
-        The store cannot be read.
+    RunDirectoryError if ``run_dir`` holds no trajectories; StoreError if the store cannot be read.
     """
     run_dir, console, selected = Path(run_dir), console or Console(), Selection(**selection)
     store = TrajectoryStore.open(_store_path(run_dir))
@@ -187,7 +163,6 @@ class _Viewer:
         self.console.print(shown(told), highlight=False, markup=False)
 
     def _row(self, index: int) -> dict[str, Any]:
-        """Its columns, and what is known of a late reward."""
         row, run_dir = self.store.row(index), Path(self.store.path).parent
         trajectory = TrajectoryId(row["iteration"], row["group"], row["sample"], row["split"])
         large = [asdict(each) for each in observations_of(run_dir, str(trajectory))]
@@ -214,8 +189,11 @@ class _Viewer:
 
 
 def late_of(run_dir: Path, trajectory: TrajectoryId, trained: int) -> dict[str, Any]:
-    """The late reward of a trajectory that batch ``trained`` had: ``late_reward``, with ``late_batch`` and ``late_delay``, the
-    batch that it counts from and its age there in versions (None: no batch has taken it). Empty if none was delivered."""
+    """The late reward of a trajectory that batch ``trained`` had; empty if none was delivered.
+
+    ``late_batch`` is the batch from which ``late_reward`` counts, ``late_delay`` its age there in
+    versions; both are None while no batch has taken it.
+    """
     value = read_late(run_dir / "late", trajectory)
     if value is None:
         return {}
@@ -251,7 +229,6 @@ def _decode_or_ids(run_dir: Path, console: Console, *, quiet: bool) -> Decode | 
 
 
 def _with_nulls(value: Any) -> Any:
-    """NaN and infinities as None, as msgspec writes them."""
     if isinstance(value, Mapping):
         return {key: _with_nulls(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -267,7 +244,8 @@ _COLUMNS: Final = {
 
 
 def write_page(path: Path, store: TrajectoryStore, rows: Sequence[int], decode: Decode | None, title: str) -> None:
-    """Write the trajectories in these rows of the store to ``path``; ConfigError if that is impossible."""
+    """Write the trajectories in these rows of the store to ``path``; ConfigError if that is
+    impossible."""
     head = [piece("soft", "Prompts and tool returns are grey; the rest was generated.")]
     head += [_trajectory(store.trajectory(row), row, decode) for row in rows]
     page = render("report.html", title=title, head=Markup().join(head), sections=(), scripts="")

@@ -1,11 +1,12 @@
-"""Metrics of a run by step: ``metrics.jsonl`` in the run directory, and trackers such as TensorBoard.
+"""Metrics of a run by step: ``metrics.jsonl`` in the run directory, and trackers such as
+TensorBoard.
 
-1. A step's line is on disk when `MetricsLog.write` returns; trackers show a view of the same numbers.
-2. Every line holds ``step``, ``wall_time_s`` (seconds since the Unix epoch) and the values; NaN and infinity are null.
-3. A tracker never ends a run: its first error is one warning, and it gets nothing more.
-4. Trackers write into the run directory. Nothing leaves the machine unless their own environment variables request it
-   (``WANDB_MODE=online``, ``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL``).
-5. Each start of a run is a new run in Weights & Biases and MLflow, under the run's name; in the others it continues.
+1. A step's line is on disk when `MetricsLog.write` returns; trackers show the same numbers.
+2. A line holds ``step``, ``wall_time_s`` (Unix seconds) and values; NaN and infinity are null.
+3. A tracker never ends a run: after its first error, which is one warning, it gets nothing more.
+4. Trackers write into the run directory unless their environment variables name another place
+   (``WANDB_MODE=online``, ``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID``, ``TRACKIO_SERVER_URL``).
+5. Each start is a new run in Weights & Biases and MLflow; in the others the run continues.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         self._writer: Any = SummaryWriter(str(directory / "tensorboard"))  # type: ignore[no-untyped-call]
-        for part in hparams(dict(settings), {})[:2]:  # type: ignore[no-untyped-call]  # the third says that it has ended
+        for part in hparams(dict(settings), {})[:2]:  # type: ignore[no-untyped-call]  # the third marks the end
             self._writer.file_writer.add_summary(part)  # type: ignore[attr-defined]
 
     def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
@@ -84,7 +85,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Weights & Biases, offline in ``RUN/wandb`` unless ``WANDB_MODE`` says otherwise; ``wandb sync`` sends it later."""
+    """Weights & Biases, offline in ``RUN/wandb`` by default (``WANDB_MODE``); ``wandb sync``
+    uploads it."""
 
     def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -110,7 +112,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """MLflow at ``MLFLOW_TRACKING_URI``, or in ``RUN/mlflow/mlflow.db`` (``mlflow ui --backend-store-uri sqlite:///...``)."""
+    """MLflow at ``MLFLOW_TRACKING_URI``, by default in ``RUN/mlflow/mlflow.db``."""
 
     def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -191,7 +193,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Setting]:
-    """Settings of a configuration as plain values by dotted name; those that are not set are left out."""
+    """Settings of a configuration as plain values by dotted name, without unset ones."""
     found: dict[str, Setting] = {}
     for section in SECTIONS:
         values = config.get(section)
@@ -202,19 +204,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Setting]:
 
 
 class Trackers:
-    """The open trackers of a start of a run.
-
-    Parameters
-    ----------
-    names : sequence of str
-        Of `TRACKERS`, each installed.
-    directory : Path
-        The run directory.
-    run : str
-        Its name.
-    config : mapping
-        Its configuration as plain values.
-    """
+    """The open trackers of one start of a run; ``names`` are keys of `TRACKERS`, ``config`` plain
+    values."""
 
     def __init__(self, names: Sequence[str], directory: Path, run: str, config: Mapping[str, Any]) -> None:
         self._open: dict[str, Tracker] = {}
@@ -270,7 +261,8 @@ _PREFIXES: Final = (
 
 
 def grouped(name: str) -> str:
-    """The name of a metric of ``metrics.jsonl`` in its group; seconds are in ``time/``, and what has no group in ``train/``."""
+    """The name of a metric in its group; seconds go to ``time/``, metrics without a group to
+    ``train/``."""
     if name in _RENAMED:
         return _RENAMED[name]
     for prefix, group in _PREFIXES:
@@ -299,17 +291,7 @@ _RESERVED = ("step", "wall_time_s")
 
 
 class MetricsLog:
-    """The writer of a run's metrics, one per run.
-
-    Parameters
-    ----------
-    run_dir : Path
-        Directory of ``metrics.jsonl``, which is appended to.
-    trackers : Trackers, optional
-        Get the same numbers; closed with this log.
-    clock : callable
-        Seconds since the Unix epoch.
-    """
+    """The writer of a run's metrics, one per run; it closes its ``trackers`` with itself."""
 
     def __init__(
         self, run_dir: str | Path, trackers: Trackers | None = None, *, clock: Callable[[], float] = time.time
@@ -319,7 +301,8 @@ class MetricsLog:
         self.trackers = trackers
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values of one step; StoreError if a value is not a number, or its name is reserved."""
+        """Record values of one step; StoreError if a value is not a number, or its name is
+        reserved."""
         wall_time_s = self._clock()
         line: dict[str, Any] = {"step": step, "wall_time_s": wall_time_s}
         numbers = {}

@@ -1,12 +1,11 @@
 """The Bokeh document behind ``/libra``, in the scheduler's dashboard and in `libra page`.
 
-HTML elements have ``data-libra`` attributes: the names of `libra.observe.page_snapshots.numbers`, ``share-<state>``,
-``now-<state>``, ``waves``, ``wave-<number>``, ``worker-<worker>``, ``role-<worker>`` and ``not-ready-<worker>``.
+HTML elements have ``data-libra`` attributes: the names of `libra.observe.page_snapshots.numbers`,
+``share-<state>``, ``now-<state>``, ``waves``, ``wave-<number>``, ``worker-<worker>``,
+``role-<worker>`` and ``not-ready-<worker>``.
 
-Invariants
-----------
 1. An update sends only changes: it streams new samples and replaces everything else that differs.
-2. A document holds at most ``MAX_SAMPLES`` samples, and refers to no object of the scheduler except its feed.
+2. A document holds at most ``MAX_SAMPLES`` samples, and of the scheduler only its feed.
 3. Showing another run, or a new start of the same run, replaces every source.
 """
 
@@ -57,7 +56,7 @@ def summary_html(snapshot: Snapshot) -> str:
 
 
 def overview_html(snapshots: Sequence[Snapshot], chosen: str) -> str:
-    """A table with one line per run, empty if there is only one; ``chosen`` is the run drawn below it."""
+    """A table with one line per run, empty for a single run; ``chosen`` is the run drawn below it."""
     figures = [(snapshot, numbers(snapshot)) for snapshot in snapshots]
     rows = [
         (each["run"], *(shown[name][0] for name in _OVERVIEW), duration(each["uptime_s"])) for each, shown in figures
@@ -96,7 +95,7 @@ def waves_html(snapshot: Snapshot) -> str:
 
 
 def waves_text(step: Mapping[str, Any]) -> str:
-    """How far a streamed step is."""
+    """Progress of a streamed step."""
     in_wave = f", {step['in_wave']:,} in training now" if step["in_wave"] else ""
     missing = "" if step["taken"] else f", {step['missing']:,} in no wave yet"
     trained = f"{step['trained']:,} of {step['groups']:,} groups are trained{in_wave}{missing}"
@@ -104,7 +103,8 @@ def waves_text(step: Mapping[str, Any]) -> str:
 
 
 def workers_html(snapshot: Mapping[str, Any]) -> str:
-    """Tables of workers: what each does; buckets of engines, changes of roles and what is not used yet, if there are any."""
+    """Tables of workers, of buckets of engines, of role changes, and of workers that are not used
+    yet."""
     tables = (
         _workers(snapshot), _buckets(snapshot.get("buckets") or ()), _roles(snapshot.get("roles") or ()),
         _not_ready(snapshot.get("not_ready") or ()),
@@ -134,7 +134,6 @@ def _workers(snapshot: Mapping[str, Any]) -> Markup:
 
 
 def _buckets(found: Rows) -> Markup:
-    """One line per bucket, where there are several: engines of different capacity."""
     if sum(row["bucket"] is not None for row in found) < 2:
         return Markup()
     rows = [
@@ -152,7 +151,6 @@ def _buckets(found: Rows) -> Markup:
 
 
 def _roles(found: Rows) -> Markup:
-    """One line per worker that can change its role: role, stage of a change, its age and reason."""
     rows = [
         (
             row["worker"], _has(row["role"], row["tp"]), row["stage"], _for(row.get("for_s")), _under_way(row),
@@ -168,7 +166,6 @@ def _roles(found: Rows) -> Markup:
 
 
 def _not_ready(found: Rows) -> Markup:
-    """One line per worker of the cluster that is not used yet: its setup is running, or failed."""
     rows = [
         (
             row["worker"], row["stage"], _for(row.get("for_s")), row.get("detail") or "",
@@ -182,7 +179,6 @@ def _not_ready(found: Rows) -> Markup:
 
 
 def _under_way(row: Mapping[str, Any]) -> str:
-    """Old and new role of a change that has not ended."""
     if row["stage"] in SETTLED:
         return ""
     before, after = _has(row["from_role"], row["from_tp"]), _has(row["role"], row["tp"])
@@ -190,7 +186,6 @@ def _under_way(row: Mapping[str, Any]) -> str:
 
 
 def _has(role: str, tp: int) -> str:
-    """A role as shown; the degree is an engine's."""
     return f"{role} TP {tp}" if role == "rollout" else role
 
 
@@ -201,7 +196,6 @@ def _for(seconds: float | None) -> str:
 def _card(
     title: str, what: str, head: Sequence[str], rows: Sequence[Sequence[object]], names: Sequence[tuple[str, str]] = ()
 ) -> Markup:
-    """A card with a table; nothing without rows."""
     return piece("card", title, what, table(head, rows, (), names)) if rows else Markup()
 
 
@@ -227,7 +221,7 @@ ALONE: Final = (
 
 
 def libra_document(feed: Feed, doc: Document) -> None:
-    """Fill a document that Bokeh made for one visitor; Bokeh ends its periodic callback with the visitor's session."""
+    """Fill the document of one visitor; Bokeh ends its periodic callback with the session."""
     page = LibraPage(feed)
     page.update()
     doc.add_root(page.root)
@@ -236,7 +230,7 @@ def libra_document(feed: Feed, doc: Document) -> None:
 
 
 def dashboard_document(feed: Feed, extra: dict[str, Any], doc: Document) -> None:
-    """The same among the pages of Dask's dashboard; ``extra`` are the variables of its templates."""
+    """The same page in Dask's dashboard; ``extra`` are the variables of its templates."""
     from distributed.dashboard.components.scheduler import env
 
     libra_document(feed, doc)

@@ -1,9 +1,8 @@
-"""Plots of page and report, and the panels of the page: each is a plot, its title, and one line of text.
+"""Plots of page and report, and the panels of the page: each has a plot, a title and one line of
+text.
 
-Invariants
-----------
 1. A panel without data draws no plot; its line then names the data that it waits for.
-2. Legends are above the curves. Colours of texts and grids come from the browser (``templates/scheme.js``).
+2. Legends are above the curves. The browser colours texts and grids (``templates/scheme.js``).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def plot(title: str, x_label: str, y_label: str, *, height: int = 270, **options
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis that 300 pixels have room for; the longer the axis, the fewer in a decade."""
+    """Ticks of a logarithmic axis of 300 pixels; the longer the axis, the fewer in a decade."""
     decades = math.log10(high / low)
     steps = (1, 2, 3, 5, 7) if decades <= 1 else (1, 2, 5) if decades <= 2 else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -178,7 +177,8 @@ class StepPanel(Panel):
 
 
 class TimePanels:
-    """Tokens per second, waiting trajectories, and slots in use, over time: three panels of one source."""
+    """Tokens per second, waiting trajectories and slots in use over time: three panels of one
+    source."""
 
     def __init__(self) -> None:
         self._shown: tuple[Any, ...] | None = None  # run, epoch and spacing of the rows that the source holds
@@ -240,7 +240,8 @@ class TimePanels:
         return _over_time(made)
 
     def show(self, snapshot: Snapshot) -> None:
-        """Show one snapshot; of the same start of a run and with the same spacing, only new rows are sent."""
+        """Show one snapshot; for the same start of a run and the same spacing, only new rows are
+        sent."""
         history = list(snapshot["history"])
         spacing_s = history[1][0] - history[0][0] if len(history) > 1 else 0.0
         shown = (snapshot["run"], snapshot["epoch"], spacing_s)
@@ -355,7 +356,6 @@ def set_changed(model: Any, name: str, value: Any) -> None:
 
 
 def _dotted(made: Any, source: Any, columns: tuple[str, str], label: str, color: str, dash: str = "solid") -> None:
-    """A curve with dots of two columns of a source, by whole numbers."""
     x, y = columns
     made.line(x, y, source=source, color=color, line_width=2, line_dash=dash, legend_label=label)
     dots = made.scatter(x, y, source=source, color=color, size=6, legend_label=label)
@@ -364,7 +364,6 @@ def _dotted(made: Any, source: Any, columns: tuple[str, str], label: str, color:
 
 
 def _set_means(source: Any, rows: Sequence[Sequence[Any]]) -> list[float]:
-    """Show the means of rows (number, mean, ...); the means, NaN where there is none."""
     (x, y), means = (
         source.column_names,
         [NO_NUMBER if row[1] is None or row[1] != row[1] else float(row[1]) for row in rows],
@@ -378,7 +377,6 @@ def _source(name: str, *columns: str) -> Any:
 
 
 def _hover(made: Any, tips: list[tuple[str, str]], renderer: Any, *, mode: Literal["mouse", "vline"] = "mouse") -> None:
-    """Tooltips of one renderer."""
     made.add_tools(HoverTool(renderers=[renderer], tooltips=tips, mode=mode))
 
 

@@ -1,4 +1,4 @@
-"""A run read from its directory, for `libra page` and `libra report`. `RecordedRun` follows files that still grow."""
+"""Runs read from their directories for `libra page` and `libra report`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,10 @@ FILES: Final = (STARTS_FILE, "events.jsonl", "metrics.jsonl", "evaluations")
 
 
 class RecordedRun:
-    """A run directory; `snapshots` is a source of `libra.observe.page_snapshots.Feed`.
+    """A run directory whose files may still grow; `snapshots` feeds
+    `libra.observe.page_snapshots.Feed`.
 
-    Attributes
-    ----------
-    log_error : str
-        Why there is no event log, or why it ends early; empty: it is whole.
+    ``log_error`` is the reason why the event log is missing or ends early, else empty.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -62,7 +60,8 @@ class RecordedRun:
         self.state = state_of(self.directory, self.config, len(self.rows))
 
     def snapshots(self) -> list[Snapshot]:
-        """One snapshot; the same list as before if no file has changed and the driver is there, or not there, as before."""
+        """One snapshot; the same list as before while no file changes and the driver neither comes
+        nor leaves."""
         files = [self.directory / name for name in FILES]
         stats = ((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in files)
         seen = (*stats, has_driver(self.directory))
@@ -107,7 +106,7 @@ HOUR_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the worker time of a run cost: ``unit`` is GPU or core, ``units_per_worker`` of each worker-second (of each GPU, 1)."""
+    """The cost of a run's worker time; ``unit`` is GPU or core, ``units`` their number per worker."""
 
     price: Price
     currency: str
@@ -117,20 +116,13 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """Of all states."""
+        """Sum over all states."""
         return sum(self.by_state.values())
 
 
 class ReportedRun(RecordedRun):
-    """A run directory, read once.
-
-    Attributes
-    ----------
-    name : str
-        The run's name, followed by a number where several of a report have the same.
-    store_error : str
-        Why the store is not there; empty: it is.
-    """
+    """A run directory, read once; ``store_error`` is the reason why the store is missing, else
+    empty."""
 
     def __init__(
         self, directory: Path, prices: Prices, *, name: str = "", place: int = 0, gpu: str | None = None
@@ -166,7 +158,8 @@ class ReportedRun(RecordedRun):
 
     @cached_property
     def cost(self) -> Cost | str:
-        """The cost of its engines and training workers, or a sentence that says why it is not known."""
+        """The cost of engines and training workers, or a sentence with the reason why it is not
+        known."""
         seconds = self.time.gpu_s
         if not seconds:
             return "the cost is not known without an event log"
@@ -207,7 +200,8 @@ class ReportedRun(RecordedRun):
 
     @property
     def failures(self) -> dict[str, int] | None:
-        """Training trajectories that ended as failures, by class, as the page counts them; of the store where there is no log."""
+        """Failed training trajectories by class, from the log, or from the store if there is no
+        log."""
         if self.log_error and not self.columns:
             return None
         ended = self.timeline.failures

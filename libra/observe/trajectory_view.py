@@ -24,7 +24,8 @@ STYLES: Mapping[str, str] = {"prompt": "dim", "generated": "bold green", "observ
 
 
 class Segment(NamedTuple):
-    """A run of tokens of one origin: ``prompt``, ``generated`` or ``observation``, from ``start`` to before ``stop``."""
+    """A run of tokens of one origin: ``prompt``, ``generated`` or ``observation``; ``stop`` is
+    exclusive."""
 
     origin: str
     start: int
@@ -46,18 +47,11 @@ def segments(trajectory: Trajectory) -> list[Segment]:
 def terminal_view(
     trajectory: Trajectory, row: Mapping[str, Any], *, place: str, decode: Decode | None, tokens: bool
 ) -> list[RenderableType]:
-    """The parts of the page of one trajectory: facts, its text (a `Text`, to be wrapped only on a terminal), tables of 80 columns.
+    """One trajectory for a terminal of 80 columns: facts, text by origin, turns, and tokens on
+    request.
 
-    Parameters
-    ----------
-    row : mapping
-        Its row of per-trajectory columns in the store.
-    place : str
-        Its place in the selection, e.g. ``3 of 40``.
-    decode : callable or None
-        None: token ids are shown instead of text.
-    tokens : bool
-        Also one line per token.
+    ``row`` has its trajectory columns in the store; ``place`` is e.g. ``3 of 40``; without
+    ``decode`` token ids replace text.
     """
     parts: list[RenderableType] = [_facts(trajectory, row, place), _text(trajectory, decode)]
     if trajectory.turns:
@@ -187,14 +181,10 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def load_decode(run_dir: Path) -> Decode:
-    """The function from token ids to text, special tokens included, for the trajectories of a run.
+    """The function from token ids to text, special tokens included, for a run's trajectories.
 
-    From ``RUN/tokenizer``, else from ``model.path`` of ``RUN/config.resolved.yaml``. Nothing is downloaded.
-
-    Raises
-    ------
-    ModelError
-        There is no tokenizer, or it cannot be read.
+    It reads ``RUN/tokenizer``, else ``model.path`` of ``RUN/config.resolved.yaml``, and downloads
+    nothing. ModelError if there is no tokenizer, or it cannot be read.
     """
     kept = run_dir / "tokenizer"
     source = kept if kept.is_dir() else _model_of(run_dir)
@@ -210,7 +200,7 @@ def load_decode(run_dir: Path) -> Decode:
 
         slow = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
         return lambda ids: str(slow.decode(list(ids), skip_special_tokens=False))
-    except Exception as error:  # boundary: tokenizers raises bare Exception, transformers whatever a file provokes
+    except Exception as error:  # boundary: tokenizers raises bare Exception, transformers any error of the file
         raise ModelError(f"{source}: no tokenizer could be read from it ({error})") from error
 
 

@@ -1,8 +1,8 @@
 """`libra report`: one HTML file of one run or several, which needs nothing but a browser.
 
 1. The file makes no request: scripts and styles are in it.
-2. A part without data is a sentence that gives the reason, never an empty frame.
-3. Text of models, tools and users reaches the page through the templates of `libra.observe.html` only.
+2. A part without data is a sentence with the reason, never an empty frame.
+3. Text of models, tools and users reaches it through the templates of `libra.observe.html` only.
 4. Worker time has the numbers of `libra.observe.timeline.states`, as on the live page.
 """
 
@@ -47,7 +47,6 @@ def write_report(
 
 
 def _names(directories: Sequence[Path]) -> list[str]:
-    """Names of the runs' directories, with a number where several are equal."""
     names = [directory.absolute().name for directory in directories]
     return [
         f"{name} ({names[: place + 1].count(name)})" if names.count(name) > 1 else name

@@ -1,4 +1,4 @@
-"""Sections of the report, and those made of tables and texts: decisions, waves, failures, samples, settings."""
+"""Sections of the report made of tables and texts: decisions, waves, failures, samples, settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Part = Any
 
 
 class Section(NamedTuple):
-    """``what`` explains the section in one line; ``parts`` stand side by side where the window is wide enough."""
+    """A section: ``what`` explains it in one line; ``parts`` stand side by side in a wide window."""
 
     anchor: str
     title: str
@@ -93,7 +93,7 @@ def _decision_row(logged: Logged, outcomes: Sequence[Outcome]) -> tuple[str, str
 
 
 def streamed(runs: Sequence[ReportedRun]) -> Section:
-    """How streamed steps were taken, waves of the newest ones, and each turn of an engine with its reason."""
+    """The choice of steps, the waves of the newest steps, and each role switch with its reason."""
     what = (
         "Waves in which steps were trained while their trajectories were generated, and engines that turned to training and back, "
         "with the reason of each turn."

@@ -92,7 +92,7 @@ def _time_table(run: ReportedRun) -> Markup:
 
 
 def gantt(runs: Sequence[ReportedRun]) -> Section:
-    """What each worker did when, and the turns of one iteration."""
+    """Worker states over time, and the turns of one iteration."""
     what = (
         "Left: the state of each worker over the run. Right: the turns of the newest iteration's trajectories, by end."
     )
@@ -123,8 +123,10 @@ def _workers_plot(run: ReportedRun) -> Any:
 def coarse(
     by_worker: Mapping[str, Sequence[tuple[float, float, str]]], most: int
 ) -> list[tuple[str, float, float, str]]:
-    """(worker, start, stop, state) of at most about ``most`` bars: where there are more, short ones give their time to the
-    state that has most of the same moment."""
+    """(worker, start, stop, state) of about ``most`` bars.
+
+    Where there are more, short bars give their time to the state with most time in the same cell.
+    """
     total = sum(len(found) for found in by_worker.values())
     end_s = max((found[-1][1] for found in by_worker.values() if found), default=0.0)
     bars: list[tuple[str, float, float, str]] = []
@@ -181,16 +183,12 @@ def _turns_plot(run: ReportedRun) -> Any:
 
 
 def _short(key: str) -> str:
-    """``trajectory-train-3-0-7-e0-demo`` -> ``train-3-0-7``."""
     found = re.match(r"trajectory-([a-z]+-[\d-]*\d)-e\d+-", key)
     return found[1] if found else plain(key)
 
 
-MISMATCH: Final = (
-    ("mismatch_mean_abs", "mean", "solid"),
-    ("mismatch_max_abs", "largest", "dotted"),
-)
-"""Absolute differences between the engine's and the trainer's log-probabilities of the same tokens, in nats."""
+MISMATCH: Final = (("mismatch_mean_abs", "mean", "solid"), ("mismatch_max_abs", "largest", "dotted"))
+"""Absolute gaps between engine and trainer log-probabilities of the same tokens, in nats."""
 SECONDS: Final = (
     ("iteration_s", "iteration", "solid"),
     ("train_s", "training step", "dashed"),
@@ -203,7 +201,6 @@ MAX_DOTS: Final = 2000
 def _draw(
     made: Any, runs: Sequence[ReportedRun], series: Sequence[tuple[str, str, str]], *, log: bool = False
 ) -> list[float]:
-    """Curves of each run's metrics, each (name, label, dash); the drawn values, positive ones alone on a logarithmic axis."""
     drawn: list[float] = []
     for run in runs:
         for name, what, dash in series:
@@ -240,14 +237,12 @@ def rewards(runs: Sequence[ReportedRun]) -> Section:
 
 
 def _band(made: Any, run: ReportedRun) -> None:
-    """Lowest and highest mean of a group, behind the curve."""
     (x, low), (other, high) = run.series("reward_group_min"), run.series("reward_group_max")
     if len(x) > 1 and x == other:
         made.varea(x, low, high, color=run.color, alpha=0.13, legend_label="lowest and highest group")
 
 
 def _bins(run: ReportedRun) -> Any:
-    """Held-out reward by bin, at the first and the last evaluation."""
     evaluated = sorted(run.evaluations.items())
     known = [(version, dict(result["bins"])) for version, result in evaluated if result.get("bins")]
     if len(known) < 2:

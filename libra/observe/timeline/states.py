@@ -1,7 +1,7 @@
-"""States of a worker with the seconds spent in each, and the slots that trajectories have or wait for.
+"""States of a worker with the seconds in each, and the slots that trajectories have or wait for.
 
-1. Segments of a `WorkerClock` are in the order of time and without gaps; folding changes no total.
-2. A trajectory has at most one slot and waits for at most one; counts by phase and level agree with the records.
+1. Segments of a `WorkerClock` are in the order of time without gaps; folding changes no total.
+2. A trajectory has at most one slot and waits for at most one; counts by phase and level agree.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ def busy_frac(seconds: Mapping[str, float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTime:
-    """One worker: seconds by state, GPU-seconds by state (of a CPU worker: worker-seconds), and its mean share of slots in use.
+    """One worker: seconds and GPU-seconds by state (worker-seconds on a CPU), and its mean use of
+    slots.
 
-    ``slots_used_frac`` is None of a worker without slots.
+    ``slots_used_frac`` is None for a worker without slots.
     """
 
     worker: str
@@ -85,7 +86,7 @@ class WorkerTime:
 
     @property
     def total_s(self) -> float:
-        """Seconds in which it was there."""
+        """Seconds of its presence."""
         return sum(self.seconds.values())
 
     @property
@@ -104,7 +105,8 @@ class RunTime:
 
     @property
     def gpu_s(self) -> dict[str, float]:
-        """GPU-seconds by state of engines and training workers; workers that only run tools need no GPU, and do not count."""
+        """GPU-seconds by state of engines and training workers; workers that only run tools do not
+        count."""
         total: Counter[str] = Counter()
         for worker in self.workers:
             if worker.kind != "tools":
@@ -113,18 +115,18 @@ class RunTime:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of those by state."""
+        """Share of `gpu_s` by state."""
         return shares_of(self.gpu_s)
 
     @property
     def busy_frac(self) -> float | None:
-        """Share of those in busy states; None if there is no time yet."""
+        """Share of `gpu_s` in busy states; None if there is no time yet."""
         return busy_frac(self.gpu_s)
 
 
 @dataclass(slots=True)
 class WorkerClock:
-    """The time of one worker. ``folded`` and ``folded_gpu`` have the totals of segments that were dropped."""
+    """The time of one worker; ``folded`` and ``folded_gpu`` are totals of dropped segments."""
 
     kind: Kind
     segments: list[Segment] = field(default_factory=list)
@@ -156,7 +158,7 @@ class WorkerClock:
         self.segments.append(Segment(t_s, state, self.gpus))
 
     def relabel(self, start_s: float, stop_s: float, state: str, but: Collection[str]) -> None:
-        """It was in ``state`` between these times, except for those in the states ``but``, and those that were folded."""
+        """Set the state between these times, except where it is in ``but``, and in folded segments."""
         if not self.segments or stop_s <= start_s:
             return
         first = len(self.segments) - 1
@@ -181,7 +183,8 @@ class WorkerClock:
             self.segments.append(segment)
 
     def count_slots(self, t_s: float) -> None:
-        """Add slot-seconds up to ``t_s``; call it before the number of running trajectories, or of slots, changes."""
+        """Add slot-seconds up to ``t_s``; call it before the running trajectories or the slots
+        change."""
         self.slot_s, self.room_s = self._slot_time(t_s)
         self.slot_at_s = max(t_s, self.slot_at_s)
 
@@ -197,7 +200,8 @@ class WorkerClock:
         return self.slot_s + elapsed * used, self.room_s + elapsed * self.num_slots
 
     def totals(self, since_s: float, until_s: float) -> tuple[Counter[str], Counter[str]]:
-        """Seconds and GPU-seconds by state between two times; folded segments count where ``since_s`` is not positive."""
+        """Seconds and GPU-seconds by state between two times; folded ones count if ``since_s <=
+        0``."""
         seconds, gpu_s = (self.folded.copy(), self.folded_gpu.copy()) if since_s <= 0 else (Counter(), Counter())
         first = max(0, bisect_left(self.segments, since_s, key=lambda each: each.start_s) - 1)
         for index, segment in enumerate(self.segments[first:], first):
@@ -238,15 +242,8 @@ class Trajectory:
 
 
 class Places:
-    """Open trajectories by key.
-
-    Attributes
-    ----------
-    levels : dict of Phase to Counter
-        Waiting trajectories by phase and level; levels without one are left out.
-    used : dict of Phase to int
-        Slots in use.
-    """
+    """Open trajectories by key; ``levels`` counts waiting ones by phase and level, ``used`` slots
+    in use."""
 
     def __init__(self) -> None:
         self.clear()
@@ -265,7 +262,7 @@ class Places:
         return found
 
     def waits(self, key: str, where: tuple[Phase, int] | None) -> None:
-        """The trajectory waits for a slot of a phase, at a level; None: it does not wait."""
+        """The trajectory waits for a slot at (phase, level); None if it does not wait."""
         found = self.open.get(key) if where is None else self.of(key)
         if found is None or found.waits == where:
             return
@@ -279,7 +276,7 @@ class Places:
             self.levels[where[0]][where[1]] += 1
 
     def ranked(self, key: str, priority: Sequence[Any]) -> None:
-        """The policy ranks a trajectory (deadline, level, order); a policy without levels has level 0."""
+        """Rank a trajectory by (deadline, level, order); a policy without levels has level 0."""
         if (found := self.open.get(key)) is not None and found.waits is not None:
             self.waits(key, (found.waits[0], int(priority[1]) if len(priority) > 1 else 0))
 
@@ -290,7 +287,7 @@ class Places:
         self.used[slot.phase] += 1
 
     def stopped(self, key: str) -> Slot | None:
-        """The slot that the trajectory leaves; None: it had none."""
+        """The slot that the trajectory leaves, or None."""
         found = self.open.get(key)
         if found is None or found.slot is None:
             return None
