@@ -61,7 +61,8 @@ class Curve(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Held-out reward at the end, ticks until the reward (the last one if it never came), mean lag, share that counted."""
+    """Final held-out reward, ticks until the reward (or the last tick), mean lag, share that
+    counted."""
 
     final_reward: float
     ticks: float

@@ -44,7 +44,7 @@ Key = tuple[str, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """What is no setting of a run."""
+    """Settings of the loop that a run does not have."""
 
     steps: int
     slots: int = 32
@@ -54,7 +54,7 @@ class LoopSettings:
 
 @dataclass(slots=True)
 class LoopResult:
-    """What a run showed."""
+    """The outcome of a run."""
 
     ended: list[tuple[int, float, int, TrajectoryId]] = field(default_factory=list)
     published: list[int] = field(default_factory=list)
@@ -64,7 +64,7 @@ class LoopResult:
     final_reward: float = float("nan")
 
     def ticks_to(self, reward: float, window: int) -> float:
-        """Ticks until the last ``window`` trajectories that ended had this mean reward; infinite if they never had."""
+        """Ticks until the last ``window`` ended trajectories had this mean reward, or infinity."""
         rewards = np.array([each[1] for each in self.ended])
         if len(rewards) < window:
             return float("inf")
@@ -118,7 +118,6 @@ class Loop:
         return self.result
 
     async def evaluate(self, questions: int) -> float:
-        """Mean reward on held-out questions under the newest weights, which becomes `LoopResult.final_reward`."""
         for engine in self.engines.values():
             for job in engine.drop_all():
                 engine.forget(job.name)

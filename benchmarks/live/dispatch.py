@@ -35,14 +35,14 @@ from libra.cluster.settings import DASK_SETTINGS
 
 WORKERS = 8
 SIZES = {46: 8192, 93: 16384, 187: 32768}
-"""MiB per worker, and tokens of a row: the longer the context, the longer the rows, of which there are 1,472 to 1,496."""
+"""MiB per worker, and tokens of a row."""
 GOAL = 9.7
 COUNTED_CENTRAL_MIB = 46
 """Largest size at which a central transfer is searched for marks."""
 
 
 def measure(batch: Batch, pairs: int, mib: int) -> Pairs:
-    """(central, direct) in turns, after each side once, not timed: connections open, and the same rows arrive."""
+    """(central, direct) in turns, after an untimed round of each."""
     futures = central(batch)
     direct(batch)
     check(batch, futures)

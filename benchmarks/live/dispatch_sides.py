@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from libra.dispatch import Block, DispatchServer, Order, fetch, orders
 
 MARK_BYTES = 16
-"""Every row begins with so many bytes of a random mark, by which payload is known wherever it passes."""
+"""Bytes of the random mark at the start of every row, which identifies payload anywhere."""
 CHUNK_BYTES = 16 * 2**20
 """Bytes searched for marks at once."""
 SCATTERS = 2
@@ -73,7 +73,7 @@ def close_part(dask_worker: Any = None) -> None:
 
 
 def lay_out(client: Client, workers: Sequence[str], num_rows: int, row_tokens: int) -> Batch:
-    """Make a batch of ``num_rows`` per worker, each of ``row_tokens``, that consumers want "sliced" or "dealt"."""
+    """Make ``num_rows`` rows of ``row_tokens`` per worker, to be "sliced" or "dealt"."""
     mark, secret = secrets.token_bytes(MARK_BYTES), secrets.token_hex(32)
     parts = [
         client.submit(make_part, i * num_rows, num_rows, row_tokens, mark, workers=[worker], pure=False)
@@ -102,7 +102,7 @@ def clear(batch: Batch) -> None:
 
 
 def take(order: Order, secret: str) -> tuple[int, int]:
-    """What a consumer does on the direct side; payload that came from others, and that was here already."""
+    """The consumer of the direct side; returns bytes from other workers, and local ones."""
     worker: Any = get_worker()
     fetched = fetch(order, worker.address, secret=secret, own=worker.libra_dispatch)
     worker.libra_slice = fetched.data.view(np.float32)
@@ -110,7 +110,6 @@ def take(order: Order, secret: str) -> tuple[int, int]:
 
 
 def direct(batch: Batch) -> None:
-    """Plan at the driver, from metadata; every consumer fetches its rows from those that hold them."""
     client = batch.client
     asked = orders(batch.blocks, batch.wanted, batch.addresses)
     futures = [
@@ -122,7 +121,6 @@ def direct(batch: Batch) -> None:
 
 
 def central(batch: Batch) -> list[Future]:
-    """Gather at the driver, cut each consumer's rows there, scatter them; the futures that hold them."""
     client = batch.client
     parts = client.gather(list(batch.parts))
 
@@ -138,7 +136,7 @@ def central(batch: Batch) -> list[Future]:
 
 
 def checksum(part: NDArray[np.float32] | None = None) -> int:
-    """Crc32 of a consumer's rows; None: of those that the direct side left on this worker."""
+    """Crc32 of a consumer's rows, by default of the rows that the direct side left on this worker."""
     worker: Any = get_worker()
     rows = worker.libra_slice if part is None else part
     return zlib.crc32(memoryview(np.ascontiguousarray(rows)).cast("B"))
@@ -153,7 +151,7 @@ def check(batch: Batch, futures: Sequence[Future]) -> None:
 
 
 def count_scheduler(mark: bytes, dask_scheduler: Scheduler | None = None) -> None:
-    """From now on count every byte, and every mark, that the scheduler's process reads from or writes to a connection."""
+    """Count every byte and mark that the scheduler's process reads from or writes to a connection."""
     from distributed.comm import tcp
 
     counted = {"bytes": 0, "marks": 0}
@@ -191,7 +189,7 @@ def counted(dask_scheduler: Scheduler | None = None) -> dict[str, int]:
 
 @contextlib.contextmanager
 def scheduler_traffic(batch: Batch) -> Iterator[dict[str, int]]:
-    """Payload and other bytes that pass through the scheduler meanwhile, measured at its connections."""
+    """Payload and other bytes at the scheduler's connections meanwhile."""
     traffic: dict[str, int] = {}
     batch.client.run_on_scheduler(count_scheduler, batch.mark)
     yield traffic

@@ -29,15 +29,16 @@ from libra.store.event_log import read_events
 HYBRID = "rollout-0"
 PROMPTS, GROUP_SIZE = 16, 4
 DRIFT_CHARS = 970
-"""Characters of long questions in the drift: little is generated, and training takes much longer than rollout."""
+"""Characters of long questions in the drift, which make training much longer than rollout."""
 ONE_ENGINE = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": "lent"}
 TWO_ENGINES = {name: {"role": "rollout", "tp": 1} for name in ("rollout-0", "rollout-1")}
 ROLE_GOALS = {"rollout_to_train": 8.0, "train_to_rollout": 10.8}
-"""Seconds that Libra reports (arXiv:2606.03077 v2), of Qwen3-14B on A800: 3.6 s snapshot and 4.4 s restore; 10.8 s of vLLM."""
+"""Seconds that Libra reports (arXiv:2606.03077 v2) for Qwen3-14B on A800: snapshot, restore, vLLM."""
 
 
 def session(directory: str, name: str, iterations: int, stretch: int, *changes: str, long_chars: int = 930) -> Session:
-    """A run with one hybrid worker, not started; questions are long in every second stretch of so many iterations."""
+    """A run with one hybrid worker, not started; every second stretch of iterations has long
+    questions."""
     args = f"{{stretch: {stretch * PROMPTS}, long_chars: {long_chars}}}"
     asked = (
         f"run.name={name}", f"run.dir={directory}", f"run.iterations={iterations}", "cluster.rollout_workers=2",
@@ -61,7 +62,7 @@ class Ran:
 
 
 def changed_by_hand(directory: str, changes: int) -> Ran:
-    """A run in which the hybrid worker goes to training and back, so many times each, with one change per iteration."""
+    """A run with one role change of the hybrid worker per iteration, to training and back."""
     rows = []
     with session(directory, "stages", 2 * changes + 2, 1) as run:
         for values in run.iterations():
@@ -117,7 +118,7 @@ def stages(changes: int) -> dict[str, Figure]:
 
 
 def rebuckets(changes: int) -> dict[str, Figure]:
-    """Figures of two vLLM engines of one rank that become one of two, and back; none without vLLM."""
+    """Figures of two vLLM engines that become one of two ranks, and back; none without vLLM."""
     if not is_installed():
         print("rebucket_s: not measured, vllm is not installed here (make setup-vllm)", flush=True)
         return {}

@@ -128,7 +128,8 @@ def turns_of(trajectory: Trajectory) -> list[list[int]]:
 
 
 def retokenised(place: Path, seen: Path) -> tuple[int, int, int]:
-    """Tokens that are not what agents were given, tokens whose text would be other tokens, and all of them."""
+    """Counts of tokens that agents were not given, of tokens that would encode differently, and of
+    all."""
     agent = {"function": "benchmarks.live.gateway_agents:plain"}
     environment = {"args": {"timeout_rate": 0.0, "seen": str(seen)}}
     config = quickstart(place, "tokens", agent=agent, environment=environment, rollout={"temperature": TEMPERATURE})

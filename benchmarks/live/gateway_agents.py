@@ -39,7 +39,7 @@ CALCULATOR: Any = {
     },
 }
 OBSERVATION = "w8"
-"""After each turn: one token, as what the built-in loop's tool says."""
+"""After each turn: one token, like the answer of the built-in loop's tool."""
 
 
 def returned(arguments: str) -> str:

@@ -11,7 +11,8 @@ from libra.types import Prompt
 
 
 class Questions(ToolArithmetic):
-    """The quick start's task, whose agents write down the token ids that they were given, as a file each in ``seen``."""
+    """The quick start's task, whose agents write the token ids they were given to files in
+    ``seen``."""
 
     def __init__(self, *, seen: str = "", **same: Any) -> None:
         super().__init__(**same)

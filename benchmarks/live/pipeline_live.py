@@ -43,7 +43,7 @@ from libra.store.event_log import read_events
 TURNS = 4
 PROMPTS, GROUP = 12, 4
 PAYLOAD_CHARS = 48
-"""Of what a tool answers: it is trained on and not generated, so that an unstreamed step takes about 1.2 rollouts."""
+"""Length of a tool's answer; an unstreamed step then takes about 1.2 rollouts."""
 CHANGE_S = 2.0
 GOALS = {"streaming_ratio": 1.15, "turning_ratio": 1.05, "live_over_simulated": 1.15, "gradients_equal": 1.0}
 RATIOS = {"streaming_ratio": ("off", "streaming"), "turning_ratio": ("streaming", "turning")}
@@ -117,7 +117,7 @@ class Sides:
         print(f"{side}:", " ".join(f"{seconds:.2f}" for seconds in self.seen[side][-1].iterations_s()), "s", flush=True)
 
     def figures(self) -> dict[str, Figure]:
-        """Of all rounds. The simulator gets what the runs measured; the last step of each streamed side is taken again."""
+        """Figures of all rounds."""
         setting = run_setting(self.last["off"])
         prices = measured(self.seen, self.gradients_s, group_tokens(setting.workload), CHANGE_S)
         configs = {side: self.config(side, side) for side in SIDES}

@@ -46,7 +46,8 @@ class Step:
 
 
 def run(directory: Path, iterations: int, eta: int, seed: int) -> tuple[list[Step], float, list[float]]:
-    """Predicted steps of a run, the ratio of its engines' speeds, and the seconds of all its iterations."""
+    """Predicted steps of a run, the ratio of its engines' speeds, and the seconds of its
+    iterations."""
     changes = (
         f"run.name=accuracy_{seed}", f"run.dir={directory}", f"run.iterations={iterations}", f"run.eta={eta}",
         f"run.seed={seed}", "planner.replan=true", f"cluster.engines={ENGINES}", "trainer.prompts=32", *QUIET,

@@ -124,7 +124,7 @@ MOMENTS: dict[str, tuple[Callable[[str], bool], bool]] = {
     "workers": (lambda text: "workers" in text, False),
     "run, twice": (lambda text: "watch them at" in text, True),
 }
-"""Moments of the output at which Ctrl-C is typed, and whether twice; `one_start` types it once in the run."""
+"""Moments of the output at which Ctrl-C is typed, and whether twice; `one_start` types it once."""
 
 
 def measure(runs: int) -> tuple[dict[str, Figure], dict[str, object]]:

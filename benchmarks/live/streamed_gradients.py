@@ -26,8 +26,7 @@ SAME = 1e-12
 
 
 class Apart(NamedTuple):
-    """Norm of the difference over the norm, of gradients before clipping and of weights after the step; ``waves`` of the step,
-    and the gradient's norm when it is taken whole."""
+    """Norm of the difference over the norm, of unclipped gradients and of weights after the step."""
 
     gradient: float
     weights: float
@@ -40,7 +39,7 @@ class Apart(NamedTuple):
 
 
 def recorded_waves(directory: Path, batch: int) -> list[list[Trajectory]]:
-    """The trajectories of each wave of a committed batch, without those that the step left out; from the run's store."""
+    """Stored trajectories of each wave of a committed batch, without those that the step left out."""
     rows = read_batch_facts(directory / "batches", batch)["groups"]
     with TrajectoryStore.open(directory / "trajectories.zarr", mode="r") as store:
         ids = zip(*(store.columns()[name].tolist() for name in ("split", "iteration", "group", "sample")), strict=True)
@@ -59,10 +58,7 @@ def recorded_waves(directory: Path, batch: int) -> list[list[Trajectory]]:
 
 
 def apart(directory: Path, batch: int, threads: int) -> Apart:
-    """Take step ``batch`` of a streamed run in its waves, and whole, from the weights of its version; `Apart`.
-
-    The optimizer begins without a past. ``threads``: of torch, for both.
-    """
+    """Take step ``batch`` of a streamed run in its waves and whole, with a fresh optimizer."""
     config, waves = load_config(directory / "config.resolved.yaml"), recorded_waves(directory, batch)
     assert waves, f"{directory}: step {batch} was not streamed"
     with tempfile.TemporaryDirectory() as scratch:

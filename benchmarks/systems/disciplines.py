@@ -25,7 +25,7 @@ class Roles(StrEnum):
     TURNING = "turning"
     """Engines that the tail of a rollout does not need (`libra.policy.turning`)."""
     WHOLE_POOL = "whole pool"
-    """All engines, from the moment when a batch is complete until the new weights are published; what is open waits meanwhile."""
+    """All engines from a complete batch to the new weights; open trajectories wait meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +133,12 @@ OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "oracle": ("turning_oracle",),
     "ours": ("turning", "turning_kv", "turning_bounded", "turning_cmlfq", "turning_kv_cmlfq"),
 })  # fmt: skip
-"""What those who know a system call it, and the disciplines that this means: of these, the ones that a staleness bound has."""
+"""Names used elsewhere, and the disciplines they mean, as far as a staleness bound has them."""
 
 
 def named(names: Sequence[str], eta: int) -> list[str]:
-    """Disciplines by name, with `OTHER_NAMES` resolved for a staleness bound; a name that is neither is left as it is."""
+    """Disciplines by name, with `OTHER_NAMES` resolved for a staleness bound; unknown names are
+    kept."""
     found: list[str] = []
     for name in names:
         meant = [one for one in OTHER_NAMES.get(name, ()) if eta in DISCIPLINES[one].etas]
@@ -146,7 +147,7 @@ def named(names: Sequence[str], eta: int) -> list[str]:
 
 
 def disciplines(names: Sequence[str], eta: int) -> dict[str, Discipline]:
-    """Those of these names (none: all) that are defined for a staleness bound; ConfigError lists the names that exist."""
+    """Disciplines of these names (default all) for a staleness bound; ConfigError lists the names."""
     for name in names:
         if name not in DISCIPLINES:
             raise ConfigError(

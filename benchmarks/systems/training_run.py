@@ -217,7 +217,6 @@ class Pipeline(Simulator):
             self.agenda.at(max(at_s, self.agenda.now_s), self._computed, self._serial)
 
     def _computed(self, serial: int) -> None:
-        """All gradients of the open step or wave are computed, unless its work or the GPUs have changed since."""
         if serial != self._serial:
             return
         self._trainer.advance(self.agenda.now_s)
@@ -244,9 +243,10 @@ class Pipeline(Simulator):
     # ---------------------------------------------------------------- roles
 
     def hand_over(self, worker: str) -> None:
-        """The engine of ``worker`` stops; its trajectories keep the tokens that they have, and go on on other engines.
+        """The engine of ``worker`` stops; its trajectories keep their tokens and continue on other
+        engines.
 
-        What is on its way to or from the engine is lost, and generated again.
+        Tokens in transit to or from the engine are generated again.
         """
         engine = self.running_engines.pop(worker)
         in_transit = self._leave(worker)
@@ -317,8 +317,8 @@ class Pipeline(Simulator):
             self._spread()
 
     def _spread(self) -> None:
-        """While engines return, those that generate use fewer slots, so that trajectories wait for the others instead of
-        filling them."""
+        """While engines return, others use fewer slots, so that trajectories wait for the returning
+        ones."""
         returning = [name for name, doing in self._doing.items() if doing is Turned.TO_ROLLOUT]
         generating = [self._specs[name] for name, doing in self._doing.items() if doing is Turned.ROLLOUT]
         gpus = sum(self._specs[name].tp for name in returning) + sum(spec.tp for spec in generating)
@@ -330,7 +330,6 @@ class Pipeline(Simulator):
     # ---------------------------------------------------------------- where GPU-seconds go
 
     def _count(self) -> None:
-        """GPU-seconds up to now, and what holds from now on. Trainers are busy for a part of the time between two events."""
         trainer, ledger, now_s = self._trainer, self._gpu_s, self.agenda.now_s
         ledger.until(now_s)
         trained = trainer.busy_gpu_s_at(now_s)
@@ -361,7 +360,7 @@ class Pipeline(Simulator):
 
 
 def checked_options(options: PipelineOptions, discipline: Discipline) -> PipelineOptions:
-    """The options, with the seconds that a discipline brings along; ConfigError if they are not enough for it."""
+    """The options with a discipline's seconds; ConfigError if they are not enough for it."""
     if options.eta not in discipline.etas:
         raise ConfigError(f"eta: got {options.eta}; this discipline is defined for {discipline.etas}")
     if discipline.kv_moves and options.host is None:

@@ -110,9 +110,9 @@ def replay(
     learn: bool = True,
     completed: bool = True,
 ) -> list[ScoredForecast]:
-    """Replay groups in this order; all members of one start together, as soon as all fit into ``in_flight``.
+    """Replay groups in order; a group starts as soon as it fits into ``in_flight``.
 
-    With ``learn`` false nothing is learned from ended trajectories, and with ``completed`` false they do not count.
+    ``learn=False`` learns nothing from ended trajectories; ``completed=False`` ignores them.
     """
     scored: list[ScoredForecast] = []
     heap: list[tuple[float, int, int]] = []

@@ -82,7 +82,7 @@ class TurnIndex:
 
 
 class GlobalMean(TurnIndex):
-    """The mean remaining length over all returns so far, whatever the trajectory."""
+    """The mean remaining length over all returns so far."""
 
     prior_rows = math.inf
 
@@ -109,7 +109,7 @@ def groups_of(traces: Sequence[Trace]) -> list[list[Trace]]:
 
 
 def folds_of(traces: Sequence[Trace]) -> list[list[list[Trace]]]:
-    """Groups in ``FOLDS`` folds; what shares a task shares a fold, also where its environment differs."""
+    """Groups in ``FOLDS`` folds; a task, also in different environments, is in one fold."""
     tasks = sorted({trace.task for trace in traces})
     fold = {tasks[at]: rank % FOLDS for rank, at in enumerate(np.random.default_rng(0).permutation(len(tasks)))}
     folds: list[list[list[Trace]]] = [[] for _ in range(FOLDS)]

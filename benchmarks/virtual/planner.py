@@ -97,7 +97,8 @@ def wrong(problem: Problem, side: str, sign: int) -> Problem:
 
 
 def carried_out(problem: Problem, believed: Problem) -> float:
-    """Seconds of a step with the split and the engines of the plan for ``believed``, spare GPUs put to use as plans do."""
+    """Seconds of a step with the split and engines planned for ``believed``, spare GPUs used as in
+    plans."""
     plan = search(believed)
     counts = filled(believed, plan.layout, plan.rollout_gpus).counts(len(problem.kinds))
     engines = {kind.tp: int(number) for kind, number in zip(problem.kinds, counts, strict=True)}
