@@ -285,9 +285,9 @@ class ObserveSection(Section):
 
     tensorboard: bool = True
     """Write metrics, settings and sample texts for TensorBoard into the run directory."""
-    trackers: Annotated[tuple[Literal["wandb", "mlflow", "trackio"], ...], Field(strict=False)] = ()
-    """Experiment trackers that get the same: Weights & Biases, MLflow, trackio; `pip install NAME` installs each. They write into
-    the run directory, unless their own variables send it elsewhere (WANDB_MODE=online, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID)."""
+    trackers: Annotated[tuple[Annotated[str, OwnOr(("wandb",))], ...], Field(strict=False)] = ()
+    """Further trackers that get the same: `wandb` (`pip install wandb`; it uploads only with WANDB_MODE=online), or
+    `module:Class`, such as `examples.trackers:MLflow` in a checkout (`libra.observe.metrics.Tracker`)."""
     event_log: bool = True
     """Write every scheduling event and decision to events.jsonl; its older lines are kept compressed in events/."""
     progress: bool = True

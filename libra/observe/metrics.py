@@ -4,21 +4,17 @@ TensorBoard.
 1. A step's line is on disk when `MetricsLog.write` returns; trackers show the same numbers.
 2. A line holds ``step``, ``wall_time_s`` (Unix seconds) and values; NaN and infinity are null.
 3. A tracker never ends a run: after its first error, which is one warning, it gets nothing more.
-4. Trackers write into the run directory unless their environment variables name another place
-   (``WANDB_MODE=online``, ``MLFLOW_TRACKING_URI``, ``TRACKIO_SPACE_ID``, ``TRACKIO_SERVER_URL``).
-5. Each start is a new run in Weights & Biases and MLflow; in the others the run continues.
+4. Built-in trackers write into the run directory; Weights & Biases uploads only with ``WANDB_MODE=online``.
+5. Each start is a new run in Weights & Biases; in TensorBoard the run continues.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import json
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -27,6 +23,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 from libra.errors import ConfigError, StoreError
+from libra.named_parts import is_named, named_part
 from libra.observe.trajectory_view import Decode
 from libra.store.line_log import LineLog, read_lines
 from libra.types import Trajectory
@@ -111,81 +108,16 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class MLflow:
-    """MLflow at ``MLFLOW_TRACKING_URI``, by default in ``RUN/mlflow/mlflow.db``."""
-
-    def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
-
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-        self._metric = Metric
-        place, uri = directory / "mlflow", os.environ.get("MLFLOW_TRACKING_URI")
-        if not uri:
-            place.mkdir(exist_ok=True)
-        self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{(place / 'mlflow.db').absolute()}")
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        known = self._client.get_experiment_by_name(name)
-        files = None if uri else (place / "artifacts").absolute().as_uri()
-        experiment = known.experiment_id if known else self._client.create_experiment(name, artifact_location=files)
-        self._id = self._client.create_run(experiment, run_name=run).info.run_id
-        params = [Param(name, str(value)[:6000]) for name, value in settings.items()]
-        for first in range(0, len(params), 100):
-            self._client.log_batch(self._id, params=params[first : first + 100])
-
-    def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
-        at_ms = int(1000 * wall_time_s)
-        known = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in values.items() if math.isfinite(value)}
-        self._client.log_batch(
-            self._id, metrics=[self._metric(name, value, at_ms, step) for name, value in known.items()]
-        )
-
-    def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        for name, text in texts.items():
-            self._client.log_text(self._id, text, f"{name}/step-{step:06d}.txt")
-
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
-
-
-class Trackio:
-    """trackio, in ``TRACKIO_DIR`` or ``RUN/trackio``."""
-
-    def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str((directory / "trackio").absolute()))
-        with contextlib.redirect_stdout(io.StringIO()):  # the terminal is the run's
-            import trackio
-
-            self._trackio = trackio
-            self._run = trackio.init(
-                project=PROJECT, name=run, config=dict(settings), resume="allow", embed=False, auto_log_gpu=False,
-                auto_log_cpu=False,
-            )  # fmt: skip
-
-    def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
-        self._run.log({name: value for name, value in values.items() if math.isfinite(value)}, step=step)
-
-    def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self._run.log({name: self._trackio.Markdown(f"```\n{text}\n```") for name, text in texts.items()}, step=step)
-
-    def close(self) -> None:
-        with contextlib.redirect_stdout(io.StringIO()):
-            self._trackio.finish()  # the run's own would leave it current, to be ended again at exit
-
-
-TRACKERS: Final[Mapping[str, type[Tracker]]] = {
-    "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "trackio": Trackio,
-}  # fmt: skip
-"""By the names of ``observe.trackers``, and TensorBoard."""
+TRACKERS: Final[Mapping[str, type[Tracker]]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+"""Built-in trackers; ``observe.trackers`` also takes ``module:Class``, such as ``examples.trackers:MLflow``."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """ConfigError if one of these trackers is not installed, with what to type."""
+    """ConfigError if one of these trackers cannot be imported, with what to type."""
     for name in names:
-        needed = [name, "sqlalchemy"] if name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI") else [name]
-        if any(importlib.util.find_spec(module) is None for module in needed):
+        if is_named(name):
+            named_part("observe.trackers", name)
+        elif importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"observe.trackers: {name} is not installed in this environment; type: pip install {name}, or leave it out of "
                 "observe.trackers"
@@ -214,7 +146,8 @@ class Trackers:
             self._try(name, self._begin, name, directory, run, settings)
 
     def _begin(self, name: str, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
-        self._open[name] = TRACKERS[name](directory, run, settings)
+        make = named_part("observe.trackers", name) if is_named(name) else TRACKERS[name]
+        self._open[name] = make(directory, run, settings)
 
     def __bool__(self) -> bool:
         return bool(self._open)

@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -162,16 +163,17 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(tmp_path, monk
         raise OSError("no space left on device")
 
     written = []
-    monkeypatch.setattr(module, "TRACKERS", {"trackio": refuses, "wandb": Failing, "mlflow": Whole})
+    monkeypatch.setattr(module, "TRACKERS", {"tensorboard": refuses, "wandb": Failing})
+    monkeypatch.setitem(sys.modules, "my_trackers", SimpleNamespace(Whole=Whole))
     with (
         caplog.at_level(logging.WARNING),
-        MetricsLog(tmp_path, Trackers(("trackio", "wandb", "mlflow"), tmp_path, "demo", CONFIG)) as log,
+        MetricsLog(tmp_path, Trackers(("tensorboard", "wandb", "my_trackers:Whole"), tmp_path, "demo", CONFIG)) as log,
     ):
         for step in range(3):
             log.write(step, {"reward": 0.5})
     messages = [record.getMessage() for record in caplog.records]
     assert [re.findall(r"^\w+|[A-Z]\w+Error", each) for each in messages] == [
-        ["trackio", "OSError"], ["wandb", "ConnectionError"]
+        ["tensorboard", "OSError"], ["wandb", "ConnectionError"]
     ]  # fmt: skip
     assert not any("\n" in each for each in messages)
     assert len(read_metrics(tmp_path)) == 3 and written == [0, 1, 2]
