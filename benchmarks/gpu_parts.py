@@ -1,7 +1,9 @@
-"""The parts of `benchmarks.gpu`, one a process: ``python -m benchmarks.gpu_parts PART DEVICE SCALE DIR``.
+"""The parts of `benchmarks.gpu`, one a process: ``python -m benchmarks.gpu_parts PART DEVICE SCALE
+DIR``.
 
-The last JSON line has ``figures`` (fields of `benchmarks.report.Figure`), ``facts`` (what they rest on) and ``text``; a part that
-measures several sizes prints one after each. A part that fails ends with the first line of its error and exit code 1.
+The last JSON line has ``figures`` (fields of `benchmarks.report.Figure`), ``facts`` (what they rest
+on) and ``text``; a part that measures several sizes prints one after each. A part that fails ends
+with the first line of its error and exit code 1.
 """
 
 from __future__ import annotations
@@ -420,7 +422,7 @@ def main() -> int:
     name, device, scale, place = sys.argv[1:]
     try:
         found = PARTS[name](Bench(device, scale, Path(place)))
-    except Exception as error:  # noqa: BLE001  the boundary of a part: the others go on, and this one's reason is told
+    except Exception as error:  # noqa: BLE001  the boundary of a part: the others go on, and this one's reason is reported
         if not isinstance(error, LibraError):
             import traceback
 

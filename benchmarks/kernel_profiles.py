@@ -1,8 +1,8 @@
 """Kernel profiles in the layouts of Vidur and Frontier (CSV) and Sailor (JSON), averaged over
 repeated points, in seconds.
 
-A file is identified by its columns, never by its name. A CSV has ``time_stats.<operator>.median`` in **milliseconds**. Only
-the path names the GPU (``compute/a100/...``, ``compute_a100_...``).
+A file is identified by its columns, never by its name. A CSV has ``time_stats.<operator>.median``
+in **milliseconds**. Only the path names the GPU (``compute/a100/...``, ``compute_a100_...``).
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _number(row: dict[str, str], name: str, label: str) -> float:
     try:
         return float(row[name])
     except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{label}: {name}: got {row.get(name)!r}; allowed is a number") from error
+        raise ConfigError(f"{label}: {name}: got {row.get(name)!r}; expected a number") from error
 
 
 def _grouped(rows: Sequence[dict[str, str]], *names: str) -> Iterable[list[dict[str, str]]]:

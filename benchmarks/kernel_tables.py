@@ -1,6 +1,7 @@
 """Rooflines and tables of one GPU from its kernel profiles: how `libra/hardware/tables` was made.
 
-``python -m benchmarks.kernel_tables FILES --save FILE.json`` writes what `libra.hardware.tables.read_tables` reads.
+``python -m benchmarks.kernel_tables FILES --save FILE.json`` writes what
+`libra.hardware.tables.read_tables` reads.
 
 1. Profiles of several GPUs, or of an unnamed one, are never fitted together.
 2. A profile with a finding of `audit` is refused: a matrix product above peak FLOPS or a transfer

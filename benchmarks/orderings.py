@@ -1,4 +1,5 @@
-"""Orderings to compare with; a run takes one by ``policy.name=benchmarks.orderings:Paper``, or another name of this file.
+"""Orderings to compare with; a run takes one by ``policy.name=benchmarks.orderings:Paper``, or
+another name of this file.
 
 `Oracle` needs the lengths of a workload, and is for simulations only.
 """
@@ -136,13 +137,15 @@ THRESHOLDS = {2: (5_000,), 3: (4_000, 12_000), 4: (4_000, 12_000, 30_000)}
 
 
 class Paper:
-    """The published rule: a prefix tree of tool returns, and a move if mean and P90 fall into one bucket.
+    """The published rule: a prefix tree of tool returns, and a move if mean and P90 fall into one
+    bucket.
 
-    First come, first served; every trajectory begins in the slowest bucket. Source: Libra, arXiv:2606.03077 v2, C-MLFQ, with
-    additions of its released code (NetX-lab/Libra @c51bf84): one root per prompt and a global one; an unknown state falls back to
-    the deepest known ancestor. Deviations, beside those of its tree above: placement goes through
-    `libra.policy.dispatcher`, which is work conserving, instead of a router that queues at one server; prompts are forgotten with
-    their last trajectory.
+    First come, first served; every trajectory begins in the slowest bucket. Source: Libra,
+    arXiv:2606.03077 v2, C-MLFQ, with additions of its released code (NetX-lab/Libra @c51bf84): one
+    root per prompt and a global one; an unknown state falls back to the deepest known ancestor.
+    Deviations, beside the tree's above: placement goes through `libra.policy.dispatcher`,
+    which is work conserving, instead of a router that queues at one server; prompts are forgotten
+    with their last trajectory.
     """
 
     name: ClassVar[str] = "paper"

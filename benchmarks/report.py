@@ -1,5 +1,4 @@
-"""What all benchmarks share: command line, figures, comparison of two sides in pairs, settings of
-quiet runs, saved results.
+"""Shared by all benchmarks: command line, figures, comparison in pairs, quiet settings, saved results.
 
 The last line of ``python -m benchmarks NAME --json`` is one JSON object::
 

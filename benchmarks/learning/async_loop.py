@@ -1,13 +1,16 @@
-"""A run in one process and in emulated time, for the learning curves of `benchmarks.learning.async_learning`.
+"""A run in one process and in emulated time, for the learning curves of
+`benchmarks.learning.async_learning`.
 
-What a run consists of is real: the quick start's model in two engines (`libra.rollout.slot_batch`), chat format and tool calls,
-weight versions (`libra.weights`), when iterations and batches open (`libra.policy.Admission`), which engine takes new weights
-(`libra.policy.OneVersion`), the verdicts and advantages of a batch (`libra.graph.member_rows`), and the step
-(`libra.train.Replica`). There is no Dask, no journal and no worker process, and time is emulated: one tick is one pass of both
-engines at once, and an optimizer step takes `LoopSettings.step_ticks` of them beside the engines. So how old a token is follows
-from the settings alone, and the same seed gives the same run.
+The parts of a run are real: the quick start's model in two engines (`libra.rollout.slot_batch`),
+chat format and tool calls, weight versions (`libra.weights`), when iterations and batches open
+(`libra.policy.Admission`), which engine takes new weights (`libra.policy.OneVersion`), the verdicts
+and advantages of a batch (`libra.graph.member_rows`), and the step (`libra.train.Replica`). There
+is no Dask, no journal and no worker process, and time is emulated: one tick is one pass of both
+engines at once, and an optimizer step takes `LoopSettings.step_ticks` of them beside the engines.
+So how old a token is follows from the settings alone, and the same seed gives the same run.
 
-Trajectories start in the order of their iterations, each on the engine with the fewest; tools take no time.
+Trajectories start in the order of their iterations, each on the engine with the fewest; tools take
+no time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Runs of the quick start whose rewards come late, for `benchmarks.learning.late`: learning, and a kill with rewards to come.
+"""Runs of the quick start whose rewards come late, for `benchmarks.learning.late`: learning, and a
+kill with rewards to come.
 
-A worker delivers the rewards of an iteration while it grades the one that comes so many versions later, so that they are late by
-exactly that. Until then the reward is a guess that is wrong for one trajectory in four.
+A worker delivers the rewards of an iteration while it grades the one that comes so many versions
+later, so that they are late by exactly that. Until then the reward is a guess that is wrong for one
+trajectory in four.
 """
 
 from __future__ import annotations

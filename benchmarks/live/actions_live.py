@@ -1,7 +1,9 @@
-"""Live actions on leased cores, and a slow judge: workers, leases and the processes of calls are real.
+"""Live actions on leased cores, and a slow judge: workers, leases and the processes of calls are
+real.
 
-Generations take the emulated seconds of `benchmarks.live.tailed_engines.PacedEngine`, and actions sleep, so that two cores are not
-the bottleneck of what is measured: everything around an action, from its lease to its report.
+Generations take the emulated seconds of `benchmarks.live.tailed_engines.PacedEngine`, and actions
+sleep, so that two cores are not the bottleneck of what is measured: everything around an action,
+from its lease to its report.
 """
 
 from __future__ import annotations

@@ -1,20 +1,24 @@
-"""Transfer of a batch between workers, directly and through the scheduler: ``python -m benchmarks dispatch --json``.
+"""Transfer of a batch between workers, directly and through the scheduler: ``python -m benchmarks
+dispatch --json``.
 
-Eight Dask worker processes, each with 46, 93 or 187 MiB of rows (EARL's three sizes: log-probabilities of contexts of 8, 16 and
-32 thousand tokens). Every worker needs a slice of every producer's rows. In turns, with the same rows:
+Eight Dask worker processes, each with 46, 93 or 187 MiB of rows (EARL's three sizes:
+log-probabilities of contexts of 8, 16 and 32 thousand tokens). Every worker needs a slice of every
+producer's rows. In turns, with the same rows:
 
-* *central*: ``client.gather`` of all parts, cut at the driver, ``client.scatter`` to the consumers; through the scheduler, Dask's
-  default;
-* *direct* (`libra.dispatch`): the driver plans from metadata; workers send requests over authenticated connections, and read each
-  other's memory, since they are on one machine.
+* *central*: ``client.gather`` of all parts, cut at the driver, ``client.scatter`` to the consumers;
+  through the scheduler, Dask's default;
+* *direct* (`libra.dispatch`): the driver plans from metadata; workers send requests over
+  authenticated connections, and read each other's memory, since they are on one machine.
 
-``direct_over_central`` is seconds of central over seconds of direct: per size the median of the pairs' ratios, then the
-geometric mean of the sizes. ``scheduler_bytes`` is payload at the scheduler's connections in a direct transfer: every row has a
-mark, and the scheduler's process searches every frame for it (in a separate pass that is not timed). The same count of a central
+``direct_over_central`` is seconds of central over seconds of direct: per size the median of the
+pairs' ratios, then the geometric mean of the sizes. ``scheduler_bytes`` is payload at the
+scheduler's connections in a direct transfer: every row has a mark, and the scheduler's process
+searches every frame for it (in a separate pass that is not timed). The same count of a central
 transfer, printed beside, shows that the search finds payload.
 
-Source of goal and sizes: EARL (arXiv:2510.05943), figure 4, on its own network: 9.7, 11.0 and 11.2. Here all workers are on one
-machine, so no network is the bottleneck, and the difference is in copies and work in Python.
+Source of goal and sizes: EARL (arXiv:2510.05943), figure 4, on its own network: 9.7, 11.0 and 11.2.
+Here all workers are on one machine, so no network is the bottleneck, and the difference is in
+copies and work in Python.
 """
 
 from __future__ import annotations

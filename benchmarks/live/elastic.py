@@ -1,14 +1,16 @@
 """Cost of role changes, and replanning under drift, in real runs on this machine.
 
 stages
-    ``rollout_to_train_s``, ``train_to_rollout_s``: medians of a change from the request until the worker supplies its new role,
-    and of each of its stages; ``state_s`` until a joiner has the weights, in the background. ``trainer_blocked_s``: seconds
-    that the core's training thread waited for joiners, in all steps.
+    ``rollout_to_train_s``, ``train_to_rollout_s``: medians of a change from the request until the
+    worker supplies its new role, and of each of its stages; ``state_s`` until a joiner has the
+    weights, in the background. ``trainer_blocked_s``: seconds that the core's training thread
+    waited for joiners, in all steps.
 rebucket (with vLLM where it is installed)
-    ``rebucket_s``, ``rebucket_back_s``: from the request until one engine of two ranks serves in place of two, and back.
+    ``rebucket_s``, ``rebucket_back_s``: from the request until one engine of two ranks serves in
+    place of two, and back.
 live
-    ``live_to_train``, ``live_to_rollout``: changes by the run's own planner while lengths drifted, and
-    ``live_realised_gain_frac``, their realised gain as a share of a step.
+    ``live_to_train``, ``live_to_rollout``: changes by the run's own planner while lengths drifted,
+    and ``live_realised_gain_frac``, their realised gain as a share of a step.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ DRIFT_CHARS = 970
 ONE_ENGINE = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": "lent"}
 TWO_ENGINES = {name: {"role": "rollout", "tp": 1} for name in ("rollout-0", "rollout-1")}
 ROLE_GOALS = {"rollout_to_train": 8.0, "train_to_rollout": 10.8}
-"""Seconds that Libra reports (arXiv:2606.03077 v2) for Qwen3-14B on A800: snapshot, restore, vLLM."""
+"""Seconds that Libra reports (arXiv:2606.03077 v2) for Qwen3-14B on A800: snapshot, restore, vLLM.
+"""
 
 
 def session(directory: str, name: str, iterations: int, stretch: int, *changes: str, long_chars: int = 930) -> Session:

@@ -1,4 +1,4 @@
-"""What an agent of one's own costs: rollout through the gateway over the built-in loop, on the
+"""Cost of one's own agent: rollout through the gateway over the built-in loop, on the
 quick start's task.
 
 Both sides are iterations of real runs on one local cluster, in turns. 128 trajectories of some four

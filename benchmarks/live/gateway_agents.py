@@ -1,5 +1,6 @@
-"""Agents of `benchmarks.live.gateway`: the quick start's task, and turns of a fixed length, each by the openai client and by the
-standard library. The latter are forks of a process with this module, so it imports little."""
+"""Agents of `benchmarks.live.gateway`: the quick start's task, and turns of a fixed length, each by
+the openai client and by the standard library. The latter are forks of a process with this module,
+so it imports little."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ from libra.policy.engine_table import EngineTable
 from libra.types import Phase
 
 NOISE_FRAC = 0.05
-"""A move that delays the end by less than this share is within noise and does not count as harmful."""
+"""A move that delays the end by less than this share is within noise and does not count as harmful.
+"""
 
 
 @dataclass(frozen=True, slots=True)

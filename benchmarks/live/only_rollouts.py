@@ -1,4 +1,5 @@
-"""A started run that only generates, iteration after iteration, for benchmarks that compare throughputs."""
+"""A started run that only generates, iteration after iteration, for benchmarks that compare
+throughputs."""
 
 from __future__ import annotations
 

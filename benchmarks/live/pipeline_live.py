@@ -6,7 +6,7 @@ training (``trainer.turning``). ``streaming_ratio`` is the first over the second
 the second over the third: the median over iterations of the same number in their runs.
 ``live_over_simulated``: of both ratios the larger factor between live and simulated
 (`benchmarks.live.pipeline_predicted`). ``gradients_equal``: the share of the last streamed steps,
-one with and one without turning, whose gradient and weights are those of the whole step on the same
+one with and one without turning, whose gradient and weights equal the whole step's on the same
 record to 1e-12 in float64.
 
 Real are scheduler, workers, groups, records, waves and their gradients, changes of roles, and the

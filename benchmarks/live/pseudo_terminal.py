@@ -1,8 +1,10 @@
-"""A command under a pseudo-terminal, as its user has it: what it writes with the seconds since its start, and Ctrl-C as that key.
+"""A command under a pseudo-terminal, as its user has it: what it writes with the seconds since its
+start, and Ctrl-C as that key.
 
 Invariants
 ----------
-1. The command is the leader of a session whose terminal this is: Ctrl-C reaches every process of its foreground group.
+1. The command is the leader of a session whose terminal this is: Ctrl-C reaches every process of
+   its foreground group.
 2. `Terminal.close` leaves none of its processes behind.
 """
 

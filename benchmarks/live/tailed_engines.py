@@ -21,8 +21,8 @@ from libra.types import EngineCapacity, StepSeconds, StopReason, TurnOutput, Tur
 TOKEN_S = 0.011
 """Emulated seconds of a token for any batch: decoding is bound by memory traffic."""
 MEDIAN_TOKENS, SIGMA, TURN_SIGMA = 15.0, 0.7, 0.25
-"""Lognormal tokens of a turn, SIGMA among trajectories and TURN_SIGMA among turns of one: P99 over median of trajectories is 5.1,
-as in agents' traces, before turns are cut."""
+"""Lognormal tokens of a turn, SIGMA among trajectories and TURN_SIGMA among turns of one: P99 over
+median of trajectories is 5.1, as in agents' traces, before turns are cut."""
 MOST_TOKENS = 64
 """Limit of a turn."""
 

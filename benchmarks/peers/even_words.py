@@ -1,10 +1,12 @@
 """The task of ``vs_trl``: a random model generates words, and even ones are rewarded.
 
-Nothing here imports Libra or TRL, because both environments read this file. It makes the two sides comparable:
+Nothing here imports Libra or TRL, because both environments read this file. It makes the two sides
+comparable:
 
 1. Every prompt has the same number of tokens, so that neither side pads, or gains by packing.
-2. No completion can end early: the output rows of all special tokens point against a constant direction of the last
-   hidden state, about 100 nats below every word. Neither side needs a logits processor to reach the full length.
+2. No completion can end early: the output rows of all special tokens point against a constant
+   direction of the last hidden state, about 100 nats below every word. Neither side needs a logits
+   processor to reach the full length.
 3. The reward needs no model and takes microseconds.
 """
 

@@ -164,7 +164,8 @@ def say(text: str) -> None:
 GOAL = 1.25
 CONTEXT_TOKENS = 64
 ROW_TOKENS = 160
-"""Two sequences of 53 tokens to a packed row: masked attention grows with the square of its length."""
+"""Two sequences of 53 tokens to a packed row: masked attention grows with the square of its length.
+"""
 MICRO_BATCH_TOKENS = 2048
 """A smaller micro-batch than the default of 4,096 stays in the cache."""
 WARM_UP_STEPS = 2

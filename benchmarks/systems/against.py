@@ -1,4 +1,5 @@
-"""The table of `python -m benchmarks systems`: systems of a cell, each tuned and scored, beside the lower bound."""
+"""The table of `python -m benchmarks systems`: systems of a cell, each tuned and scored, beside the
+lower bound."""
 
 from __future__ import annotations
 

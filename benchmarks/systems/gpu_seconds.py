@@ -1,4 +1,5 @@
-"""Where the GPU-seconds of a run in virtual time go, the result of such a run, and the table of several."""
+"""Where the GPU-seconds of a run in virtual time go, the result of such a run, and the table of
+several."""
 
 from __future__ import annotations
 

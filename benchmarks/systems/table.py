@@ -1,4 +1,5 @@
-"""A table of training systems on one batch size, each tuned, beside the lower bound: ``python -m benchmarks systems CONFIG``."""
+"""A table of training systems on one batch size, each tuned, beside the lower bound: ``python -m
+benchmarks systems CONFIG``."""
 
 from __future__ import annotations
 

@@ -1,14 +1,18 @@
-"""A training run in virtual time whose trainer has GPUs: waves of gradients, changes of roles, and GPU-seconds by cause.
+"""A training run in virtual time whose trainer has GPUs: waves of gradients, changes of roles, and
+GPU-seconds by cause.
 
-`Simulator` has rollouts, gates and versions; here a step takes the GPU-seconds of its groups on the GPUs that train, its groups
-come as the discipline says, and engines may train (`libra.policy.turning`).
+`Simulator` has rollouts, gates and versions; here a step takes the GPU-seconds of its groups on the
+GPUs that train, its groups come as the discipline requires, and engines may train
+(`libra.policy.turning`).
 
 Invariants
 ----------
-1. Every group is trained on at most once, in one batch; a step closes when its batch is complete and all its gradients are
-   computed.
-2. A GPU generates, trains, or has one of the causes of idle time (`systems.gpu_seconds`): their seconds add up to GPUs x seconds.
-3. Lags are within the bound, as `libra.policy.admission` (gates) and `systems.streamed_batches` keep it.
+1. Every group is trained on at most once, in one batch; a step closes when its batch is complete
+   and all its gradients are computed.
+2. A GPU generates, trains, or has one of the causes of idle time (`systems.gpu_seconds`): their
+   seconds add up to GPUs x seconds.
+3. Lags are within the bound, as `libra.policy.admission` (gates) and `systems.streamed_batches`
+   keep it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Training systems compared: each is tuned on one seed (training GPUs, TP degree, rule of turning), and scored on others.
+"""Training systems compared: each is tuned on one seed (training GPUs, TP degree, rule of turning),
+and scored on others.
 
-A cell is a set of traces on some GPUs with a load and a staleness bound. `play` simulates one system in it, `tune` searches the
-settings of a system by coordinate descent, `lower_bound_s` is what no system can be faster than without speculation.
+A cell is a set of traces on some GPUs with a load and a staleness bound. `play` simulates one
+system in it, `tune` searches the settings of a system by coordinate descent, `lower_bound_s` is
+what no system can be faster than without speculation.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ PER_GPU = (4.0, 6.0, 8.0)
 """Values of `TurningRule.trajectories_per_gpu` to try, for each batch that may be open (``eta +
 1``)."""
 HOST_BYTES_PER_GPU, FETCH_S, FETCH_BYTES_PER_S = 64e9, 0.3, 20e9
-"""Host memory for KV, and seconds and bytes per second of a fetch, of disciplines whose KV moves."""
+"""Host memory for KV, and seconds and bytes per second of a fetch, of disciplines whose KV moves.
+"""
 STEPS = {0: (5, 1), 1: (8, 2), 2: (9, 3)}
 """By staleness bound: steps that are simulated, and of those the first ones that are left out."""
 

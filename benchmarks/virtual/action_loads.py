@@ -1,6 +1,8 @@
-"""Actions of recorded agents, and their completion times under several ways to share cores, in virtual time.
+"""Actions of recorded agents, and their completion times under several ways to share cores, in
+virtual time.
 
-Every way is the same `libra.policy.leases.LeaseTable` as the live scheduler's, asked in different ways:
+Every way is the same `libra.policy.leases.LeaseTable` as the live scheduler's, asked in different
+ways:
 
 leases
     An action requests its cores when its generation has ended, and releases them when it ends.
@@ -9,7 +11,8 @@ revocable
 arrival
     As leases, without enlargement.
 reserved
-    A trajectory holds one core from its begin to its end (static pods); one without a core waits, and does not generate.
+    A trajectory holds one core from its begin to its end (static pods); one without a core waits,
+    and does not generate.
 """
 
 from __future__ import annotations

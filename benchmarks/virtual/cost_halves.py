@@ -1,7 +1,8 @@
 """Halves of profiles with different token counts, and scores of one half predicted from the other.
 
-Halves are interleaved: every second distinct token count (attention decode: tokens of KV; attention prefill: chunk length;
-all-reduce: bytes; training: micro-batch and degree, as on a chessboard). Everything is done both ways and averaged.
+Halves are interleaved: every second distinct token count (attention decode: tokens of KV; attention
+prefill: chunk length; all-reduce: bytes; training: micro-batch and degree, as on a chessboard).
+Everything is done both ways and averaged.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def layer_sums(profile: LinearProfile, predict: Predict) -> list[tuple[int, Arra
     for tp in sorted({curve.tp for curve in profile.curves}):
         curves = [c for c in profile.curves if c.tp == tp and LAYER_COUNTS[c.operator]]
         if not set(GEMMS) <= {c.operator for c in curves}:
-            continue  # part of a layer is no step
+            continue  # part of a layer is not a step
         tokens = curves[0].tokens
         for curve in curves[1:]:
             tokens = np.intersect1d(tokens, curve.tokens)

@@ -7,7 +7,7 @@ names (a GPU is read from the path); the default is the excerpt in ``benchmarks/
 ``transfer_gpu_mape``: a GPU of which only the datasheet is known, with constants that saw the A100
 files of the package only; and ``transfer_model_mape``: a model left out, of which the other files
 of its GPU were seen. Where attention of a shape was not measured, ``decode_mape`` and
-``prefill_mape`` are those of the layers without it, as the output notes. Impossible profiles are
+``prefill_mape`` cover the layers without it, as the output notes. Impossible profiles are
 left out by name. Constants of a half are fitted to the half that is learned from.
 """
 

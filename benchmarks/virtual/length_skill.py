@@ -1,17 +1,21 @@
-"""Skill of forecasts of the remaining length, on every ``DIR/agent_turns/*.csv`` (``--data DIR``; default: the excerpt).
+"""Skill of forecasts of the remaining length, on every ``DIR/agent_turns/*.csv`` (``--data DIR``;
+default: the excerpt).
 
 Two protocols, both scored at every tool return with tokens left to generate:
 
 five folds
-    by task: learn from the trajectories of four folds, one after another, then forecast those of the fifth without learning
-    from them. In a set with groups (several samples per task) also with siblings: all others have finished, or ``_together``
-    (all run at once; the training groups ran in the same way); ``_alone``: without any.
+    by task: learn from the trajectories of four folds, one after another, then forecast the ones in
+    the fifth without learning from them. In a set with groups (several samples per task) also with
+    siblings: all others have finished, or ``_together`` (all run at once; the training groups ran
+    in the same way); ``_alone``: without any.
 replayed
-    in virtual time and prequentially: groups arrive in random order, all samples of one start together, 32 trajectories in
-    flight. Mean over ``--orders`` orders; the second half of the returns is scored.
+    in virtual time and prequentially: groups arrive in random order, all samples of one start
+    together, 32 trajectories in flight. Mean over ``--orders`` orders; the second half of the
+    returns is scored.
 
-Figures, for every predictor and set: ``<predictor>_{r2,spearman}_<set>`` from five folds, ``..._alone``, ``..._together``, and
-``..._replayed``. R2 is of the mean forecast on tokens, Spearman of the order.
+Figures, for every predictor and set: ``<predictor>_{r2,spearman}_<set>`` from five folds,
+``..._alone``, ``..._together``, and ``..._replayed``. R2 is of the mean forecast on tokens,
+Spearman of the order.
 """
 
 from __future__ import annotations

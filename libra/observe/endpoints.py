@@ -132,7 +132,8 @@ def _sound(metric: Metric, snapshot: Mapping[str, Any]) -> list[tuple[list[str],
 
 
 _collector: list[Collector] = []
-"""The registered collector. The registry belongs to the process, which may have several schedulers."""
+"""The registered collector. The registry belongs to the process, which may have several schedulers.
+"""
 
 
 def export(feed: Feed) -> bool:

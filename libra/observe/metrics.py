@@ -4,7 +4,8 @@ TensorBoard.
 1. A step's line is on disk when `MetricsLog.write` returns; trackers show the same numbers.
 2. A line holds ``step``, ``wall_time_s`` (Unix seconds) and values; NaN and infinity are null.
 3. A tracker never ends a run: after its first error, which is one warning, it gets nothing more.
-4. Built-in trackers write into the run directory; Weights & Biases uploads only with ``WANDB_MODE=online``.
+4. Built-in trackers write into the run directory; Weights & Biases uploads only with
+   ``WANDB_MODE=online``.
 5. Each start is a new run in Weights & Biases; in TensorBoard the run continues.
 """
 
@@ -109,7 +110,8 @@ class WeightsAndBiases:
 
 
 TRACKERS: Final[Mapping[str, type[Tracker]]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-"""Built-in trackers; ``observe.trackers`` also takes ``module:Class``, such as ``examples.trackers:MLflow``."""
+"""Built-in trackers; ``observe.trackers`` also takes ``module:Class``, such as
+``examples.trackers:MLflow``."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -245,7 +247,7 @@ class MetricsLog:
             try:
                 numbers[name] = float(value)
             except (TypeError, ValueError) as error:
-                raise StoreError(f"metric {name!r} of step {step}: got {value!r}; allowed is one number") from error
+                raise StoreError(f"metric {name!r} of step {step}: got {value!r}; expected one number") from error
             whole = isinstance(value, int) and not isinstance(value, bool)
             line[name] = value if whole else numbers[name] if math.isfinite(numbers[name]) else None
         self._lines.write_line(json.dumps(line, allow_nan=False))

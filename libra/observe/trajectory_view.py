@@ -184,7 +184,7 @@ def load_decode(run_dir: Path) -> Decode:
     """The function from token ids to text, special tokens included, for a run's trajectories.
 
     It reads ``RUN/tokenizer``, else ``model.path`` of ``RUN/config.resolved.yaml``, and downloads
-    nothing. ModelError if there is no tokenizer, or it cannot be read.
+    nothing. ModelError without a readable tokenizer.
     """
     kept = run_dir / "tokenizer"
     source = kept if kept.is_dir() else _model_of(run_dir)

@@ -1,4 +1,4 @@
-"""One smoke of each benchmark: it says what it measures, and those that take a second run at a small size."""
+"""One smoke of each benchmark: its help, and a run at a small size where that takes a second."""
 
 import io
 import json

@@ -1,4 +1,5 @@
-"""Metrics are on disk as JSON lines; trackers get them by group, with settings and texts; a failing tracker ends nothing."""
+"""Metrics are on disk as JSON lines; trackers get them by group, with settings and texts; a failing
+tracker ends nothing."""
 
 import json
 import logging

@@ -51,7 +51,8 @@ AWAY: Final = ""
 
 
 class Segment(NamedTuple):
-    """A worker is in ``state`` from ``start_s`` until the next segment begins; ``gpus`` then belong to it."""
+    """A worker is in ``state`` from ``start_s`` until the next segment begins; ``gpus`` then belong
+    to it."""
 
     start_s: float
     state: str
@@ -59,13 +60,13 @@ class Segment(NamedTuple):
 
 
 def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Share of time by state; they sum to 1. Empty if there is no time."""
+    """Share of time by state; they sum to 1. Empty without time."""
     total = sum(seconds.values())
     return {state: value / total for state, value in seconds.items()} if total > 0 else {}
 
 
 def busy_frac(seconds: Mapping[str, float]) -> float | None:
-    """Share of time in busy states; None if there is no time."""
+    """Share of time in busy states; None without time."""
     shares = shares_of(seconds)
     return sum(value for state, value in shares.items() if state in BUSY) if shares else None
 
@@ -120,7 +121,7 @@ class RunTime:
 
     @property
     def busy_frac(self) -> float | None:
-        """Share of `gpu_s` in busy states; None if there is no time yet."""
+        """Share of `gpu_s` in busy states; None without time."""
         return busy_frac(self.gpu_s)
 
 
