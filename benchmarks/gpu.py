@@ -1,21 +1,26 @@
 """One GPU in one command: ``python -m benchmarks gpu --json --minutes 9 --out gpu.json``.
 
-Models are random; nothing is downloaded. Each part is a process of its own (`benchmarks.gpu_parts`). A part that fails or exceeds
-its time is reported with the first line of its error, and the others run. Parts run in the order of their worth, and ``--out`` is
-written again after each of them, so that a GPU that is taken away leaves figures.
+Models are random; nothing is downloaded. Each part is a process of its own
+(`benchmarks.gpu_parts`). A part that fails or exceeds its time is reported with the first line of
+its error, and the others run. Parts run in the order of their worth, and ``--out`` is written again
+after each of them, so that a GPU that is taken away leaves figures.
 
-* ``step_0b6_16k``, ``step_4b_16k``, ``step_0b6_64k``, ``step_4b_64k``: the four baselines that prime-rl publishes for one H100.
-  A training step of Qwen3-0.6B (all weights, float32 master weights) and Qwen3-4B (LoRA, rank 16) in bfloat16 with activation
-  checkpointing: tokens/s, model FLOPs utilisation by prime-rl's formula with prime-rl's figure as the goal, and planned over
+* ``step_0b6_16k``, ``step_4b_16k``, ``step_0b6_64k``, ``step_4b_64k``: the four baselines that
+  prime-rl publishes for one H100. A training step of Qwen3-0.6B (all weights, float32 master
+  weights) and Qwen3-4B (LoRA, rank 16) in bfloat16 with activation checkpointing: tokens/s, model
+  FLOPs utilisation by prime-rl's formula with prime-rl's figure as the goal, and planned over
   measured peak of allocated memory;
 * ``engine``: tokens/s that TransformersEngine generates with a Qwen3-0.6B, by requests at once;
-* ``weights_0b6``, ``weights_4b``: seconds from the trainer's weights to a verified engine that serves them, and of the engine's
-  sleep and wake;
-* ``gap``: mean and largest \\|log p(engine) - log p(trainer)\\| of generated tokens in bfloat16, both from the same weights;
-* ``quickstart``: `libra run` with the quick start's settings and `cluster.device=cuda`, a few iterations.
+* ``weights_0b6``, ``weights_4b``: seconds from the trainer's weights to a verified engine that
+  serves them, and of the engine's sleep and wake;
+* ``gap``: mean and largest \\|log p(engine) - log p(trainer)\\| of generated tokens in bfloat16,
+  both from the same weights;
+* ``quickstart``: `libra run` with the quick start's settings and `cluster.device=cuda`, a few
+  iterations.
 
-Without a GPU it exits with 2. ``--device cpu --scale tiny`` runs every part on the CPU with models of a few thousand parameters, to
-test every path. Its numbers mean nothing, and its figures are named ``smoke_...``.
+Without a GPU it exits with 2. ``--device cpu --scale tiny`` runs every part on the CPU with models
+of a few thousand parameters, to test every path. Its numbers mean nothing, and its figures are
+named ``smoke_...``.
 """
 
 from __future__ import annotations
@@ -40,14 +45,13 @@ PARTS: dict[str, float] = {
     "step_0b6_16k": 55, "step_4b_16k": 75, "engine": 60, "weights_0b6": 40, "gap": 35, "quickstart": 70,
     "step_0b6_64k": 65, "step_4b_64k": 95, "weights_4b": 60,
 }  # fmt: skip
-"""Share of each part in ``--minutes``; in seconds for the default. Time that a part leaves goes to the next ones."""
+"""Share of each part in ``--minutes``, in seconds for the default. Unused time goes to later parts.
+"""
 
 
 def run_part(name: str, options: argparse.Namespace, limit_s: float, place: Path) -> dict[str, Any]:
-    """The last JSON line of a part's output, with ``error`` if it failed or did not end in time; its output then goes to stderr.
-
-    ``place`` is shared by the parts, which find the models of earlier ones there.
-    """
+    """The last JSON line of a part's output; ``error`` if it failed or timed out. Parts share
+    ``place``."""
     words = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu_parts", name, options.device, options.scale]
     with (place / f"{name}.output").open("w+") as output:
         process = subprocess.Popen(

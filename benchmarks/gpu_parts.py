@@ -1,7 +1,9 @@
-"""The parts of `benchmarks.gpu`, one a process: ``python -m benchmarks.gpu_parts PART DEVICE SCALE DIR``.
+"""The parts of `benchmarks.gpu`, one a process: ``python -m benchmarks.gpu_parts PART DEVICE SCALE
+DIR``.
 
-The last JSON line has ``figures`` (fields of `benchmarks.report.Figure`), ``facts`` (what they rest on) and ``text``; a part that
-measures several sizes prints one after each. A part that fails ends with the first line of its error and exit code 1.
+The last JSON line has ``figures`` (fields of `benchmarks.report.Figure`), ``facts`` (what they rest
+on) and ``text``; a part that measures several sizes prints one after each. A part that fails ends
+with the first line of its error and exit code 1.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ SHAPES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A training step that prime-rl publishes for one H100 (``benchmarks/baselines``, RL, "Recompute")."""
+    """A training step that prime-rl publishes for one H100 (``benchmarks/baselines``, RL,
+    "Recompute")."""
 
     model: str
     tokens: int
@@ -77,7 +80,7 @@ Figures = dict[str, dict[str, Any]]
 
 
 class Bench:
-    """What every part has: where it computes, how large, and a directory."""
+    """Device, scale and directory of a part."""
 
     def __init__(self, device: str, scale: str, place: Path) -> None:
         self.device, self.is_full, self.place = torch.device(device), scale == "full", place
@@ -89,7 +92,7 @@ class Bench:
         return SHAPES[name if self.is_full else "tiny"]
 
     def model(self, name: str) -> Path:
-        """Directory of a random Qwen3 in bfloat16, tied, made on the device by the first part that needs it."""
+        """Directory of a random Qwen3 in bfloat16, tied; the first part that needs it makes it."""
         from transformers import Qwen3Config
 
         directory = self.place / f"model-{name}"
@@ -166,9 +169,9 @@ def trained_settings(model: Path, tokens: int, rows: int, lora_rank: int | None)
 
 
 def token_flops(shape: dict[str, int], tokens: int, lora_rank: int | None) -> float:
-    """Operations of a trained token as prime-rl counts them (``PerfCounter._get_num_flop_per_token``), for comparison.
+    """Operations of a trained token by prime-rl's count (``PerfCounter._get_num_flop_per_token``).
 
-    Its attention counts all pairs of tokens, at a head size of hidden size / heads, which for Qwen3 is less than the true one.
+    Its attention counts all pairs of tokens at a head size of hidden size / heads, below Qwen3's.
     """
     hidden, heads, layers = shape["hidden_size"], shape["num_attention_heads"], shape["num_hidden_layers"]
     queries, keys = heads * shape["head_dim"], shape["num_key_value_heads"] * shape["head_dim"]
@@ -183,7 +186,7 @@ def token_flops(shape: dict[str, int], tokens: int, lora_rank: int | None) -> fl
 
 
 def step(bench: Bench, name: str) -> dict[str, Any]:
-    """Tokens/s, utilisation and memory of a training step. Nobody publishes its weights, so they are not hashed."""
+    """Tokens/s, utilisation and memory of a training step."""
     baseline = BASELINES[name]
     tokens, rank = bench.size(baseline.tokens, 48), baseline.lora_rank
     model, shape, count = bench.model(baseline.model), bench.shape(baseline.model), baseline.sequences
@@ -351,7 +354,7 @@ def weights(bench: Bench, name: str) -> dict[str, Any]:
 
 
 def gap(bench: Bench) -> dict[str, Any]:
-    """Log-probabilities of engine and trainer apart, over generated tokens, before any step changes the weights."""
+    """Gap of engine and trainer log-probabilities over generated tokens, before any step."""
     model, vocab = bench.model("0b6"), bench.shape("0b6")["vocab_size"]
     context, new, many = bench.size(128, 8), bench.size(256, 6), bench.size(16, 4)
 
@@ -381,7 +384,7 @@ def gap(bench: Bench) -> dict[str, Any]:
 
 
 def quickstart(bench: Bench) -> dict[str, Any]:
-    """A few iterations of the quick start through the command itself, which is told to compute on this device."""
+    """A few iterations of the quick start by the command itself, on this device."""
     iterations = bench.size(4, 1)
     given = [
         f"run.dir={bench.place}", "run.name=quickstart", f"run.iterations={iterations}", "cluster.dashboard_port=0",
@@ -419,7 +422,7 @@ def main() -> int:
     name, device, scale, place = sys.argv[1:]
     try:
         found = PARTS[name](Bench(device, scale, Path(place)))
-    except Exception as error:  # noqa: BLE001  the boundary of a part: the others go on, and this one's reason is told
+    except Exception as error:  # noqa: BLE001  the boundary of a part: the others go on, and this one's reason is reported
         if not isinstance(error, LibraError):
             import traceback
 

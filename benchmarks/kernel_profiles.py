@@ -1,8 +1,8 @@
 """Kernel profiles in the layouts of Vidur and Frontier (CSV) and Sailor (JSON), averaged over
 repeated points, in seconds.
 
-A file is identified by its columns, never by its name. A CSV has ``time_stats.<operator>.median`` in **milliseconds**. Only
-the path names the GPU (``compute/a100/...``, ``compute_a100_...``).
+A file is identified by its columns, never by its name. A CSV has ``time_stats.<operator>.median``
+in **milliseconds**. Only the path names the GPU (``compute/a100/...``, ``compute_a100_...``).
 """
 
 from __future__ import annotations
@@ -81,17 +81,9 @@ class LinearProfile:
 class AttentionProfile:
     """Attention kernels of one shard on one GPU.
 
-    Attributes
-    ----------
-    heads, kv_heads : float
-        On one GPU.
-    head_dim : int
-    decode : (n, 3) array
-        Sequences, tokens of KV of each, seconds; one new token each.
-    prefill : (n, 3) array
-        New tokens, tokens of KV before them, seconds; one sequence.
-    uneven : int
-        Rows that were dropped because their sequences differ in length or are mixed with another phase.
+    ``decode`` (n, 3): sequences, tokens of KV of each, seconds for one new token each. ``prefill``
+    (n, 3): new tokens, earlier tokens of KV, seconds. ``uneven`` counts dropped rows: sequences of
+    different lengths, or mixed phases.
     """
 
     source: str
@@ -119,7 +111,8 @@ class AttentionProfile:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveProfile:
-    """One collective of ``workers`` GPUs, ``workers_per_node`` of them on each machine: seconds over bytes."""
+    """Seconds over bytes of one collective of ``workers`` GPUs, ``workers_per_node`` on each
+    machine."""
 
     source: str
     gpu: str | None
@@ -205,11 +198,10 @@ def _number(row: dict[str, str], name: str, label: str) -> float:
     try:
         return float(row[name])
     except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{label}: {name}: got {row.get(name)!r}; allowed is a number") from error
+        raise ConfigError(f"{label}: {name}: got {row.get(name)!r}; expected a number") from error
 
 
 def _grouped(rows: Sequence[dict[str, str]], *names: str) -> Iterable[list[dict[str, str]]]:
-    """Rows that agree in these columns."""
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
@@ -217,7 +209,6 @@ def _grouped(rows: Sequence[dict[str, str]], *names: str) -> Iterable[list[dict[
 
 
 def _averaged(keys: Array, seconds: Array) -> tuple[Array, Array]:
-    """Distinct rows of ``keys``, sorted, and the mean seconds of each."""
     distinct, where = np.unique(keys, axis=0, return_inverse=True)
     where = where.reshape(-1)
     return distinct, np.bincount(where, weights=seconds) / np.bincount(where)
@@ -260,7 +251,6 @@ def _linear(rows: Sequence[dict[str, str]], label: str) -> Iterator[LinearProfil
 
 
 def _is_even(row: dict[str, str]) -> bool:
-    """All sequences of the row have the same length and phase."""
     if row.get("is_true_mixed_batch", "False") == "True" or row.get("is_mixed_batch", "False") == "True":
         return False
     return not float(row.get("seq_len_cv") or 0) > 0
@@ -338,7 +328,6 @@ def _training(path: Path, label: str) -> Iterator[TrainingProfile]:
 
 
 def _layer_times(layers: object) -> Array | None:
-    """(layers, 3) seconds, or None: not a training profile."""
     if not isinstance(layers, dict) or not layers:
         return None
     try:

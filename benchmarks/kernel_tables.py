@@ -1,6 +1,7 @@
 """Rooflines and tables of one GPU from its kernel profiles: how `libra/hardware/tables` was made.
 
-``python -m benchmarks.kernel_tables FILES --save FILE.json`` writes what `libra.hardware.tables.read_tables` reads.
+``python -m benchmarks.kernel_tables FILES --save FILE.json`` writes what
+`libra.hardware.tables.read_tables` reads.
 
 1. Profiles of several GPUs, or of an unnamed one, are never fitted together.
 2. A profile with a finding of `audit` is refused: a matrix product above peak FLOPS or a transfer
@@ -67,8 +68,7 @@ ATTENTION_CONSTANTS: dict[AttentionKind, tuple[str, ...]] = {
 REDUCE_CONSTANTS = ("hop_s", "link_frac", "link_half_bytes")
 
 TETHER = 0.03
-"""Penalty of a factor e of a constant, as log residual per point: one model at one degree does not determine all
-constants."""
+"""Penalty of a factor e in a constant, as log residual per point."""
 
 
 def spread(num: int, most: int = 64) -> NDArray[np.int64]:
@@ -79,7 +79,7 @@ def spread(num: int, most: int = 64) -> NDArray[np.int64]:
 
 
 def fit_forms(measured: Sequence[tuple[GPU, Profile]], start: Efficiencies | None = None) -> Efficiencies:
-    """All constants that the profiles determine; the others are those of ``start``."""
+    """All constants that the profiles determine; the others are taken from ``start``."""
     eff = fit_linear([(gpu, p) for gpu, p in measured if isinstance(p, LinearProfile)], start)
     eff = fit_attention([(gpu, p) for gpu, p in measured if isinstance(p, AttentionProfile)], eff)
     reduces = [(gpu, p) for gpu, p in measured if isinstance(p, CollectiveProfile) and p.collective == "all_reduce"]
@@ -87,7 +87,7 @@ def fit_forms(measured: Sequence[tuple[GPU, Profile]], start: Efficiencies | Non
 
 
 def fit_linear(measured: Sequence[tuple[GPU, LinearProfile]], start: Efficiencies | None = None) -> Efficiencies:
-    """Constants of matrix products and elementwise operators; the others are those of ``start``.
+    """Constants of matrix products and elementwise operators; the others are taken from ``start``.
 
     A residual is the log ratio of one operator's seconds, or of their sum over a layer.
     """
@@ -97,7 +97,7 @@ def fit_linear(measured: Sequence[tuple[GPU, LinearProfile]], start: Efficiencie
 
 
 def fit_attention(measured: Sequence[tuple[GPU, AttentionProfile]], start: Efficiencies | None = None) -> Efficiencies:
-    """Constants of attention; the others are those of ``start``."""
+    """Constants of attention; the others are taken from ``start``."""
     eff = start or Efficiencies()
     for kind, names in ATTENTION_CONSTANTS.items():
         eff = _fit(eff, names, partial(_attention_residuals, measured, kind))
@@ -105,7 +105,6 @@ def fit_attention(measured: Sequence[tuple[GPU, AttentionProfile]], start: Effic
 
 
 def _fit(eff: Efficiencies, names: Sequence[str], residuals: Callable[[Efficiencies], Sequence[Array]]) -> Efficiencies:
-    """``eff`` with other constants ``names``; unchanged without residuals."""
     if not sum(map(len, residuals(eff))):
         return eff
 
@@ -171,7 +170,8 @@ def linear_curves(gpu: GPU, eff: Efficiencies, profile: LinearProfile) -> list[R
 
 
 def attention_rows(gpu: GPU, eff: Efficiencies, profile: AttentionProfile, kind: AttentionKind) -> RatioRows | None:
-    """Ratios of a profile's attention to the roofline, None without points; rows are numbers of sequences, or chunk lengths."""
+    """Ratios of a profile's attention to the roofline by sequences or chunk length; None without
+    points."""
     points = profile.points(kind)
     if not len(points):
         return None
@@ -207,7 +207,7 @@ def all_reduce_table(profile: CollectiveProfile) -> AllReduceTable:
 
 
 def save_tables(tables: Tables, path: str | Path, *, source: str, points: int = 40) -> None:
-    """Write tables, thinned to at most ``points`` along each axis; logarithms of ratios keep three decimals."""
+    """Write tables with at most ``points`` along each axis; log ratios keep three decimals."""
     document = {
         "schema": SCHEMA,
         "gpu": tables.gpu.name,
@@ -258,28 +258,18 @@ def _thinned_rows(table: RatioRows, points: int) -> dict[str, Any]:
 FASTEST_FRAC = 1.05
 """Largest share of the peak that is possible; timers round."""
 FASTEST_LINKS = 1.5
-"""The same for links: switches that add in the network make an all-reduce seem faster than its links."""
+"""The same for links; in-network reduction makes an all-reduce seem faster than its links."""
 STRANGE_FACTOR = 4.0
-"""Median of measured over predicted seconds, or its inverse, above which the unit or the GPU is wrong."""
+"""Median of measured over predicted seconds (or inverse) from which unit or GPU must be wrong."""
 SAME_SPREAD = 0.08
-"""Two profiles are the same if the logarithm of their ratio (5 % to 95 %) is within this distance of 0."""
+"""Two profiles are equal if the log of their ratio (5 % to 95 %) is within this distance of 0."""
 MIN_COMMON = 40
 """Minimum number of common points for that comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An impossible property of a profile.
-
-    Attributes
-    ----------
-    source : str
-        The file.
-    text : str
-        What is wrong, with the numbers, and the probable cause.
-    measured_on : str or None
-        The GPU that it was really measured on, if known.
-    """
+    """An impossible property of a profile, and the GPU on which it was really measured, if known."""
 
     source: str
     text: str
@@ -289,7 +279,7 @@ class Finding:
 def audit(profile: Profile, gpu: GPU, others: Sequence[Tables] | None = None) -> list[Finding]:
     """Impossible properties of ``profile`` on ``gpu``.
 
-    ``others`` are tables of GPUs that it may have been confused with; None: the package's.
+    ``others`` are tables of GPUs that it may have been confused with, by default the package's.
     """
     references = [shipped_tables(name) for name in known_gpus()] if others is None else list(others)
     if isinstance(profile, LinearProfile):
@@ -394,7 +384,6 @@ def _training(profile: TrainingProfile) -> list[str]:
 
 
 def _twins(profile: AttentionProfile, gpu: GPU, references: Sequence[Tables]) -> list[Finding]:
-    """Decode attention that equals another GPU's at equal bytes of KV, although the datasheets differ."""
     for tables in references:
         expected = tables.gpu.memory_bytes_per_s / gpu.memory_bytes_per_s
         if abs(np.log(expected)) < 2.5 * SAME_SPREAD:
@@ -415,7 +404,6 @@ def _twins(profile: AttentionProfile, gpu: GPU, references: Sequence[Tables]) ->
 
 
 def _log_ratio_at_equal_bytes(profile: AttentionProfile, tables: Tables, rows: RatioRows) -> Array:
-    """log(measured / reference) where both have as many sequences and bytes of KV, above the cost of a launch."""
     points = profile.decode
     token_bytes = 4.0 * profile.kv_heads * profile.head_dim
     reference_bytes = 4.0 * rows.key[1] * rows.key[2]
@@ -442,8 +430,8 @@ def _log_ratio_at_equal_bytes(profile: AttentionProfile, tables: Tables, rows: R
 def calibrate(profiles: Iterable[Profile], gpu_name: str | None = None) -> Tables:
     """Fit the rooflines to profiles and build tables of the ratios.
 
-    ``gpu_name`` None: the GPU that their paths name. ConfigError for no profile of kernels or
-    collectives, no or several GPUs, or an impossible profile.
+    ``gpu_name`` defaults to the GPU in their paths. ConfigError for no kernel or collective
+    profile, no or several GPUs, or an impossible profile.
     """
     used = [profile for profile in profiles if not isinstance(profile, TrainingProfile)]
     if not used:

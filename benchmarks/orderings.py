@@ -1,4 +1,5 @@
-"""Orderings to compare with; a run takes one by ``policy.name=benchmarks.orderings:Paper``, or another name of this file.
+"""Orderings to compare with; a run takes one by ``policy.name=benchmarks.orderings:Paper``, or
+another name of this file.
 
 `Oracle` needs the lengths of a workload, and is for simulations only.
 """
@@ -34,7 +35,7 @@ from libra.types import Phase, ToolStatus
 
 
 class CompletedCalls(Mlfq):
-    """Most completed tool calls first, then by arrival (DynaRL, OSDI '26, as its README describes it)."""
+    """Most completed tool calls first, then by arrival (DynaRL, OSDI '26, from its README)."""
 
     name: ClassVar[str] = "completed_calls"
 
@@ -62,7 +63,8 @@ def state_name(tool: str, status: str, payload_tokens: int) -> str:
 
 
 class Node:
-    """Remaining lengths seen at one prefix of tool returns: all-time mean, and the last ``WINDOW`` of them for P90."""
+    """Remaining lengths seen at a prefix of tool returns: all-time mean, and the last ``WINDOW``
+    for P90."""
 
     __slots__ = ("children", "count", "last", "mean")
 
@@ -106,7 +108,8 @@ class Node:
 
 
 def dump(root: Node) -> list[Any]:
-    """Nodes in depth-first order, each with the number of its parent; flat, because paths exceed the recursion limit."""
+    """Nodes in depth-first order with their parents' numbers; flat, as paths exceed the recursion
+    limit."""
     out: list[Any] = []
     open_nodes: list[tuple[int, str, Node]] = [(-1, "", root)]
     while open_nodes:
@@ -129,17 +132,19 @@ def load(dumped: Any) -> Node:
 
 
 THRESHOLDS = {2: (5_000,), 3: (4_000, 12_000), 4: (4_000, 12_000, 30_000)}
-"""Longest remaining output of each bucket but the last, by number of buckets; its defaults and its production settings."""
+"""Longest remaining output of each bucket but the last, by number of buckets."""
 
 
 class Paper:
-    """The published rule: a prefix tree of tool returns, and a move if mean and P90 fall into one bucket.
+    """The published rule: a prefix tree of tool returns, and a move if mean and P90 fall into one
+    bucket.
 
-    First come, first served; every trajectory begins in the slowest bucket. Source: Libra, arXiv:2606.03077 v2, C-MLFQ, with
-    additions of its released code (NetX-lab/Libra @c51bf84): one root per prompt and a global one; an unknown state falls back to
-    the deepest known ancestor. Deviations, beside those of its tree above: placement goes through
-    `libra.policy.dispatcher`, which is work conserving, instead of a router that queues at one server; prompts are forgotten with
-    their last trajectory.
+    First come, first served; every trajectory begins in the slowest bucket. Source: Libra,
+    arXiv:2606.03077 v2, C-MLFQ, with additions of its released code (NetX-lab/Libra @c51bf84): one
+    root per prompt and a global one; an unknown state falls back to the deepest known ancestor.
+    Deviations, beside the tree's above: placement goes through `libra.policy.dispatcher`,
+    which is work conserving, instead of a router that queues at one server; prompts are forgotten
+    with their last trajectory.
     """
 
     name: ClassVar[str] = "paper"
@@ -228,7 +233,7 @@ class Paper:
         }  # fmt: skip
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a snapshot."""
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError for anything else."""
         self._fifo.restore(snapshot["fifo"])
         self._engines = {worker: (str(bucket), float(s)) for worker, (bucket, s) in snapshot["engines"].items()}
         self._home = dict(snapshot["home"])
@@ -242,11 +247,12 @@ class Paper:
 
 
 class SeerOrder(Saved):
-    """Seer's order (arXiv:2511.14617 v3): a probe of every group first, then the groups that are expected to be longest.
+    """Seer's order (arXiv:2511.14617 v3): a probe of every group, then the groups expected to be
+    longest.
 
-    The first member of a group is its probe; probes go first, those with fewest tokens before others. A group is expected to be
-    as long as its longest member that has ended, and as long as can be before one has. Differs from the paper: it has a
-    starvation guard, and places requests itself; here the dispatcher does, as for every order.
+    The first member of a group is its probe; probes with fewest tokens go first. A group's expected
+    length is its longest ended member, or the maximum before one has ended. Deviations: it has a
+    starvation guard, and the dispatcher places requests.
     """
 
     name: ClassVar[str] = "seer"
@@ -292,10 +298,8 @@ OUTRUN_FRAC = 0.1
 
 
 class KnownLengths(Forecaster):
-    """Forecasts from lengths given beforehand, exact or of a given accuracy.
-
-    Total generated tokens by key, known from the start; a key that was not given has forecast 0 with skill 0.
-    """
+    """Forecasts from given total tokens by key, exact or of a given accuracy; unknown keys have
+    skill 0."""
 
     def __init__(self, totals: Mapping[str, int] | None = None, *, accuracy: float = 1.0, seed: int = 0) -> None:
         if not 0.0 < accuracy <= 1.0:
@@ -331,8 +335,7 @@ class KnownLengths(Forecaster):
 
 
 def guessed_lengths(totals: Mapping[str, int], accuracy: float, seed: int) -> dict[str, float]:
-    """Best predictions whose logarithms correlate with those of ``totals`` by ``accuracy``; their spread is smaller by the
-    same factor."""
+    """Best predictions whose logarithms correlate with the true ones by ``accuracy``."""
     if accuracy == 1.0 or not totals:
         return {key: float(total) for key, total in totals.items()}
     logs = np.array([log(1.0 + total) for total in totals.values()])

@@ -1,4 +1,5 @@
-"""docs/benchmarks.md, made from ``benchmarks/results/*.json``: figures with a claim, and those of them that miss their goal."""
+"""docs/benchmarks.md, made from ``benchmarks/results/*.json``: figures with a claim, and missed
+goals."""
 
 from __future__ import annotations
 

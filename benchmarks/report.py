@@ -1,5 +1,4 @@
-"""What all benchmarks share: command line, figures, comparison of two sides in pairs, settings of
-quiet runs, saved results.
+"""Shared by all benchmarks: command line, figures, comparison in pairs, quiet settings, saved results.
 
 The last line of ``python -m benchmarks NAME --json`` is one JSON object::
 
@@ -55,9 +54,9 @@ _LOAD_AT_START = os.getloadavg()[0]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number, and whether higher or lower is better.
+    """One measured number; without ``goal`` it is only reported.
 
-    ``goal`` None: the figure is only reported. ValueError if a number is not finite, or ``better`` is another word.
+    ValueError if a number is not finite, or ``better`` is another word.
     """
 
     value: float
@@ -116,7 +115,6 @@ class Pairs:
 
 
 def _enough_pairs(text: str) -> int:
-    """The value of ``--pairs``, refused before anything starts."""
     if int(text) < MIN_PAIRS:
         raise argparse.ArgumentTypeError(str(_too_few(int(text))))
     return int(text)
@@ -137,8 +135,8 @@ def alternate(
 ) -> Pairs:
     """Measure two sides in turns: first, second, first, second, ...
 
-    A side does its work once, returns the measured quantity, and leaves nothing busy. ``after_pair`` gets (pair index, first,
-    second). ConfigError for fewer than ``MIN_PAIRS`` pairs.
+    A side does its work once, returns the measured quantity, and leaves nothing busy.
+    ``after_pair`` gets (pair index, first, second). ConfigError for fewer than ``MIN_PAIRS`` pairs.
     """
     if pairs < MIN_PAIRS:
         raise _too_few(pairs)
@@ -153,7 +151,7 @@ def alternate(
 
 
 def gap_se(first: Sequence[float], second: Sequence[float]) -> float:
-    """How far the mean of ``second`` is below that of ``first``, in standard errors of the difference; 0 where both are alike."""
+    """Mean of ``first`` minus mean of ``second``, in standard errors of the difference."""
     gap = statistics.fmean(first) - statistics.fmean(second)
     error = math.sqrt(statistics.variance(first) / len(first) + statistics.variance(second) / len(second))
     return gap / max(error, 1e-9)
@@ -167,7 +165,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def machine() -> str:
-    """The machine in words, without host and path: available cores, CPU model, memory, versions of Python and torch."""
+    """Available cores, CPU model, memory, versions of Python and torch; no host and no path."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     torch = importlib.metadata.version("torch")
@@ -187,9 +185,10 @@ def _cpu_model() -> str:
 
 
 def status_bytes(field: str) -> int:
-    """A field of this process's status in bytes (Linux): ``VmRSS`` is resident now, ``VmHWM`` the most that was.
+    """A field of this process's status in bytes (Linux): ``VmRSS`` is resident now, ``VmHWM`` the
+    peak.
 
-    Not getrusage's maximum: after a fork that begins at the parent's.
+    getrusage's maximum would start at the parent's after a fork.
     """
     status = Path("/proc/self/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith(f"{field}:"))
@@ -199,7 +198,7 @@ def status_bytes(field: str) -> int:
 def command_parser(
     benchmark: str, doc: str | None, *, pairs: int | None = None, data: bool = False
 ) -> argparse.ArgumentParser:
-    """The options that benchmarks share; ``--pairs`` (with this default) and ``--data`` where wanted."""
+    """The common options; ``--pairs`` (with this default) and ``--data`` on request."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {benchmark}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -223,9 +222,11 @@ def emit(
     stream: TextIO | None = None,
     beside: Mapping[str, object] | None = None,
 ) -> None:
-    """Print the figures, one readable line each, with ``as_json`` the JSON object as the last line, and save it if asked to.
+    """Print one readable line per figure, with ``as_json`` the JSON object last; ``--save`` saves
+    it.
 
-    ``arguments`` are those of the command line; None: of this process. ``beside``: further keys of the object.
+    ``arguments`` default to the command line of this process; ``beside`` are further keys of the
+    object.
     """
     out = sys.stdout if stream is None else stream
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -244,7 +245,8 @@ def emit(
 
 
 def save(report: Mapping[str, Any], directory: Path = RESULTS) -> Path:
-    """Write a report to ``directory``; ``quiet``: nothing else ran when it began, or time is virtual."""
+    """Write a report to ``directory``; ``quiet`` if nothing else ran at its start, or time is
+    virtual."""
     from benchmarks import BENCHMARKS, UNTIMED
 
     git = ["git", "-C", str(Path(__file__).parent)]

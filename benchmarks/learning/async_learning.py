@@ -1,4 +1,4 @@
-"""What asynchrony costs in reward and saves in time: the quick start's model at several staleness
+"""Cost of asynchrony in reward and gain in time: the quick start's model at several staleness
 bounds.
 
 Learning curves are of whole runs in one process and in emulated time
@@ -10,13 +10,13 @@ trainer never waits, and tokens are as old as the bound allows.
 the ratio to the engine's. ``drop``: the same, and groups over age are dropped. ``none``: nothing is
 weighed. ``one``, ``many``: ``staleness.versions``.
 
-``final_reward_gap_se``: how far the held-out reward of eta 0 is above that of a corrected run at
+``final_reward_gap_se``: how far the held-out reward of eta 0 is above a corrected run's at
 most, over eta up to 4 and both kinds of versions, in standard errors of the difference of means
 over seeds (of six that are 0 in truth the largest is about 1). ``time_to_reward_ratio_eta1``,
-``..._eta4``: ticks until the last 256 trajectories had a mean reward of 0.8, over those of eta 0
+``..._eta4``: ticks until the last 256 trajectories had a mean reward of 0.8, over eta 0
 (corrected, many; a run that did not reach it counts with its last tick).
 
-``--part length``, with frozen weights: generated tokens of what was trained on over those of all
+``--part length``, with frozen weights: generated tokens of what was trained on over the tokens of all
 that began, less 1. ``length_bias_first_samples``, ``..._first_groups``: a step takes the samples,
 or groups, that are complete first of twice as many. ``length_bias_dropped``: groups over age are
 dropped at eta 1. ``length_bias_whole_groups``: groups wait for their batch, eta 2.
@@ -61,7 +61,8 @@ class Curve(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Held-out reward at the end, ticks until the reward (the last one if it never came), mean lag, share that counted."""
+    """Final held-out reward, ticks until the reward (or the last tick), mean lag, share that
+    counted."""
 
     final_reward: float
     ticks: float

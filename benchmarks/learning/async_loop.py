@@ -1,13 +1,16 @@
-"""A run in one process and in emulated time, for the learning curves of `benchmarks.learning.async_learning`.
+"""A run in one process and in emulated time, for the learning curves of
+`benchmarks.learning.async_learning`.
 
-What a run consists of is real: the quick start's model in two engines (`libra.rollout.slot_batch`), chat format and tool calls,
-weight versions (`libra.weights`), when iterations and batches open (`libra.policy.Admission`), which engine takes new weights
-(`libra.policy.OneVersion`), the verdicts and advantages of a batch (`libra.graph.member_rows`), and the step
-(`libra.train.Replica`). There is no Dask, no journal and no worker process, and time is emulated: one tick is one pass of both
-engines at once, and an optimizer step takes `LoopSettings.step_ticks` of them beside the engines. So how old a token is follows
-from the settings alone, and the same seed gives the same run.
+The parts of a run are real: the quick start's model in two engines (`libra.rollout.slot_batch`),
+chat format and tool calls, weight versions (`libra.weights`), when iterations and batches open
+(`libra.policy.Admission`), which engine takes new weights (`libra.policy.OneVersion`), the verdicts
+and advantages of a batch (`libra.graph.member_rows`), and the step (`libra.train.Replica`). There
+is no Dask, no journal and no worker process, and time is emulated: one tick is one pass of both
+engines at once, and an optimizer step takes `LoopSettings.step_ticks` of them beside the engines.
+So how old a token is follows from the settings alone, and the same seed gives the same run.
 
-Trajectories start in the order of their iterations, each on the engine with the fewest; tools take no time.
+Trajectories start in the order of their iterations, each on the engine with the fewest; tools take
+no time.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ Key = tuple[str, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """What is no setting of a run."""
+    """Settings of the loop that a run does not have."""
 
     steps: int
     slots: int = 32
@@ -55,7 +58,7 @@ class LoopSettings:
 
 @dataclass(slots=True)
 class LoopResult:
-    """What a run showed."""
+    """The outcome of a run."""
 
     ended: list[tuple[int, float, int, TrajectoryId]] = field(default_factory=list)
     published: list[int] = field(default_factory=list)
@@ -65,7 +68,7 @@ class LoopResult:
     final_reward: float = float("nan")
 
     def ticks_to(self, reward: float, window: int) -> float:
-        """Ticks until the last ``window`` trajectories that ended had this mean reward; infinite if they never had."""
+        """Ticks until the last ``window`` ended trajectories had this mean reward, or infinity."""
         rewards = np.array([each[1] for each in self.ended])
         if len(rewards) < window:
             return float("inf")
@@ -119,7 +122,6 @@ class Loop:
         return self.result
 
     async def evaluate(self, questions: int) -> float:
-        """Mean reward on held-out questions under the newest weights, which becomes `LoopResult.final_reward`."""
         for engine in self.engines.values():
             for job in engine.drop_all():
                 engine.forget(job.name)

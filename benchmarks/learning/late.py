@@ -52,9 +52,9 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Table:
-    """RAC's decision process and policy: S states, A actions.
+    """RAC's decision process and policy with S states and A actions.
 
-    ``next_SAS`` are probabilities, ``fast_SA`` and ``slow_SA`` rewards whose sum counts, ``theta_SA`` the logits of the policy.
+    ``next_SAS`` are probabilities, ``fast_SA + slow_SA`` rewards, ``theta_SA`` the policy's logits.
     """
 
     next_SAS: Array
@@ -93,13 +93,14 @@ class Table:
         return reward_SA + self.gamma * self.next_SAS @ value_S
 
     def gradient_SA(self, visits_S: Array, q_SA: Array) -> Array:
-        """The policy gradient: sum over states and actions of visits x probability x value x gradient of the log-probability."""
+        """The policy gradient: sum of visits x probability x value x gradient of the
+        log-probability."""
         value_S1 = (self.policy_SA * q_SA).sum(1, keepdims=True)
         return visits_S[:, None] * self.policy_SA * (q_SA - value_S1)
 
 
 def sampled(table: Table, delay: int, seed: int, trajectories: int = TRAJECTORIES) -> tuple[Array, Array]:
-    """The authors' estimate (N, S, A) of the gradient from each trajectory: without the slow reward, and with the correction."""
+    """The authors' estimates (N, S, A) of the gradient: without the slow reward, and corrected."""
     rng = np.random.default_rng(seed * 10_007 + delay * 97)
     policy, following = _bounds(table.policy_SA), _bounds(table.next_SAS)
     at = np.empty((2, trajectories, STEPS), np.int64)
@@ -116,7 +117,7 @@ def sampled(table: Table, delay: int, seed: int, trajectories: int = TRAJECTORIE
 
 
 def of_the_loss_SA(table: Table, advantage_SA: Array, sampled_by_SA: Array) -> Array:
-    """The expected gradient of a run's loss, of actions sampled by another policy in states visited as by the table's."""
+    """The expected gradient of a run's loss, with actions sampled by another policy."""
     theta_SA = torch.tensor(table.theta_SA, requires_grad=True)
     logp_SA = torch.log_softmax(theta_SA, dim=1)
     old_SA, advantages = torch.tensor(np.log(sampled_by_SA)), torch.tensor(advantage_SA)
@@ -127,8 +128,8 @@ def of_the_loss_SA(table: Table, advantage_SA: Array, sampled_by_SA: Array) -> A
 
 
 def law_error(table: Table, delay: int, moved: float) -> float:
-    """How far the bias is from (1 - w) times that without the correction; ``moved``: by how much logits differ from those that
-    sampled the actions."""
+    """Distance of the bias from (1 - w) times the uncorrected one; ``moved`` shifts the sampling
+    logits."""
     away_SA = np.random.default_rng(11).normal(scale=moved, size=table.theta_SA.shape)
     by_SA = _softmax(table.theta_SA + away_SA)
     fast_SA, both_SA = (table.q_SA(reward_SA) for reward_SA in (table.fast_SA, table.fast_SA + table.slow_SA))

@@ -1,7 +1,9 @@
-"""Runs of the quick start whose rewards come late, for `benchmarks.learning.late`: learning, and a kill with rewards to come.
+"""Runs of the quick start whose rewards come late, for `benchmarks.learning.late`: learning, and a
+kill with rewards to come.
 
-A worker delivers the rewards of an iteration while it grades the one that comes so many versions later, so that they are late by
-exactly that. Until then the reward is a guess that is wrong for one trajectory in four.
+A worker delivers the rewards of an iteration while it grades the one that comes so many versions
+later, so that they are late by exactly that. Until then the reward is a guess that is wrong for one
+trajectory in four.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def guess(value: float, seed: int, trajectory: str) -> float:
 
 
 class LateArithmetic(ToolArithmetic):
-    """`ToolArithmetic` whose rewards come ``delay`` versions late, 0: at once; ``known``: a directory for those to come."""
+    """`ToolArithmetic` whose rewards are ``delay`` versions late; ``known`` is a directory for
+    them."""
 
     def __init__(self, *, delay: int, known: str, **same: Any) -> None:
         super().__init__(**same)
@@ -96,7 +99,7 @@ def times_applied(directory: Path) -> Counter[str]:
 
 
 def killed(directory: Path) -> Counter[str]:
-    """Kill a run with `PENDING` rewards to come, deliver them, kill it in the step that takes them, and resume it; then
+    """Kill a run with `PENDING` rewards, deliver them, kill the step that takes them, resume;
     `times_applied`."""
     typed = (
         f"run.dir={directory}", "run.name=killed", "run.iterations=3", "trainer.late=correct", "trainer.prompts=5",
@@ -116,7 +119,7 @@ def killed(directory: Path) -> Counter[str]:
 
 
 def killed_in_step(config_file: Path, step: int) -> None:
-    """Run what ``config_file`` describes, or resume it, until its driver, trainer and all workers are killed in a step."""
+    """Run or resume ``config_file`` until its driver, trainer and workers are killed in a step."""
     with tempfile.TemporaryFile() as output:
         command = [sys.executable, "-m", "benchmarks.learning.late_runs", str(config_file), str(step)]
         driver = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)

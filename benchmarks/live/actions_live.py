@@ -1,7 +1,9 @@
-"""Live actions on leased cores, and a slow judge: workers, leases and the processes of calls are real.
+"""Live actions on leased cores, and a slow judge: workers, leases and the processes of calls are
+real.
 
-Generations take the emulated seconds of `benchmarks.live.tailed_engines.PacedEngine`, and actions sleep, so that two cores are not
-the bottleneck of what is measured: everything around an action, from its lease to its report.
+Generations take the emulated seconds of `benchmarks.live.tailed_engines.PacedEngine`, and actions
+sleep, so that two cores are not the bottleneck of what is measured: everything around an action,
+from its lease to its report.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ def quick(completion: str) -> float:
 
 
 class LiveAction(NamedTuple):
-    """One action of a live run, in seconds: when it was requested and had ended in the log, and what it consisted of; and the
-    priority that its policy gave it."""
+    """One action of a live run in seconds of the log: request, end, content, and its policy's
+    priority."""
 
     key: str
     priority: Priority
@@ -131,10 +133,10 @@ def live_actions(config: RunConfig, client: Client) -> list[LiveAction]:
 
 
 def simulated_again(actions: Sequence[LiveAction]) -> float:
-    """Mean completion time of the same actions in virtual time: generations as long as they were live, actions as long as they ran
-    and in the order of the run's policy, nothing around them.
+    """Mean completion time of the same actions in virtual time, in the order of the run's policy.
 
-    The order matters: where all take turns, all wait for all until the end; C-MLFQ lets trajectories end one after the other.
+    The order matters: under turn-taking all wait until the end, under C-MLFQ trajectories end one
+    after the other.
     """
     turns: dict[str, list[LiveAction]] = {}
     for action in actions:

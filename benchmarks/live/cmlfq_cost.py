@@ -98,7 +98,7 @@ class Load:
         return found
 
     def finish(self, subject: Any, which: Sequence[int]) -> tuple[float, list[float]]:
-        """Finish these: microseconds per finish without learning, milliseconds of each ``learn``."""
+        """Microseconds per finish without learning, and milliseconds of each ``learn``."""
         spent, learned, learn = 0.0, [], getattr(subject, "learn", None)
         for at, i in enumerate(which):
             last, ended = QuantumFinished(self.keys[i], Phase.ROLLOUT, 50, "", "", 1.0), TrajectoryEnded(self.keys[i])

@@ -119,7 +119,7 @@ def libra(*arguments: str) -> subprocess.Popen[bytes]:
 
 
 def until(what: str, condition: Any, process: subprocess.Popen[bytes]) -> float:
-    """Seconds until ``condition()`` holds; an error where the process ends, or takes too long, before."""
+    """Seconds until ``condition()`` holds; an error if the process ends, or takes too long, before."""
     began_s = time.perf_counter()
     while not condition():
         if process.poll() is not None or time.perf_counter() - began_s > LIMIT_S:

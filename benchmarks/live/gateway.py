@@ -1,4 +1,4 @@
-"""What an agent of one's own costs: rollout through the gateway over the built-in loop, on the
+"""Cost of one's own agent: rollout through the gateway over the built-in loop, on the
 quick start's task.
 
 Both sides are iterations of real runs on one local cluster, in turns. 128 trajectories of some four
@@ -40,15 +40,44 @@ from benchmarks.report import MIN_PAIRS, QUICKSTART, Figure, alternate, command_
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.model_paths import resolve_model
+from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.rollout.chat_format import ChatFormat, load_chat_format
 from libra.store.run_records import read_group
-from libra.types import Trajectory
+from libra.testing import FixedTurns
+from libra.types import Prompt, Trajectory
+
+
+class Questions(ToolArithmetic):
+    """The quick start's task, whose agents write the token ids they were given to files in
+    ``seen``."""
+
+    def __init__(self, *, seen: str = "", **same: Any) -> None:
+        super().__init__(**same)
+        self.seen = seen
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        given = super().prompt(split, index)
+        return Prompt(given.prompt_id, given.messages, {**given.facts, "seen": self.seen})
+
+
+class Turns(FixedTurns):
+    """Questions for turns of a fixed length; ``turns`` is for the agent."""
+
+    def __init__(self, *, turns: int = 4, **same: Any) -> None:
+        super().__init__(**same)
+        self.turns = turns
+
+    def prompt(self, split: str, index: int) -> Prompt:
+        given = super().prompt(split, index)
+        asked = {"role": "user", "content": even_words.question(index)}  # words that its model's tokenizer has
+        return Prompt(given.prompt_id, (asked,), {"turns": self.turns})
+
 
 GOAL = 0.85
 CONVERSATIONS, TURNS_EACH = 16, 8
 TEMPERATURE = 1.5
 """At which the model that ships writes tokens that its tokenizer would not."""
-QUESTIONS = "benchmarks.live.gateway_tasks:Questions"
+QUESTIONS = "benchmarks.live.gateway:Questions"
 SYSTEM = [{"role": "system", "content": "Use the calculator."}, {"role": "user", "content": "k = 17\nk -> ans: + 5"}]
 
 
@@ -83,7 +112,7 @@ def quickstart(place: Path, name: str, **sections: dict[str, Any]) -> RunConfig:
 
 
 def long_turns(place: Path, name: str, model: Path, *, built_in: bool, agent: dict[str, Any]) -> RunConfig:
-    environment = {"name": "benchmarks.live.gateway_tasks:Turns", "args": {"turns": 4}}
+    environment = {"name": "benchmarks.live.gateway:Turns", "args": {"turns": 4}}
     rollout = {"slots": 64, "max_new_tokens": 64, "max_turns": 4, "max_context_tokens": 640, "ignore_eos": built_in}
     return config_from_dict({
         "run": {"name": name, "dir": str(place), "iterations": 1, "eta": ITERATIONS},
@@ -128,7 +157,8 @@ def turns_of(trajectory: Trajectory) -> list[list[int]]:
 
 
 def retokenised(place: Path, seen: Path) -> tuple[int, int, int]:
-    """Tokens that are not what agents were given, tokens whose text would be other tokens, and all of them."""
+    """Counts of tokens that agents were not given, of tokens that would encode differently, and of
+    all."""
     agent = {"function": "benchmarks.live.gateway_agents:plain"}
     environment = {"args": {"timeout_rate": 0.0, "seen": str(seen)}}
     config = quickstart(place, "tokens", agent=agent, environment=environment, rollout={"temperature": TEMPERATURE})

@@ -1,5 +1,6 @@
-"""Agents of `benchmarks.live.gateway`: the quick start's task, and turns of a fixed length, each by the openai client and by the
-standard library. The latter are forks of a process with this module, so it imports little."""
+"""Agents of `benchmarks.live.gateway`: the quick start's task, and turns of a fixed length, each by
+the openai client and by the standard library. The latter are forks of a process with this module,
+so it imports little."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ CALCULATOR: Any = {
     },
 }
 OBSERVATION = "w8"
-"""After each turn: one token, as what the built-in loop's tool says."""
+"""After each turn: one token, like the answer of the built-in loop's tool."""
 
 
 def returned(arguments: str) -> str:

@@ -2,8 +2,8 @@
 a model that answers at once.
 
 ``python -m benchmarks.live.gateway_server MODEL_DIR SESSIONS`` prints its port and the sessions'
-tokens as a line of JSON. Each line of its standard input is answered with its CPU seconds so far and
-the number of requests; the end of the input ends it.
+tokens as a line of JSON. Each line of its standard input is answered with its CPU seconds so far
+and the number of requests; the end of the input ends it.
 """
 
 from __future__ import annotations

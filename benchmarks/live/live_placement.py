@@ -59,7 +59,8 @@ HETEROGENEOUS = "five"
 
 @dataclass(slots=True)
 class Cell:
-    """Results of a cell: median ratio of makespans, C-MLFQ's moves and dispatches, and live over simulated of its runs."""
+    """Median ratio of makespans, C-MLFQ's moves and dispatches, and live over simulated of each
+    run."""
 
     name: str
     ratio: float = math.nan
@@ -175,8 +176,8 @@ def makespan_s(log: Sequence[Line]) -> float:
 
 
 def live_over_simulated(directory: Path) -> tuple[float, int]:
-    """Makespan of a run over that of its simulation on its own engines, both from the first gate as in `libra simulate`; and the
-    simulation's moves."""
+    """Makespan of a run over its simulation on the same engines, from the first gate on; and the
+    simulated moves."""
     setting = run_setting(directory)
     assert setting.realised is not None, "the run went through"
     simulated = setting.simulator().run()

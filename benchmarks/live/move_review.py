@@ -1,13 +1,14 @@
 """Moves of an ended run, scored by the true lengths of its trajectories.
 
-A log is read twice: first for the total tokens and the final context of each trajectory, then with these instead of forecasts
-(`Loads`), so that for every move both ends are known: of the home without it, and of both engines with it and its cost. Engines
-are as fast as they had declared at that time.
+A log is read twice: first for the total tokens and final context of each trajectory, then with
+these in place of forecasts (`Loads`). So both ends of every move are known: at the KV owner without
+it, and on both engines with it and its cost. Engines have the speeds that they had declared by
+then.
 
-Invariants
-1. Every generation that began on another engine than the one that held its KV is a move, whatever its reason, unless its
-   home was lost or dropped.
-2. A move whose effect is unknown, because an engine had declared nothing or the trajectory never ended, is not scored.
+1. Every generation that started on another engine than its KV owner is a move, unless the owner was
+   lost or dropped.
+2. A move with unknown effect (an engine had declared nothing, or the trajectory never ended) is not
+   scored.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from libra.policy.engine_table import EngineTable
 from libra.types import Phase
 
 NOISE_FRAC = 0.05
-"""A move that delays the end by less than this share does not count as harmful: seconds are not measured more precisely."""
+"""A move that delays the end by less than this share is within noise and does not count as harmful.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """One move. ``stayed_s`` and ``moved_s`` are seconds from then until both engines finish, cost included; None: unknown."""
+    """One move, with the seconds until both engines finish without and with it; None if unknown."""
 
     key: str
     t_s: float

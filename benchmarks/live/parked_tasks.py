@@ -1,7 +1,7 @@
 """Trajectories that wait on a real scheduler, with emulated work.
 
-Scheduler, plugin, policy, event log, messages and task states are those of a run; a quantum only waits and reports.
-``python -m benchmarks.live.parked_tasks ADDRESS ...`` is the process of the workers.
+Scheduler, plugin, policy, event log, messages and task states are real; a quantum only waits and
+reports. ``python -m benchmarks.live.parked_tasks ADDRESS ...`` is the process of the workers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Stage:
 
 
 async def quantum(key: str, generation_s: float, tool_s: float, bare: bool = False, inline: bool = False) -> int:
-    """Quanta without work: each waits and reports, and the task parks again; the key determines the numbers.
+    """A task whose quanta wait, report and park; the key determines the numbers.
 
     ``inline``: tools run within generations, and the task keeps its slot as a real worker would.
     """
@@ -120,7 +120,7 @@ def _sender(worker: Worker, inline: bool) -> FactSender:
 
 
 class BareLoop(SchedulerPlugin):
-    """The least that parks tasks, releases them to free slots and hears their reports: no order, no policy, no log."""
+    """The least that parks, releases and reports tasks: no order, no policy, no log."""
 
     name = "bare"
 
@@ -187,11 +187,11 @@ async def parked(
     bare: bool = False,
     inline: bool = False,
 ) -> AsyncIterator[Stage]:
-    """A scheduler with ``waiting`` parked trajectories, then with ``workers`` workers of ``slots`` slots of each phase.
+    """A scheduler with ``waiting`` parked trajectories, then with ``workers`` of ``slots`` slots
+    per phase.
 
-    ``bare``: under `BareLoop` instead of Libra's plugin.
-
-    The workers are in another process, so that CPU time of this thread is the scheduler's (and that of a waiting client).
+    ``bare`` uses `BareLoop` instead of Libra's plugin. The workers are in another process, so that
+    the CPU time of this thread belongs to the scheduler and a waiting client.
     """
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(dask.config.set(DASK_SETTINGS))

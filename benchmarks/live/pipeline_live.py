@@ -6,8 +6,8 @@ training (``trainer.turning``). ``streaming_ratio`` is the first over the second
 the second over the third: the median over iterations of the same number in their runs.
 ``live_over_simulated``: of both ratios the larger factor between live and simulated
 (`benchmarks.live.pipeline_predicted`). ``gradients_equal``: the share of the last streamed steps,
-one with and one without turning, whose gradient and weights are those of the whole step on the same
-record to 1e-12 in float64 (`benchmarks.live.streamed_gradients`).
+one with and one without turning, whose gradient and weights equal the whole step's on the same
+record to 1e-12 in float64.
 
 Real are scheduler, workers, groups, records, waves and their gradients, changes of roles, and the
 publication of each version. Emulated are the seconds of generations
@@ -25,25 +25,110 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from distributed import Client
 
 from benchmarks.live.pipeline_predicted import RunSeen, group_tokens, measured, seen, simulated_s
 from benchmarks.live.random_training import save_random_model
-from benchmarks.live.streamed_gradients import apart
 from benchmarks.live.tailed_engines import MOST_TOKENS
 from benchmarks.report import MIN_PAIRS, Figure, command_parser, emit
 from libra.cluster.local import local_cluster
-from libra.config import RunConfig, config_from_dict
+from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.model_paths import resolve_model
 from libra.driver.run_session import run
 from libra.sim.from_run import run_setting
 from libra.store.event_log import read_events
+from libra.store.run_records import in_waves, read_batch_facts
+from libra.store.trajectory_store import TrajectoryStore
+from libra.train import Replica, TrainSettings
+from libra.types import Trajectory
+from libra.weights import WeightStore
+from libra.worker.model_files import link_model
+
+SAME = 1e-12
+"""Norm of a difference over the norm, up to which gradients and weights count as equal."""
+
+
+class Apart(NamedTuple):
+    """Norm of the difference over the norm, of unclipped gradients and of weights after the step."""
+
+    gradient: float
+    weights: float
+    waves: int
+    grad_norm: float
+
+    @property
+    def equal(self) -> bool:
+        return max(self.gradient, self.weights) <= SAME
+
+
+def recorded_waves(directory: Path, batch: int) -> list[list[Trajectory]]:
+    """Stored trajectories of each wave of a committed batch, without those that the step left out."""
+    rows = read_batch_facts(directory / "batches", batch)["groups"]
+    with TrajectoryStore.open(directory / "trajectories.zarr", mode="r") as store:
+        ids = zip(*(store.columns()[name].tolist() for name in ("split", "iteration", "group", "sample")), strict=True)
+        index = {tuple(each): number for number, each in enumerate(ids)}
+        waves = []
+        for wave in in_waves(rows):
+            members = []
+            for row in wave:
+                for sample, (advantage, trains) in enumerate(zip(row["advantages"], row["trains"], strict=True)):
+                    one = store.trajectory(index["train", row["iteration"], row["group"], sample])
+                    one.advantage = advantage
+                    if trains or not one.failure.trains:
+                        members.append(one)
+            waves.append(members)
+    return waves
+
+
+def apart(directory: Path, batch: int, threads: int) -> Apart:
+    """Take step ``batch`` of a streamed run in its waves and whole, with a fresh optimizer."""
+    config, waves = load_config(directory / "config.resolved.yaml"), recorded_waves(directory, batch)
+    assert waves, f"{directory}: step {batch} was not streamed"
+    with tempfile.TemporaryDirectory() as scratch:
+        model_dir = Path(resolve_model(config.model.path))
+        link_model(model_dir, WeightStore(directory / "weights").get(batch), Path(scratch))
+        whole, streamed = (_Recorded(Path(scratch), model_dir, config, threads) for _ in range(2))
+    report = whole.replica.step([one for wave in waves for one in wave], 0)
+    for wave in waves:
+        streamed.replica.accumulate(wave, 0)
+    streamed.replica.close(0)
+    ours, theirs = ([*each.replica.weights().values()] for each in (streamed, whole))
+    return Apart(_apart(streamed.gradient, whole.gradient), _apart(ours, theirs), len(waves), report.grad_norm)
+
+
+class _Recorded:
+    """A replica in float64 that keeps the gradient which it applies, before clipping."""
+
+    def __init__(self, weights_dir: Path, model_dir: Path, config: RunConfig, threads: int) -> None:
+        settings = TrainSettings.of_run(config)
+        self.replica = Replica(
+            weights_dir, settings, dtype=torch.float64, threads=threads, seed=config.run.seed, base_dir=model_dir
+        )
+        self.gradient: list[torch.Tensor] = []
+        self._apply = self.replica.apply_gradient
+        self.replica.apply_gradient = self._keep  # type: ignore[method-assign]
+
+    def _keep(self, step: int, tally: Any) -> None:
+        found = (parameter.grad for parameter in self.replica.optimized().values())
+        self.gradient = [gradient.clone() for gradient in found if gradient is not None]
+        self._apply(step, tally)
+
+
+def _apart(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+    difference, norm = (
+        torch.cat([tensor.flatten() for tensor in tensors])
+        for tensors in ([a - b for a, b in zip(ours, theirs, strict=True)], theirs)
+    )
+    return float(torch.linalg.norm(difference) / torch.linalg.norm(norm))
+
 
 TURNS = 4
 PROMPTS, GROUP = 12, 4
 PAYLOAD_CHARS = 48
-"""Of what a tool answers: it is trained on and not generated, so that an unstreamed step takes about 1.2 rollouts."""
+"""Length of a tool's answer; an unstreamed step then takes about 1.2 rollouts."""
 CHANGE_S = 2.0
 GOALS = {"streaming_ratio": 1.15, "turning_ratio": 1.05, "live_over_simulated": 1.15, "gradients_equal": 1.0}
 RATIOS = {"streaming_ratio": ("off", "streaming"), "turning_ratio": ("streaming", "turning")}
@@ -117,7 +202,7 @@ class Sides:
         print(f"{side}:", " ".join(f"{seconds:.2f}" for seconds in self.seen[side][-1].iterations_s()), "s", flush=True)
 
     def figures(self) -> dict[str, Figure]:
-        """Of all rounds. The simulator gets what the runs measured; the last step of each streamed side is taken again."""
+        """Figures of all rounds."""
         setting = run_setting(self.last["off"])
         prices = measured(self.seen, self.gradients_s, group_tokens(setting.workload), CHANGE_S)
         configs = {side: self.config(side, side) for side in SIDES}

@@ -1,8 +1,9 @@
-"""What the simulator says of the sides of `benchmarks.live.pipeline_live`, from the prices and speeds that their runs measured.
+"""Simulation of the sides of `benchmarks.live.pipeline_live`, from prices and speeds of their runs.
 
-Trajectories, engines and the seconds between them come from a run that is not streamed (`libra.sim.from_run`), like the price of a
-token's gradient. From the streamed runs come the seconds of a wave besides its gradients and of a step after its last wave, from
-those that turn the changes of roles. That processes share a machine is not predicted, beyond what it adds to these.
+Trajectories, engines and the price of a token's gradient come from a run that is not streamed
+(`libra.sim.from_run`); streamed runs give the seconds of a wave besides its gradients and of a step
+after its last wave, and runs with role switches the seconds of a switch. Contention of processes on
+one machine is predicted only as far as these contain it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Events = Sequence[Mapping[str, Any]]
 
 
 class WaveSeen(NamedTuple):
-    """A wave of a log: seconds from its opening to the report of its gradient, its groups, hybrids that had slices of it."""
+    """A wave of a log: seconds from opening to report, groups, and hybrids with a slice of it."""
 
     batch: int
     seconds: float
@@ -41,7 +42,7 @@ class WaveSeen(NamedTuple):
 
 
 class RunSeen(NamedTuple):
-    """What the log of a run has of its steps, in seconds."""
+    """Steps in the log of a run, in seconds."""
 
     published_s: tuple[float, ...]
     after_s: Mapping[int, float]
@@ -160,7 +161,7 @@ def work_of(workload: Workload, token_s: float) -> Mapping[GroupId, GroupWork]:
 def simulated_s(
     setting: RunSetting, prices: Prices, configs: Mapping[str, RunConfig], hybrids: frozenset[str]
 ) -> dict[str, float]:
-    """Seconds of an iteration by side, the first one left out; an engine has enough where its slots are full."""
+    """Seconds of an iteration by side, without the first one."""
     calibration, slots = setting.calibration, min(engine.slots for engine in setting.engines)
     rule = HybridsTurn(
         trajectories_per_gpu=float(slots), min_gain_s=(prices.to_training_s + prices.to_rollout_s) / 2,

@@ -1,15 +1,19 @@
-"""Error of the planner's predicted step in a real run with two engines of different speed and one trainer.
+"""Error of the planner's predicted step in a real run with two engines of different speed and one
+trainer.
 
-The quick start's run (a model that learns to chain calls of a calculator; 32 questions of 1 to 8 operations, 8 samples each) on
-worker processes of this machine: one engine that generates for 64 trajectories at once and one for 8, a trainer, a tool worker.
-Batches differ by the drawn questions, by what the model has learned, and by the number of groups with different rewards. Before
-each iteration the run predicts its seconds (metric ``plan/predicted_s``) from its earlier iterations and the coming questions;
-after it, it records the seconds taken (``plan/realised_s``). Nothing is calibrated before.
+The quick start's run (a model that learns to chain calls of a calculator; 32 questions of 1 to 8
+operations, 8 samples each) on worker processes of this machine: one engine that generates for 64
+trajectories at once and one for 8, a trainer, a tool worker. Batches differ by the drawn questions,
+by what the model has learned, and by the number of groups with different rewards. Before each
+iteration the run predicts its seconds (metric ``plan/predicted_s``) from its earlier iterations and
+the coming questions; after it, it records the seconds taken (``plan/realised_s``). Nothing is
+calibrated before.
 
-Figures: ``error_after_first``, |predicted / realised - 1| of the second iteration, predicted from the first alone;
-``error_after_ten``, the mean of the same over all iterations after the tenth. Both are means over ``--runs`` runs of different
-seeds. ``error_after_ten_worst`` is the worst single iteration after the tenth, ``speed_ratio`` tokens per second of the faster
-engine over those of the slower. With ``--same`` the figure ``same_after_ten`` is the error of the prediction "as long as the
+Figures: ``error_after_first``, |predicted / realised - 1| of the second iteration, predicted from
+the first alone; ``error_after_ten``, the mean of the same over all iterations after the tenth. Both
+are means over ``--runs`` runs of different seeds. ``error_after_ten_worst`` is the worst single
+iteration after the tenth, ``speed_ratio`` tokens per second of the faster engine over the
+slower. With ``--same`` the figure ``same_after_ten`` is the error of the prediction "as long as the
 iteration before".
 """
 
@@ -46,7 +50,8 @@ class Step:
 
 
 def run(directory: Path, iterations: int, eta: int, seed: int) -> tuple[list[Step], float, list[float]]:
-    """Predicted steps of a run, the ratio of its engines' speeds, and the seconds of all its iterations."""
+    """Predicted steps of a run, the ratio of its engines' speeds, and the seconds of its
+    iterations."""
     changes = (
         f"run.name=accuracy_{seed}", f"run.dir={directory}", f"run.iterations={iterations}", f"run.eta={eta}",
         f"run.seed={seed}", "planner.replan=true", f"cluster.engines={ENGINES}", "trainer.prompts=32", *QUIET,

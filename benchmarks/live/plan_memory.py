@@ -116,7 +116,7 @@ def write_model(directory: Path, sizes: dict[str, int], tied: bool = True) -> No
 
 
 _kept: list[Any] = []
-"""What lives as long as this process's group."""
+"""Objects that live as long as this process's group."""
 
 
 def train(cell: Cell, tiny_dir: Path, model_dir: Path, rank: int, port: int) -> dict[str, Any]:

@@ -43,7 +43,8 @@ COMMANDS_AT_ONCE = 16
 LEVELS = 80
 GOAL_PER_S, GOAL_US, GOAL_OVER_BARE = 100_000.0, 150.0, 1.3
 MODERATE = {"generation_s": 0.2, "tool_s": 0.1}
-"""Seconds of quanta for `signal_to_order_ms`: with 64 slots of each phase a few hundred quanta a second."""
+"""Seconds of quanta for `signal_to_order_ms`: with 64 slots per phase, a few hundred quanta a
+second."""
 
 
 def commands(stage: Stage, count: int, seed: int) -> list[tuple[SetPriority, ...]]:
@@ -86,7 +87,7 @@ def check(stage: Stage, logged: int, asked: int) -> None:
 
 
 async def windows(stage: Stage, quanta: int, repeats: int) -> list[tuple[float, float]]:
-    """CPU and wall seconds per quantum, for windows of so many quanta each; the first window is left out."""
+    """CPU and wall seconds per quantum in windows of so many quanta, without the first window."""
     found: list[tuple[float, float]] = []
     for window in range(repeats + 1):
         began, cpu, wall = stage.num_quanta, time.thread_time(), time.perf_counter()
@@ -105,7 +106,8 @@ async def quantum_us(options: argparse.Namespace, **how: Any) -> float:
 
 
 class Delays:
-    """Milliseconds from each tool's return to the resulting priority; a context manager that patches the plugin."""
+    """Milliseconds from a tool's return to the new priority; a context manager that patches the
+    plugin."""
 
     def __init__(self, stage: Stage) -> None:
         self._write = scheduler_internals.set_priority
@@ -134,7 +136,7 @@ class Delays:
 
 
 async def delays(options: argparse.Namespace, **how: float) -> Iterator[float]:
-    """Median and 99th percentile of the delay in ms, and the share of a core that the scheduler used."""
+    """Median and 99th percentile of the delay in ms, and the scheduler's share of a core."""
     with tempfile.TemporaryDirectory() as directory:
         async with parked(Path(directory), options.waiting, workers=4, **how) as stage:
             with Delays(stage) as heard:

@@ -1,8 +1,10 @@
-"""A command under a pseudo-terminal, as its user has it: what it writes with the seconds since its start, and Ctrl-C as that key.
+"""A command under a pseudo-terminal, as its user has it: what it writes with the seconds since its
+start, and Ctrl-C as that key.
 
 Invariants
 ----------
-1. The command is the leader of a session whose terminal this is: Ctrl-C reaches every process of its foreground group.
+1. The command is the leader of a session whose terminal this is: Ctrl-C reaches every process of
+   its foreground group.
 2. `Terminal.close` leaves none of its processes behind.
 """
 
@@ -72,7 +74,8 @@ class Terminal:
         return bool(data)
 
     def wait_for(self, condition: Callable[[], bool], limit_s: float) -> None:
-        """Read until ``condition`` is true; TimeoutError with the output if that takes longer, or the command ends before."""
+        """Read until ``condition`` is true; TimeoutError with the output if the command ends
+        before."""
         until_s = time.monotonic() + limit_s
         while not condition():
             if time.monotonic() > until_s or not self.read(0.02):
@@ -98,13 +101,14 @@ class Terminal:
 
 
 def _at_the_terminal() -> None:
-    """In the new process: this is its terminal, and Ctrl-C is not ignored, as it is in what a shell starts in the background."""
+    """Make this the terminal of the new process; restore Ctrl-C, which background shells ignore."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def screen(text: str) -> list[str]:
-    """The lines that a terminal of any height shows after ``text``, without colours: carriage return, cursor up, erased lines."""
+    """The lines on a terminal of any height after ``text``: carriage return, cursor up, erased
+    lines."""
     lines, row, col = [""], 0, 0
     for token in _TOKEN.findall(text):
         if token == "\r":
@@ -124,9 +128,10 @@ def screen(text: str) -> list[str]:
 
 
 def lines_after(before: str, text: str) -> list[str]:
-    """Lines of the screen of ``text`` that were not there at ``before``, empty ones left out.
+    """Non-empty lines on the screen of ``text`` that were not there at ``before``.
 
-    A progress line that grew or was redrawn, e.g. with other seconds, was there; a notice of Libra's in its place is new.
+    A progress line that was redrawn with other seconds is old; a notice of Libra's in its place is
+    new.
     """
     old = screen(before)
     new = screen(text)[len(old) - 1 :]

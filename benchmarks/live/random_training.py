@@ -24,7 +24,7 @@ def save_random_model(config: Any, directory: Path, *, dtype: str = "float32", d
 def random_trajectories(
     count: int, tokens: int, prompt_tokens: int, vocab: int, iteration: int = 0
 ) -> list[Trajectory]:
-    """Sequences of random tokens, each a prompt and one generation, with advantages of both signs."""
+    """Random tokens: a prompt and one generation each, with advantages of both signs."""
     made = []
     for index in range(count):
         rng = np.random.default_rng((iteration, index))

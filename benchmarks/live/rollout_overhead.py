@@ -53,7 +53,7 @@ def context_tokens(tokens: int, turns: int) -> int:
 
 
 class Side(OnlyRollouts):
-    """A run whose turns have ``tokens`` tokens each; `libra_s` and `bare_s` take the same trajectories."""
+    """A run with turns of ``tokens`` tokens; `libra_s` and `bare_s` take the same trajectories."""
 
     def __init__(self, place: Path, tokens: int, options: argparse.Namespace, *, inline: bool) -> None:
         self.tokens, self.options = tokens, options
@@ -103,7 +103,8 @@ def thread_seconds(dask_scheduler: Any) -> float:
 
 
 async def idle_share(dask_scheduler: Any) -> float:
-    """Share of a core that this thread takes when idle: heartbeats, Dask's system monitor, samplers."""
+    """Share of a core that this thread takes when idle: heartbeats, Dask's system monitor,
+    samplers."""
     began_s, began_wall_s = time.thread_time(), time.perf_counter()
     await asyncio.sleep(IDLE_S)
     return (time.thread_time() - began_s) / (time.perf_counter() - began_wall_s)
@@ -159,10 +160,7 @@ async def bare_answer(llm: Any, name: str, context: Any, seed: int, rollout: Any
 
 
 def break_even(ratios: dict[int, float], kept: float = KEPT) -> float:
-    """Turn length below which the ratio is under ``kept``, linear in log length between the two measured around it.
-
-    The shortest length if every ratio is at least ``kept``; if none is, extrapolated from the longest.
-    """
+    """Turn length below which the ratio is under ``kept``, linear in log length, else extrapolated."""
     lengths = sorted(ratios)
     below = [n for n in lengths if ratios[n] < kept]
     if not below:
@@ -175,7 +173,7 @@ def break_even(ratios: dict[int, float], kept: float = KEPT) -> float:
 
 
 def measure(place: Path, tokens: int, options: argparse.Namespace, *, inline: bool) -> tuple[float, float | None]:
-    """Throughput ratio at one turn length, and scheduler CPU microseconds per quantum (median over iterations)."""
+    """Throughput ratio at one turn length, and scheduler CPU microseconds per quantum (median)."""
     with Side(place, tokens, options, inline=inline) as side:
         side.bare_s(), side.libra_s()
         side.scheduler_us.clear()

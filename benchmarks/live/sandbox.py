@@ -1,11 +1,11 @@
-"""What a sandbox costs and what it holds: milliseconds to start one and to call a program in it, attacks contained of those tried.
+"""Milliseconds to start a sandbox and to call a program in it, and the share of contained attacks.
 
 bubblewrap is measured, and programs without confinement beside it. A start is `Session` until its
 supervisor answers; a call is one function of a program, in a process that the supervisor forks.
-Attacks are those of `benchmarks.live.sandbox_attacks`.
-Figures:
+Attacks are from `benchmarks.live.sandbox_attacks`.
 
-* ``start_ms_LEVEL``, ``call_ms_LEVEL``: medians (bubblewrap is ``bwrap``); ``call_ms_forkserver`` is bubblewrap's.
+* ``start_ms_LEVEL``, ``call_ms_LEVEL``: medians (bubblewrap is ``bwrap``); ``call_ms_forkserver``
+  is bubblewrap's.
 * ``attacks_contained_frac``: by bubblewrap.
 """
 

@@ -1,14 +1,18 @@
-"""The start of the quick start and its end on Ctrl-C, each run as a real process under a pseudo-terminal.
+"""The start of the quick start and its end on Ctrl-C, each run as a real process under a
+pseudo-terminal.
 
 Figures
 -------
-``first_line_s``, ``first_generation_s``, ``first_step_s``: seconds from starting the command to its first line, to the first
-generation that its event log has (of the evaluation before the first step), and to the first optimizer step; medians of ``--runs``.
-``ctrl_c_lines``: most lines on the terminal after Ctrl-C: typed once and twice, during the start and in the run.
-``event_bytes_per_trajectory``: bytes of the event log on the disk with its compressed segments, for each trajectory that ended.
+``first_line_s``, ``first_generation_s``, ``first_step_s``: seconds from starting the command to its
+first line, to the first generation that its event log has (of the evaluation before the first
+step), and to the first optimizer step; medians of ``--runs``. ``ctrl_c_lines``: most lines on the
+terminal after Ctrl-C: typed once and twice, during the start and in the run.
+``event_bytes_per_trajectory``: bytes of the event log on the disk with its compressed segments, for
+each trajectory that ended.
 
-Beside the figures: ``stages_s``, the seconds of each stage of the start of the median run, and ``load``, the machine's load average
-before the first run: imports are most of the start, and a busy core takes as much longer.
+Beside the figures: ``stages_s``, the seconds of each stage of the start of the median run, and
+``load``, the machine's load average before the first run: imports are most of the start, and a busy
+core takes as much longer.
 """
 
 from __future__ import annotations
@@ -124,7 +128,7 @@ MOMENTS: dict[str, tuple[Callable[[str], bool], bool]] = {
     "workers": (lambda text: "workers" in text, False),
     "run, twice": (lambda text: "watch them at" in text, True),
 }
-"""Moments of the output at which Ctrl-C is typed, and whether twice; `one_start` types it once in the run."""
+"""Moments of the output at which Ctrl-C is typed, and whether twice; `one_start` types it once."""
 
 
 def measure(runs: int) -> tuple[dict[str, Figure], dict[str, object]]:

@@ -1,7 +1,8 @@
-"""Engines of live benchmarks whose rollouts have a tail: the tokens of a turn depend on its trajectory alone.
+"""Engines of live benchmarks whose rollouts have a tail: a turn's tokens depend on its trajectory
+alone.
 
-A trajectory is several turns long, and its length has a long tail; lengths are the same whatever is compared. `PacedEngine`
-waits for as long as its tokens would take.
+A trajectory has several turns, and lengths have a long tail; they are the same on all compared
+sides. `PacedEngine` waits for as long as its tokens would take.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from libra.rollout.transformers_engine import TransformersEngine
 from libra.types import EngineCapacity, StepSeconds, StopReason, TurnOutput, TurnRequest
 
 TOKEN_S = 0.011
-"""Emulated seconds of a token, whatever the batch: decoding is bound by memory traffic."""
+"""Emulated seconds of a token for any batch: decoding is bound by memory traffic."""
 MEDIAN_TOKENS, SIGMA, TURN_SIGMA = 15.0, 0.7, 0.25
-"""Lognormal tokens of a turn, SIGMA among trajectories and TURN_SIGMA among turns of one: P99 over median of trajectories is 5.1,
-as in agents' traces, before turns are cut."""
+"""Lognormal tokens of a turn, SIGMA among trajectories and TURN_SIGMA among turns of one: P99 over
+median of trajectories is 5.1, as in agents' traces, before turns are cut."""
 MOST_TOKENS = 64
-"""Of a turn."""
+"""Limit of a turn."""
 
 
 def num_tokens(trajectory: str, turn: int) -> int:
-    """Tokens of a turn, at least 2: those of a typical turn of this trajectory, and the turn's own deviation."""
+    """Tokens of a turn, at least 2: the trajectory's typical turn plus the turn's own deviation."""
     parts = [trajectory, f"{trajectory}/{turn}"]
     seeds = [int.from_bytes(hashlib.blake2b(part.encode(), digest_size=8).digest()) for part in parts]
     whole, own = (np.random.default_rng(seed).standard_normal() for seed in seeds)
@@ -35,7 +36,7 @@ def num_tokens(trajectory: str, turn: int) -> int:
 
 
 class PacedEngine(TransformersEngine):
-    """The transformers engine, with random tokens after emulated seconds in place of forward passes."""
+    """The transformers engine with random tokens after emulated seconds in place of forward passes."""
 
     def __init__(self, model_dir: Path, *, slots: int, max_context_tokens: int, version: int) -> None:
         super().__init__(model_dir, slots=slots, max_context_tokens=max_context_tokens, version=version, threads=1)

@@ -1,10 +1,12 @@
 """The task of ``vs_trl``: a random model generates words, and even ones are rewarded.
 
-Nothing here imports Libra or TRL, because both environments read this file. It makes the two sides comparable:
+Nothing here imports Libra or TRL, because both environments read this file. It makes the two sides
+comparable:
 
 1. Every prompt has the same number of tokens, so that neither side pads, or gains by packing.
-2. No completion can end early: the output rows of all special tokens point against a constant direction of the last
-   hidden state, about 100 nats below every word. Neither side needs a logits processor to reach the full length.
+2. No completion can end early: the output rows of all special tokens point against a constant
+   direction of the last hidden state, about 100 nats below every word. Neither side needs a logits
+   processor to reach the full length.
 3. The reward needs no model and takes microseconds.
 """
 
@@ -16,7 +18,7 @@ from typing import Any
 
 VOCABULARY = 384
 SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "user", "assistant", "system")
-"""First ids of the vocabulary. ``<|im_end|>`` ends a turn; the roles are here because the chat template says them."""
+"""First ids of the vocabulary; ``<|im_end|>`` ends a turn, the chat template uses the roles."""
 PROMPT_WORDS = 16
 PROMPTS_PER_STEP = 16
 GROUP_SIZE = 8
@@ -48,13 +50,12 @@ def reward(text: str) -> float:
 
 
 def save_model(directory: Path, *, seed: int = 0, positions: int = 1024) -> int:
-    """Write the model and its tokenizer to ``directory`` in Hugging Face layout; returns the number of parameters.
+    """Write model and tokenizer to ``directory`` in Hugging Face layout; returns the number of
+    parameters.
 
-    ``positions``: tokens of the longest context.
-
-    Qwen3 architecture, float32, 4 layers of width 256, 8 heads on 2 key-value heads, feed-forward width 512, separate
-    input and output embeddings. Channel 0 of the residual stream is the constant of invariant 2: every input embedding
-    holds it and no layer writes it.
+    Qwen3 architecture in float32 with contexts up to ``positions``: 4 layers of width 256, 8 heads
+    on 2 key-value heads, feed-forward width 512, separate embeddings. Channel 0 of the residual
+    stream is the constant of invariant 2: every input embedding holds it and no layer writes it.
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM

@@ -33,7 +33,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class TimedTrainer(GRPOTrainer):
-    """TRL's trainer with a clock around generation and around scoring; what it computes is unchanged."""
+    """TRL's trainer with a clock around generation and scoring."""
 
     spent_s: dict[str, float]
     sampled_tokens: int
@@ -53,7 +53,8 @@ class TimedTrainer(GRPOTrainer):
 
 
 class StepsOnCommand(TrainerCallback):
-    """Holds the trainer at the beginning of a step until a command asks for steps; reports them when they are done."""
+    """Holds the trainer at the start of a step until a command requests steps; reports them when
+    done."""
 
     def __init__(self, commands: TextIO, answers: TextIO) -> None:
         self.commands, self.answers = commands, answers
@@ -97,7 +98,7 @@ class StepsOnCommand(TrainerCallback):
 
 
 def even_words(completions: list[Any], **_: Any) -> list[float]:
-    """TRL's form of the task's reward: one number per completion, a list of one assistant message each."""
+    """The task's reward in TRL's form: one number per completion (a list of one assistant message)."""
     return [task.reward(completion[0]["content"]) for completion in completions]
 
 

@@ -16,8 +16,12 @@ its fastest settings (`trl_side`, `README.md`). Libra runs its whole stack at et
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,28 +30,144 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.peers import even_words as task
-from benchmarks.peers.trl_process import (
-    TOKENS_PER_STEP,
-    TRL_ENVIRONMENT,
-    SideError,
-    Step,
-    TrlSide,
-    check_tokens,
-    say,
-    trl_python,
-)  # fmt: skip
 from benchmarks.report import Figure, alternate, command_parser, emit
 from libra.config import config_from_dict
 from libra.driver.run_session import Session
 from libra.envs import FunctionEnvironment
+from libra.errors import LibraError
+
+TRL_ENVIRONMENT = Path.home() / ".cache" / "libra" / "trl"
+TORCH = "torch==2.13.0"
+TRL = "trl==1.16.*"
+FORBIDDEN = ("torchvision", "torchaudio")
+TOKENS_PER_STEP = task.PROMPTS_PER_STEP * task.GROUP_SIZE * task.NEW_TOKENS
+Step = dict[str, float]
+"""Numbers of one step by name, seconds where the name ends in ``_s``."""
+
+
+class SideError(LibraError, RuntimeError):
+    """One side of the comparison could not start, stopped, or did other work than requested."""
+
+
+def trl_python(environment: Path) -> Path:
+    """Python of TRL's environment, which is created if it does not exist (a few minutes).
+
+    torch is installed first and constrained after, so that nothing replaces it.
+    """
+    wanted = [TORCH, TRL, f"transformers=={importlib.metadata.version('transformers')}"]
+    python = environment / "bin" / "python"
+    done = environment / "made-of.txt"
+    if done.exists() and done.read_text().split() == wanted:
+        return python
+    say(f"making TRL's environment ({', '.join(wanted)}) ...")
+    if not python.exists():
+        _install([sys.executable, "-m", "venv", str(environment)])
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _install([*pip, TORCH])
+    constraints = environment / "constraints.txt"
+    constraints.write_text(TORCH + "\n")
+    _install([*pip, "--constraint", str(constraints), *wanted[1:]])
+    listed = subprocess.run([*pip[:3], "list", "--format=json"], capture_output=True, text=True, check=True).stdout
+    versions = {package["name"]: package["version"] for package in json.loads(listed)}
+    unwanted = [name for name in FORBIDDEN if name in versions]
+    if unwanted or not versions["torch"].startswith(TORCH.removeprefix("torch==")):
+        raise SideError(
+            f"TRL's environment has torch {versions['torch']} and {unwanted}; remove its directory, run again"
+        )
+    done.write_text("\n".join(wanted))
+    return python
+
+
+def _install(command: list[str]) -> None:
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise SideError(
+            f"TRL's environment: {' '.join(command[1:])} failed with status {finished.returncode}:\n"
+            f"{finished.stderr[-2000:]}\nIs a package index in reach? --trl-env DIR takes an environment made before"
+        )
+
+
+class TrlSide:
+    """A child process with TRL's trainer, which takes steps on command; a context manager."""
+
+    def __init__(self, python: Path, model_dir: Path, log: Path, *, threads: int, seed: int) -> None:
+        self.log = log
+        self.steps_taken: list[Step] = []
+        with log.open("w") as errors:
+            self._child = subprocess.Popen(
+                [
+                    str(python), str(Path(__file__).with_name("trl_side.py")), f"--model={model_dir}",
+                    f"--threads={threads}", f"--seed={seed}",
+                ],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                env=os.environ
+                | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+            )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        try:
+            self.versions: dict[str, Any] = self._answer()["ready"]
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            status = self._child.wait()
+            raise SideError(
+                f"TRL's process ended with status {status}; its last words:\n{self.log.read_text()[-3000:]}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def step_seconds(self, steps: int) -> float:
+        assert self._child.stdin is not None
+        self._child.stdin.write(json.dumps({"steps": steps}) + "\n")
+        self._child.stdin.flush()
+        taken: list[Step] = self._answer()["steps"]
+        check_tokens("TRL", [step["completion_tokens"] for step in taken])
+        self.steps_taken += taken
+        return statistics.fmean(step["step_s"] for step in taken)
+
+    def close(self) -> None:
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.close()
+        try:
+            self._child.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._child.stdout.close()
+
+
+def check_tokens(side: str, generated: list[float]) -> None:
+    wrong = [int(number) for number in generated if number != TOKENS_PER_STEP]
+    if wrong:
+        raise SideError(
+            f"{side}: a step generated {wrong[0]} tokens instead of {TOKENS_PER_STEP}; the sides are not comparable"
+        )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
 
 GOAL = 1.25
 CONTEXT_TOKENS = 64
 ROW_TOKENS = 160
-"""Two sequences of 53 tokens to a packed row: the masked attention of a longer row grows with the square of its length
-(CPU seconds of forward and backward over 128 sequences, one thread: 1.82 at 1 to a row, 1.64 at 2, 1.71 at 4, 4.66 at 38)."""
+"""Two sequences of 53 tokens to a packed row: masked attention grows with the square of its length.
+"""
 MICRO_BATCH_TOKENS = 2048
-"""A smaller micro-batch stays in the cache: 1.01 s for a training step, 1.21 s with the default of 4,096 (two threads)."""
+"""A smaller micro-batch than the default of 4,096 stays in the cache."""
 WARM_UP_STEPS = 2
 
 

@@ -1,4 +1,5 @@
-"""The table of `python -m benchmarks systems`: systems of a cell, each tuned and scored, beside the lower bound."""
+"""The table of `python -m benchmarks systems`: systems of a cell, each tuned and scored, beside the
+lower bound."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ ORACLE = "oracle"
 """Order of the systems that know what nobody can know: a yardstick."""
 
 Seconds = Callable[[str, Sequence[tuple[Setting, int]], float], Sequence[float]]
-"""Seconds of a step of a system with each of some (setting, seed); infinite where they must exceed the last argument."""
+"""Seconds of a step by (setting, seed); infinite where they must exceed the last argument."""
 
 
 FIRST = "turning_kv"
-"""In a race, the first of those that are not static: it was the best one in most cells, and others begin at its setting."""
+"""First of the non-static systems in a race, best in most cells; others start at its setting."""
 MARGIN = 1.02
-"""In a race, a system whose step takes so many times the best one's, where its search begins, is not tuned."""
+"""In a race, a system that is slower by this factor where its search starts is not tuned."""
 
 
 def may_be_best(discipline: Discipline) -> bool:
@@ -33,9 +34,10 @@ def may_be_best(discipline: Discipline) -> bool:
 
 
 class Scored(NamedTuple):
-    """A system in a cell: its setting, seconds of a step on the tuning seed and on each scored seed.
+    """A system in a cell: its setting, and seconds of a step on the tuning seed and on each scored
+    seed.
 
-    In a race ``step_s`` is empty for all but two, and ``tuning_s`` infinite for one that was not tuned.
+    In a race ``step_s`` is empty for all but two, ``tuning_s`` infinite for untuned systems.
     """
 
     system: str
@@ -49,7 +51,8 @@ class Scored(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """All systems of a cell; ``bound_s`` is the mean of `systems.tuning.lower_bound_s` over the scored seeds."""
+    """All systems of a cell; ``bound_s`` is the mean of `systems.tuning.lower_bound_s` over scored
+    seeds."""
 
     cell: Cell
     scored: tuple[Scored, ...]
@@ -61,17 +64,18 @@ class Comparison(NamedTuple):
 
     @property
     def ours(self) -> Scored:
-        """The system that is best on the tuning seed, of those that do not know the true lengths and train on every group within
-        the bound."""
+        """The best on the tuning seed among systems without oracle that train on every group in the
+        bound."""
         return min((one for one in self.scored if may_be_best(one.discipline)), key=lambda one: one.tuning_s)
 
     @property
     def ratio(self) -> float:
-        """Steps per hour of the best system over those of the best static one: geometric mean over seeds."""
+        """Steps per hour of the best system over the best static one: geometric mean over seeds."""
         return math.exp(float(np.mean(np.log(np.array(self.static.step_s) / np.array(self.ours.step_s)))))
 
     def interval(self, one: Scored) -> tuple[float, float]:
-        """Steps per hour of a system over the best static one's: mean over seeds, and half the width of its 95 % interval."""
+        """Mean over seeds of steps per hour over the best static system, and half the 95 %
+        interval."""
         each = np.array(self.static.step_s) / np.array(one.step_s)
         return float(each.mean()), float(1.96 * each.std(ddof=1) / math.sqrt(len(each))) if len(each) > 1 else 0.0
 
@@ -116,17 +120,18 @@ def _seconds(value: float) -> str:
 
 
 def compare(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) -> Comparison:
-    """Tune each system on `TUNING_SEED`, then score it on ``seeds`` others; ConfigError if none of them is static."""
+    """Tune each system on `TUNING_SEED`, then score it on ``seeds`` others; ConfigError without a
+    static one."""
     _yardsticks(cell, systems)
     return _scored(cell, [_tuned(cell, system, seconds) for system in systems], seeds, seconds, systems)
 
 
 def race(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) -> Comparison:
-    """`compare` in a fraction of the time: only the best static system and the best one of all are scored, those that may not
-    be the best one (`may_be_best`) are left out, and of the others that are not static only those are tuned that may be the best.
+    """`compare` in a fraction of the time: scores only the best static system and the best of all.
 
-    Static ones are tuned as `compare` does. `FIRST` too; the others begin at the best setting so far of systems with their roles,
-    if any, and are left out if they are slower there than the best so far by `MARGIN`: one more could only make the ratio larger.
+    Systems that may not be best (`may_be_best`) are left out. Static ones and `FIRST` are tuned as
+    in `compare`; others start at the best setting so far with their roles and are left out if
+    slower there by `MARGIN`. One more system could only increase the ratio.
     """
     static = _yardsticks(cell, systems)
     others = [system for system in systems if not DISCIPLINES[system].static and may_be_best(DISCIPLINES[system])]
@@ -138,8 +143,6 @@ def race(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) -> Co
 
 
 def _tuned(cell: Cell, system: str, seconds: Seconds, raced: Sequence[Scored] = ()) -> Scored:
-    """A system with its best setting; ``raced``: those that it must not be much slower than, the best one first."""
-
     def tried(setting: Setting, limit_s: float) -> float:
         return seconds(system, [(setting, TUNING_SEED)], limit_s)[0]
 

@@ -1,9 +1,10 @@
-"""Training systems as data: which groups begin and which of them a batch takes, when they are trained on, who trains, in which
-order and where trajectories run, how old a group may be.
+"""Training systems as data: which groups begin and which of them a batch takes, when they are
+trained on, who trains, in which order and where trajectories run, how old a group may be.
 
-Each is a rule of one simulator (`systems.training_run`), with the same engines, seconds and workload. Systems of others are known
-by what their papers and manuals say of these choices; what they have besides is not simulated. Every group is trained on: systems
-that throw generated tokens away (over-sampling, long rounds, groups over age) are left out.
+Each is a rule of one simulator (`systems.training_run`), with the same engines, seconds and
+workload. Systems of others are known by what their papers and manuals say of these choices; what
+they have besides is not simulated. Every group is trained on: systems that throw generated tokens
+away (over-sampling, long rounds, groups over age) are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Roles(StrEnum):
     TURNING = "turning"
     """Engines that the tail of a rollout does not need (`libra.policy.turning`)."""
     WHOLE_POOL = "whole pool"
-    """All engines, from the moment when a batch is complete until the new weights are published; what is open waits meanwhile."""
+    """All engines from a complete batch to the new weights; open trajectories wait meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +40,27 @@ class Discipline:
     etas : tuple of int
         Staleness bounds for which it is defined.
     own_batches : bool
-        Batch ``j`` takes the groups of iteration ``j``; False: those that are complete first (`systems.streamed_batches`).
+        Batch ``j`` takes the groups of iteration ``j``; False: those that are complete first
+        (`systems.streamed_batches`).
     streaming : bool
         A group is trained on as soon as its batch has taken it; False: when the batch is complete.
-    roles : Roles
-    core_trainers : bool
+    roles : Roles core_trainers : bool
         Whether some GPUs always train; False: all generate, and train together.
     order : str
         Ordering of trajectories (`libra.policy.ORDERINGS`, ``oracle``, or ``seer``).
     kv_moves : bool
-        A trajectory that changes engines takes its KV along, through host memory; False: it is computed again.
+        A trajectory that changes engines takes its KV along, through host memory; False: it is
+        computed again.
     static : bool
         A baseline of the table: no GPU does both.
     chunk_tokens : int or None
-        Most tokens of a quantum (`rollout.chunk_tokens`). None: a turn is one quantum.
+        Most tokens of a quantum (`rollout.chunk_tokens`); None if a turn is one quantum.
     preempts : bool
-        Engines do not reserve KV for whole turns, and compute contexts again (`libra.hardware.virtual_engine`).
+        Engines do not reserve KV for whole turns, and compute contexts again
+        (`libra.hardware.virtual_engine`).
     changes_s : (float, float) or None
-        Seconds of a change to training, and back. None: those of `libra.policy.turning.TurningRule`.
+        Seconds of a change to training, and back; by default from
+        `libra.policy.turning.TurningRule`.
     """
 
     text: str
@@ -133,11 +137,12 @@ OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "oracle": ("turning_oracle",),
     "ours": ("turning", "turning_kv", "turning_bounded", "turning_cmlfq", "turning_kv_cmlfq"),
 })  # fmt: skip
-"""What those who know a system call it, and the disciplines that this means: of these, the ones that a staleness bound has."""
+"""Names used elsewhere, and the disciplines they mean, as far as a staleness bound has them."""
 
 
 def named(names: Sequence[str], eta: int) -> list[str]:
-    """Disciplines by name, with `OTHER_NAMES` resolved for a staleness bound; a name that is neither is left as it is."""
+    """Disciplines by name, with `OTHER_NAMES` resolved for a staleness bound; unknown names are
+    kept."""
     found: list[str] = []
     for name in names:
         meant = [one for one in OTHER_NAMES.get(name, ()) if eta in DISCIPLINES[one].etas]
@@ -146,7 +151,7 @@ def named(names: Sequence[str], eta: int) -> list[str]:
 
 
 def disciplines(names: Sequence[str], eta: int) -> dict[str, Discipline]:
-    """Those of these names (none: all) that are defined for a staleness bound; ConfigError lists the names that exist."""
+    """Disciplines of these names (default all) for a staleness bound; ConfigError lists the names."""
     for name in names:
         if name not in DISCIPLINES:
             raise ConfigError(

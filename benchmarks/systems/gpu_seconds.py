@@ -1,4 +1,5 @@
-"""Where the GPU-seconds of a run in virtual time go, the result of such a run, and the table of several."""
+"""Where the GPU-seconds of a run in virtual time go, the result of such a run, and the table of
+several."""
 
 from __future__ import annotations
 
@@ -16,23 +17,22 @@ class Cause(StrEnum):
     """Where GPU-seconds go. The first two are work that a step is made of; all others are none."""
 
     GENERATING = "generating"
-    """Tokens, and the contexts that they need for the first time, of trajectories that are trained on or still open."""
+    """Tokens and first contexts of trajectories that are trained on or still open."""
     TRAINING = "training"
     """Gradients."""
     AGAIN = "computed again"
-    """Contexts that were computed before: after preemption or eviction, on another engine, or with new weights; and waiting for
-    their KV from host memory with nothing else to run."""
+    """Recomputed contexts (preemption, eviction, another engine, new weights), and idle waits for
+    their KV."""
     TOOLS = "tools"
     """An engine all of whose trajectories wait for tools."""
     STEP = "step"
-    """An engine while no trajectory is open anywhere, because the next may only begin after the step."""
+    """An engine while no trajectory is open, because the next may only start after the step."""
     UPDATE = "update"
-    """The optimizer and the way of the new weights to the engines: trainers; engines that load, or have nothing to do but wait."""
+    """Optimizer and publication: trainers, and engines that load or only wait."""
     ROLES = "change of role"
     """Changes between generating and training."""
     NO_WORK = "no work"
-    """An engine without trajectories while others have some; trainers without a complete group, or with the last one's longest
-    sequence on other GPUs."""
+    """An engine without trajectories while others have some; a trainer without a complete group."""
 
 
 WORK = (Cause.GENERATING, Cause.TRAINING)
@@ -133,7 +133,7 @@ class Went(NamedTuple):
 
 
 def lines(systems: Mapping[str, Went]) -> list[str]:
-    """A header, and a line per system, in percent of its GPUs x seconds; causes that no system has are left out."""
+    """A header and a line per system, in percent of its GPUs x seconds, without unused causes."""
     causes = [cause for cause in Cause if any(went.gpu_frac[cause].mean >= SHOWN_FROM for went in systems.values())]
     columns = [*causes, "lag (most)"]
     found = [f"  {'% of GPUs x seconds':21s}" + "".join(f"{column:>{WIDTH}s}" for column in columns)]

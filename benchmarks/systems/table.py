@@ -1,4 +1,5 @@
-"""A table of training systems on one batch size, each tuned, beside the lower bound: ``python -m benchmarks systems CONFIG``."""
+"""A table of training systems on one batch size, each tuned, beside the lower bound: ``python -m
+benchmarks systems CONFIG``."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from libra.sim.workload import Trace, Workload, load_traces
 
 ALL = "all"
 MOSTLY = 0.5
-"""Share of assumed seconds above which a reader is told that the table says little."""
+"""Share of assumed seconds above which a note warns that the table is weak."""
 FEWEST = 1 + DEGREES[0]
 """GPUs of the smallest split: one that trains, and an engine."""
 UNUSED = ("layout", "policy", "slots", "train_s", "load_s", "tool_slots", "noise", "calibration", "objective")
@@ -38,7 +39,7 @@ def simulate_against(
     as_json: bool,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Compare and print; ConfigError for a system, a number of GPUs or a setting that the table cannot take."""
+    """Compare and print; ConfigError for an unsuitable system, number of GPUs or setting."""
     for override in overrides:
         name = override.partition("=")[0].strip()
         if name.removeprefix("simulation.") in UNUSED and name.startswith("simulation."):
@@ -103,7 +104,7 @@ def compared(cell: Cell, systems: Sequence[str], seeds: int) -> tuple[Comparison
 
 
 def assumed_frac(comparison: Comparison, went: Mapping[str, Went]) -> float:
-    """Share of the best static system's GPU-seconds that are assumed ones: of updates and of changes of roles."""
+    """Share of assumed GPU-seconds (updates and role changes) in the best static system."""
     found = went[comparison.static.system].gpu_frac
     return float(sum(found[cause].mean for cause in (Cause.UPDATE, Cause.ROLES)))
 
@@ -114,7 +115,7 @@ def shown_model(model: str) -> str:
 
 
 def cell_of(config: RunConfig, from_run: Path | None) -> tuple[Cell, str]:
-    """The batch, model, GPU and staleness bound of a configuration or of a run; and where its trajectories are from."""
+    """Batch, model, GPU and bound of a configuration or a run, and the source of its trajectories."""
     if from_run is not None:
         setting = run_setting(from_run)
         own, traces, source = setting.record.config, as_traces(setting.workload), f"of {from_run}"
@@ -134,7 +135,7 @@ def cell_of(config: RunConfig, from_run: Path | None) -> tuple[Cell, str]:
 
 
 def as_traces(workload: Workload) -> tuple[Trace, ...]:
-    """The trajectories of a workload as traces to draw from; those of one prompt are of one task."""
+    """The trajectories of a workload as traces to draw from; one prompt is one task."""
     return tuple(
         Trace(plan.prompt or workload.group_key(plan), plan.prompt_tokens, plan.turns, plan.family)
         for plan in workload.trajectories

@@ -1,4 +1,5 @@
-"""What a run in virtual time adds to `Simulator`: its options, its trainer's GPUs, and the batches that it fills group by group."""
+"""Additions of a run in virtual time to `Simulator`: options, GPUs of the trainer, streamed
+batches."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from libra.sim.workload import Workload
 
 
 class GroupWork(NamedTuple):
-    """GPU-seconds of a group's gradients, and those of its longest sequence, which is never divided."""
+    """GPU-seconds of a group's gradients, and of its longest sequence, which is never divided."""
 
     gpu_s: float
     longest_s: float
@@ -93,7 +94,7 @@ class TrainingGpus:
         return self.busy_gpu_s + min(self.backlog_gpu_s, (now_s - self.now_s) * self.gpus)
 
     def over_s(self) -> float | None:
-        """When all work is done if nothing changes; None: no GPU trains."""
+        """Time at which all work is done if nothing changes; None if no GPU trains."""
         if self.backlog_gpu_s and not self.gpus:
             return None
         rest_s = self.backlog_gpu_s / self.gpus if self.backlog_gpu_s else 0.0
@@ -101,15 +102,11 @@ class TrainingGpus:
 
 
 class WavePrices(NamedTuple):
-    """Waves of a streamed step as a live trainer adds them (`libra.policy.waves`), and what each costs besides its gradients.
+    """Waves of a streamed step as a live trainer adds them (`libra.policy.waves`), with their
+    overhead.
 
-    Attributes
-    ----------
-    most, least_groups, enough_groups : int
-        As of `libra.policy.waves.Waves`.
-    alone_s, shared_s : float
-        Seconds until a wave's members are committed and its task has begun and reported, for which its GPUs wait: of core trainers
-        alone, and with engines that turned, whose gradients are merged after each wave.
+    ``alone_s`` and ``shared_s`` are the seconds of commit, start and report of a wave, for which
+    its GPUs wait: on core trainers alone, and with switched engines, whose gradients are merged.
     """
 
     most: int
@@ -123,35 +120,15 @@ class WavePrices(NamedTuple):
 class PipelineOptions:
     """Settings of a pipeline besides workload, engines and discipline.
 
-    Attributes
-    ----------
-    eta : int
-        Staleness bound in versions.
-    core_gpus : int
-        GPUs that always train.
-    update_s, close_s, merge_s : float
-        From the last gradient to the new weights on the engines; for the optimizer; to merge the gradients of GPUs that turned.
-    beside_s : float
-        Of ``update_s``, the seconds that pass beside the next step, which changes no weights before that, if one GPU always trains
-        and ``eta`` is at least 1 (`libra.worker.training.publications`).
-    load_s : float
-        Seconds that an engine stops for new weights.
-    drain_s : float
-        Seconds in which an engine that turns first ends what it has begun; what it hands over goes on elsewhere at once.
-    rule : TurningRule
-    waves : WavePrices or None
-        None: gradients of complete groups are a fluid, which begins at once and which an engine that turns can share at any moment.
-    host : HostPool or None
-        KV in host memory, by which trajectories take it along where the discipline says so.
-    teacher_token_s : float
-        As of `libra.sim.simulation_options.SimulationOptions`: no gradient of a group is computed before it has its scores.
-    num_steps : int or None
-        The simulation stops after this many; None: after all iterations of the workload.
-    gives_up : (int, float) or None
-        It stops earlier once the mean step without the first ``int`` ones must take longer than ``float`` seconds, with
-        ``num_steps`` only. None: never.
-    causes : bool
-        Whether GPU-seconds are counted by cause, which is a good part of the work; False: `PipelineResult.gpu_s` is empty.
+    ``update_s``, ``close_s`` and ``merge_s`` are the seconds from the last gradient to new weights
+    on the engines, of the optimizer, and of merging switched GPUs' gradients. ``beside_s`` of
+    ``update_s`` pass beside the next step if a GPU always trains and ``eta`` >= 1
+    (`libra.worker.training.publications`). ``load_s`` stops an engine for new weights; in ``drain_s`` a
+    switching engine ends its work. Without ``waves``, gradients are a fluid that any GPU can share
+    at any moment. ``host`` keeps KV in host memory. ``teacher_token_s`` as in
+    `libra.sim.simulation_options.SimulationOptions`. ``gives_up`` (n, s) stops early once the mean
+    step without the first n must exceed s seconds, with ``num_steps`` only. ``causes=False`` saves
+    time and leaves `PipelineResult.gpu_s` empty.
     """
 
     eta: int = 0
@@ -172,27 +149,17 @@ class PipelineOptions:
 
 
 class StreamedBatches:
-    """Batches of one run that are filled as groups are committed; a live run has them in waves (`libra.policy.admission`).
+    """Batches of one run that are filled as groups are committed (`libra.policy.admission`).
 
-    1. Every group is taken once, after it was committed; a batch takes exactly ``groups_per_batch`` groups.
-    2. With ``own``, batch ``j`` takes the groups of iteration ``j``: its gate opened at version ``j - eta``, so lag <= eta.
-    3. Without, it takes what is complete first, with places kept for groups at their deadline (`libra.policy.waves.first_come`).
+    1. Every group is taken once, after its commit; a batch takes exactly ``groups_per_batch``
+       groups.
+    2. With ``own``, batch ``j`` takes the groups of iteration ``j``: its gate opened at version ``j
+       - eta``, so lag <= eta.
+    3. Without, it takes complete groups first, and keeps places for groups at their deadline
+       (`libra.policy.waves.first_come`).
 
-    Parameters
-    ----------
-    eta : int
-        Largest lag in versions; 0: synchronous, and both kinds of batches are the same.
-    groups_per_batch : int
-        Groups of a batch, B, and of each iteration.
-    own : bool
-        Batch ``j`` consists of the groups of iteration ``j``. False: of those that are complete first, as far as deadlines allow.
-
-    Attributes
-    ----------
-    batch : int
-        The open batch; -1 before the first version.
-    taken : int
-        Groups that it has taken.
+    ``eta`` is the largest lag in versions; ``batch`` the open batch (-1 before the first version),
+    ``taken`` its groups so far.
     """
 
     def __init__(self, eta: int, groups_per_batch: int, *, own: bool) -> None:
@@ -211,7 +178,8 @@ class StreamedBatches:
         self._in_flight.setdefault((iteration, group), version + self.eta)
 
     def version_published(self, version: int) -> tuple[GroupId, ...]:
-        """Batch ``version`` is open; returns the groups that it takes at once. Raises ValueError if the one before is not full."""
+        """Open batch ``version``; the groups it takes at once. ValueError if the one before is not
+        full."""
         if not self.is_full:
             raise ValueError(f"batch {self.batch} has {self.taken} of {self.groups_per_batch} groups; it is not over")
         self.batch, self.taken = version, 0

@@ -1,14 +1,18 @@
-"""A training run in virtual time whose trainer has GPUs: waves of gradients, changes of roles, and GPU-seconds by cause.
+"""A training run in virtual time whose trainer has GPUs: waves of gradients, changes of roles, and
+GPU-seconds by cause.
 
-`Simulator` has rollouts, gates and versions; here a step takes the GPU-seconds of its groups on the GPUs that train, its groups
-come as the discipline says, and engines may train (`libra.policy.turning`).
+`Simulator` has rollouts, gates and versions; here a step takes the GPU-seconds of its groups on the
+GPUs that train, its groups come as the discipline requires, and engines may train
+(`libra.policy.turning`).
 
 Invariants
 ----------
-1. Every group is trained on at most once, in one batch; a step closes when its batch is complete and all its gradients are
-   computed.
-2. A GPU generates, trains, or has one of the causes of idle time (`systems.gpu_seconds`): their seconds add up to GPUs x seconds.
-3. Lags are within the bound, as `libra.policy.admission` (gates) and `systems.streamed_batches` keep it.
+1. Every group is trained on at most once, in one batch; a step closes when its batch is complete
+   and all its gradients are computed.
+2. A GPU generates, trains, or has one of the causes of idle time (`systems.gpu_seconds`): their
+   seconds add up to GPUs x seconds.
+3. Lags are within the bound, as `libra.policy.admission` (gates) and `systems.streamed_batches`
+   keep it.
 """
 
 from __future__ import annotations
@@ -217,7 +221,6 @@ class Pipeline(Simulator):
             self.agenda.at(max(at_s, self.agenda.now_s), self._computed, self._serial)
 
     def _computed(self, serial: int) -> None:
-        """All gradients of the open step or wave are computed, unless its work or the GPUs have changed since."""
         if serial != self._serial:
             return
         self._trainer.advance(self.agenda.now_s)
@@ -298,8 +301,8 @@ class Pipeline(Simulator):
             self._spread()
 
     def _spread(self) -> None:
-        """While engines return, those that generate use fewer slots, so that trajectories wait for the others instead of
-        filling them."""
+        """While engines return, others use fewer slots, so that trajectories wait for the returning
+        ones."""
         returning = [name for name, doing in self._doing.items() if doing is Turned.TO_ROLLOUT]
         generating = [self._specs[name] for name, doing in self._doing.items() if doing is Turned.ROLLOUT]
         gpus = sum(self._specs[name].tp for name in returning) + sum(spec.tp for spec in generating)
@@ -311,7 +314,6 @@ class Pipeline(Simulator):
     # ---------------------------------------------------------------- where GPU-seconds go
 
     def _count(self) -> None:
-        """GPU-seconds up to now, and what holds from now on. Trainers are busy for a part of the time between two events."""
         trainer, ledger, now_s = self._trainer, self._gpu_s, self.agenda.now_s
         ledger.until(now_s)
         trained = trainer.busy_gpu_s_at(now_s)
@@ -342,7 +344,7 @@ class Pipeline(Simulator):
 
 
 def checked_options(options: PipelineOptions, discipline: Discipline) -> PipelineOptions:
-    """The options, with the seconds that a discipline brings along; ConfigError if they are not enough for it."""
+    """The options with a discipline's seconds; ConfigError if they are not enough for it."""
     if options.eta not in discipline.etas:
         raise ConfigError(f"eta: got {options.eta}; this discipline is defined for {discipline.etas}")
     if discipline.kv_moves and options.host is None:

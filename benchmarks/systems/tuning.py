@@ -1,7 +1,9 @@
-"""Training systems compared: each is tuned on one seed (training GPUs, TP degree, rule of turning), and scored on others.
+"""Training systems compared: each is tuned on one seed (training GPUs, TP degree, rule of turning),
+and scored on others.
 
-A cell is a set of traces on some GPUs with a load and a staleness bound. `play` simulates one system in it, `tune` searches the
-settings of a system by coordinate descent, `lower_bound_s` is what no system can be faster than without speculation.
+A cell is a set of traces on some GPUs with a load and a staleness bound. `play` simulates one
+system in it, `tune` searches the settings of a system by coordinate descent, `lower_bound_s` is
+what no system can be faster than without speculation.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ DEGREES = (2, 4, 8)
 NODE = 8
 """Core trainers are whole nodes of so many GPUs, if there are two or more."""
 PER_GPU = (4.0, 6.0, 8.0)
-"""Values of `TurningRule.trajectories_per_gpu` that are tried, for each batch that may be open (``eta + 1``); the first one
-first."""
+"""Values of `TurningRule.trajectories_per_gpu` to try, for each batch that may be open (``eta +
+1``)."""
 HOST_BYTES_PER_GPU, FETCH_S, FETCH_BYTES_PER_S = 64e9, 0.3, 20e9
-"""Host memory for KV, and seconds and bytes per second of a fetch, of disciplines whose KV moves."""
+"""Host memory for KV, and seconds and bytes per second of a fetch, of disciplines whose KV moves.
+"""
 STEPS = {0: (5, 1), 1: (8, 2), 2: (9, 3)}
 """By staleness bound: steps that are simulated, and of those the first ones that are left out."""
 
@@ -64,7 +67,7 @@ class Cell:
 
 
 class Setting(NamedTuple):
-    """What a system is tuned in: GPUs that always train, degree of its engines, `TurningRule.trajectories_per_gpu`."""
+    """The tuned values: core training GPUs, degree of engines, `TurningRule.trajectories_per_gpu`."""
 
     core_gpus: int
     tp: int
@@ -87,7 +90,6 @@ def _tables(gpu: str, model: str, tp: int) -> EngineTables:
 
 @cache
 def _degrees(gpu: str, model: str) -> tuple[int, ...]:
-    """Those of `DEGREES` that the model's heads allow; the ConfigError of the smallest if there is none."""
     found: list[int] = []
     for tp in DEGREES:
         try:
@@ -118,10 +120,7 @@ def _ordering(name: str, workload: Workload) -> Ordering:
 def play(
     cell: Cell, discipline: Discipline, setting: Setting, seed: int, limit_s: float = math.inf, *, causes: bool = True
 ) -> PipelineResult:
-    """One system in one cell, on the trajectories of one seed; given up once its step must take longer than ``limit_s``.
-
-    ``causes``: see `PipelineOptions`.
-    """
+    """One system in one cell and seed; given up once its step must exceed ``limit_s``."""
     workload, steps = cell.workload(seed), STEPS[cell.eta][0]
     plans = workload.trajectories
     mean = sum(plan.final_tokens for plan in plans) // len(plans)
@@ -171,7 +170,8 @@ def tune(
 ) -> tuple[Setting, float]:
     """The best setting found, and its seconds of a step.
 
-    First the degree, then the core trainers, then the rule; and the degree again if one of the others changed.
+    First the degree, then core trainers, then the rule; the degree again if one of the others
+    changed.
     """
     per_gpu = PER_GPU if discipline.roles is Roles.TURNING and discipline.streaming else PER_GPU[:1]
     rules = [(cell.eta + 1) * each for each in per_gpu]
@@ -204,8 +204,8 @@ def tune(
 
 
 class BoundParts(NamedTuple):
-    """Of each scored iteration: seconds of rollout and of training on all GPUs at best efficiency, and of the critical path (the
-    longest trajectory alone on the fastest engine, its gradients, the update); (iterations,) arrays."""
+    """(iterations,) seconds of rollout and of training on all GPUs at best efficiency, and of the
+    critical path: longest trajectory alone on the fastest engine, its gradients, the update."""
 
     rollout_s: np.ndarray
     training_s: np.ndarray
@@ -250,7 +250,10 @@ def mean_context(plan: TrajectoryPlan) -> float:
 
 
 def lower_bound_s(cell: Cell, seed: int = 0) -> float:
-    """Mean seconds of a step that no discipline beats without speculation and with all groups trained on: the work at best
-    efficiency on all GPUs, or the critical path over ``eta + 1`` steps. Prefill is not counted."""
+    """Mean seconds of a step that no discipline beats without speculation, training on all groups.
+
+    The maximum of the work at best efficiency on all GPUs, and the critical path over ``eta + 1``
+    steps, without prefill.
+    """
     parts = bound_parts(cell, seed)
     return float(np.maximum(parts.rollout_s + parts.training_s, parts.path_s / (cell.eta + 1)).mean())

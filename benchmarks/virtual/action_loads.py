@@ -1,6 +1,8 @@
-"""Actions of recorded agents, and their completion times under several ways to share cores, in virtual time.
+"""Actions of recorded agents, and their completion times under several ways to share cores, in
+virtual time.
 
-Every way is the same `libra.policy.leases.LeaseTable` as the live scheduler's, asked in different ways:
+Every way is the same `libra.policy.leases.LeaseTable` as the live scheduler's, asked in different
+ways:
 
 leases
     An action requests its cores when its generation has ended, and releases them when it ends.
@@ -9,7 +11,8 @@ revocable
 arrival
     As leases, without enlargement.
 reserved
-    A trajectory holds one core from its begin to its end (static pods); one without a core waits, and does not generate.
+    A trajectory holds one core from its begin to its end (static pods); one without a core waits,
+    and does not generate.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ STOP_S = 0.05
 
 
 class Step(NamedTuple):
-    """One turn: seconds of its generation, then those of its action on one core (0: none), the action's tool, and its place among
-    those that wait: that of its arrival where priorities are equal."""
+    """One turn: seconds of generation and of its action on one core (0 without), tool, place in the
+    queue."""
 
     llm_s: float
     work_s: float
@@ -53,7 +56,7 @@ class Step(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Trajectories of one file; ``measured``: the seconds of its actions were measured, not drawn."""
+    """Trajectories of one file; ``measured`` unless the seconds of actions are drawn."""
 
     name: str
     measured: bool
@@ -61,10 +64,11 @@ class Source(NamedTuple):
 
 
 def read_steps(path: Path, *, seed: int = 0) -> Source | None:
-    """The trajectories of a file of agents' turns; None if it has neither seconds of tools nor gaps between turns.
+    """The trajectories of a file of agents' turns; None without seconds of tools and gaps between
+    turns.
 
-    Where tools have no seconds, those of `tool_seconds` are drawn, and a generation took the rest of the gap to the next turn, at
-    least ``TOKEN_S`` for each token.
+    Missing seconds of tools are drawn from `tool_seconds`; the generation took the rest of the gap,
+    at least ``TOKEN_S`` per token.
     """
     rng = np.random.default_rng([seed, 0xAC7])
     recorded = read_agent_turns(path, REQUIRED)
@@ -89,8 +93,8 @@ def read_steps(path: Path, *, seed: int = 0) -> Source | None:
 
 
 def drawn_load(source: Source, count: int, llm_factor: float, seed: int) -> list[tuple[Step, ...]]:
-    """``count`` trajectories of ``source`` in random order, each as often as the others, their generations ``llm_factor`` times as
-    long."""
+    """``count`` trajectories of ``source`` in random order, with generations ``llm_factor`` times
+    as long."""
     rng = np.random.default_rng([seed, 0x10AD])
     rounds = -(-count // len(source.trajectories))
     order = np.concatenate([rng.permutation(len(source.trajectories)) for _ in range(rounds)])[:count]
@@ -100,7 +104,8 @@ def drawn_load(source: Source, count: int, llm_factor: float, seed: int) -> list
 
 
 def drawn_tests(count: int, seed: int) -> list[tuple[Step, ...]]:
-    """``count`` trajectories of 40 turns: actions of 2 s, and one of 20 of ``LONG_S`` seconds, named so; generations of 20 s."""
+    """``count`` trajectories of 40 turns of 20 s: actions of 2 s, one of 20 takes ``LONG_S``
+    seconds."""
     rng = np.random.default_rng([seed, 0x7E57])
     found = []
     for _ in range(count):
@@ -113,10 +118,9 @@ def drawn_tests(count: int, seed: int) -> list[tuple[Step, ...]]:
 
 @dataclass
 class Outcome:
-    """What came of a load.
+    """The outcome of a load; ``act_s`` has the seconds from request to end of every action.
 
-    ``act_s`` has the completion time of every action: from its request to its end, with what its trajectory waited for a
-    reservation before its first one.
+    A trajectory's wait for a reservation counts in its first action.
     """
 
     act_s: list[float] = field(default_factory=list)

@@ -71,7 +71,7 @@ def arguments(given: Sequence[str] | None = None) -> Namespace:
 
 
 def source_of(data: Path) -> Source:
-    """The set of a data directory whose tools were timed; if there is none, the first with times between turns."""
+    """The set of a data directory whose tools were timed, else the first with times between turns."""
     found = [source for path in agent_turn_files(data) if (source := read_steps(path)) is not None]
     if not found:
         raise ConfigError(f"--data {data}: no set has tool_s or gap_s, so no action has a length; give one that has")

@@ -1,7 +1,8 @@
 """Halves of profiles with different token counts, and scores of one half predicted from the other.
 
-Halves are interleaved: every second distinct token count (attention decode: tokens of KV; attention prefill: chunk length;
-all-reduce: bytes; training: micro-batch and degree, as on a chessboard). Everything is done both ways and averaged.
+Halves are interleaved: every second distinct token count (attention decode: tokens of KV; attention
+prefill: chunk length; all-reduce: bytes; training: micro-batch and degree, as on a chessboard).
+Everything is done both ways and averaged.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ START = Efficiencies(
     move_act=5.0, move_add=20.0, move_l2=30.0, decode_launch_s=1e-5, decode_bytes_frac=0.8, decode_min_tokens=100.0,
     prefill_launch_s=1e-5, prefill_flops_frac=0.5,
 )  # fmt: skip
-"""Round numbers to start a fit: the package's own constants were fitted to both halves of these files."""
+"""Round numbers, because the package's constants were fitted to both halves."""
 
 DECODE_TOKENS, PREFILL_TOKENS = 128, 256
 """Most tokens of a decode step, fewest of a prefill."""
@@ -93,18 +94,18 @@ Predict = Callable[[str, int, Array], Array]
 
 
 def from_curves(gpu: GPU, eff: Efficiencies, profile: LinearProfile, curves: Sequence[RatioCurve]) -> Predict:
-    """Seconds of an operator of the profile's model: rooflines, corrected by ``curves`` of this or other models."""
+    """Seconds of an operator of the profile's model: rooflines corrected by ``curves``."""
     correction = Tables(gpu, eff, tuple(curves)).of(profile.shape) if curves else None
     return lambda operator, tp, tokens: operator_s(gpu, eff, profile.shape, tp, operator, tokens, correction)
 
 
 def layer_sums(profile: LinearProfile, predict: Predict) -> list[tuple[int, Array, Array, Array]]:
-    """(tp, tokens, predicted, measured) seconds of one layer's linear and elementwise operators, one entry per degree."""
+    """(tp, tokens, predicted, measured) seconds of a layer's linear and elementwise operators."""
     found = []
     for tp in sorted({curve.tp for curve in profile.curves}):
         curves = [c for c in profile.curves if c.tp == tp and LAYER_COUNTS[c.operator]]
         if not set(GEMMS) <= {c.operator for c in curves}:
-            continue  # part of a layer is no step
+            continue  # part of a layer is not a step
         tokens = curves[0].tokens
         for curve in curves[1:]:
             tokens = np.intersect1d(tokens, curve.tokens)
@@ -159,7 +160,8 @@ def score_collective(profile: CollectiveProfile) -> Score:
 
 
 def score_training(profile: TrainingProfile) -> tuple[dict[str, Score], int]:
-    """Scores of forward and backward passes, in chessboard halves of (micro-batch, degree); and the number of fitted constants."""
+    """Scores of training passes in chessboard halves of (micro-batch, degree), and fitted
+    constants."""
     sizes, degrees = (np.unique(profile.points[:, i]).tolist() for i in (0, 1))
     colour = np.array([(sizes.index(size) + degrees.index(tp)) % 2 for size, tp in profile.points])
     scores, constants = {}, 0
@@ -180,9 +182,10 @@ def score_training(profile: TrainingProfile) -> tuple[dict[str, Score], int]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingForm:
-    """Seconds of one pass over a micro-batch of one model, fitted to a profile: ``fixed + size x (work / tp + link[tp])``.
+    """Seconds of a pass over a micro-batch: ``fixed + size x (work / tp + link[tp])``, fitted to a
+    profile.
 
-    Links are constants per tensor-parallel degree, not one bandwidth: two GPUs may share a bridge that four do not.
+    Links are constants per degree, because two GPUs may share a bridge that four do not.
     """
 
     fixed_s: float
@@ -267,7 +270,6 @@ def score_composed(
 
 
 def _decode_points(asked: AttentionProfile, tokens: Array) -> Array:
-    """Measured decode points of ``tokens`` sequences, at the contexts nearest to `CONTEXTS`."""
     points = asked.decode
     if not len(points):
         return points
@@ -286,7 +288,6 @@ def _prefill_points(asked: AttentionProfile, tokens: Array) -> Array:
 def _all_reduce(
     reduces: Sequence[CollectiveProfile], tp: int, num_bytes: Array, parity: int
 ) -> tuple[Array, Array] | None:
-    """(predicted, measured) seconds of a layer's two all-reduces; None if ``tp`` workers were not measured."""
     if tp == 1:
         return np.zeros(len(num_bytes)), np.zeros(len(num_bytes))
     for profile in reduces:

@@ -7,7 +7,7 @@ names (a GPU is read from the path); the default is the excerpt in ``benchmarks/
 ``transfer_gpu_mape``: a GPU of which only the datasheet is known, with constants that saw the A100
 files of the package only; and ``transfer_model_mape``: a model left out, of which the other files
 of its GPU were seen. Where attention of a shape was not measured, ``decode_mape`` and
-``prefill_mape`` are those of the layers without it, as the output notes. Impossible profiles are
+``prefill_mape`` cover the layers without it, as the output notes. Impossible profiles are
 left out by name. Constants of a half are fitted to the half that is learned from.
 """
 
@@ -150,7 +150,6 @@ def _same_chip(one: GPU, other: GPU) -> bool:
 
 
 def _score_steps(profiles: Sequence[Profile], board: Board, unknown: set[str]) -> list[str]:
-    """Composed decode and prefill layers; without attention where its shape was not measured on this chip."""
     notes = []
     attentions = [p for p in profiles if isinstance(p, AttentionProfile) and p.tp == 1]
     reduces = [p for p in profiles if isinstance(p, CollectiveProfile)]
@@ -181,7 +180,6 @@ def _score_steps(profiles: Sequence[Profile], board: Board, unknown: set[str]) -
 
 
 def _score_transfer(profiles: Sequence[Profile], board: Board) -> list[str]:
-    """Layers of a GPU of which only the datasheet is known, and of a model that was left out."""
     notes = []
     known: dict[str, list[LinearProfile]] = defaultdict(list)
     for profile in profiles:

@@ -1,4 +1,4 @@
-"""Workloads drawn from traces, with samples of a group as alike in length as those of one prompt."""
+"""Workloads drawn from traces, with lengths in a group as alike as the samples of one prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ MAX_CONTEXT_TOKENS = 40_960
 
 
 def cut(trace: Trace) -> Trace:
-    """The trace up to the turn whose end would pass `MAX_CONTEXT_TOKENS`; its last turn calls no tool."""
+    """The trace up to the turn whose end would pass `MAX_CONTEXT_TOKENS`; its last turn calls no
+    tool."""
     context, turns = trace.prompt_tokens, list[TurnPlan]()
     for turn in trace.turns:
         if turns and context + turn.new_tokens > MAX_CONTEXT_TOKENS:
@@ -31,8 +32,8 @@ def cut(trace: Trace) -> Trace:
 def draw_alike(
     traces: Sequence[Trace], *, num_groups: int, group_size: int, seed: int, iterations: int = 1, kinship: float = 0.0
 ) -> Workload:
-    """As `libra.sim.workload.draw`; where no task was recorded ``group_size`` times, ranks of lengths within a group correlate by
-    ``kinship``: a stated construction, not a recording."""
+    """Like `libra.sim.workload.draw`, but ranks of lengths within a group correlate by ``kinship``
+    where no task was recorded ``group_size`` times: a construction, not a recording."""
     tasks = [trace.task for trace in traces]
     of_one_task = group_size > 1 and max(map(tasks.count, set(tasks)), default=0) >= group_size
     if not kinship or of_one_task:

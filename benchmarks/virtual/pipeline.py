@@ -46,7 +46,7 @@ GPUS, ETAS = (16,), (0, 1, 2)
 GOALS, BOUND_GOALS = {0: 1.12, 1: 1.20, 2: 1.10}, {0: 0.70, 1: 0.78}
 BOUND_SET = "mini_swe_gemini3"
 SAME_AS_PAPER = {0: "split", 1: "one_step_off", 2: "split"}
-"""Engines of one degree: there the paper's order is that of arrival, and its system this one."""
+"""With engines of one degree the paper's order is the order of arrival: its system is this one."""
 
 
 @cache
@@ -89,7 +89,7 @@ class CellJob(NamedTuple):
 
 
 def compared(job: CellJob) -> Comparison:
-    """The systems of a cell; the best static one and the best of all, with ``whole`` all, scored on seeds not tuned on."""
+    """The best static system and the best of all in a cell (with ``whole`` all), on untuned seeds."""
     cell, done = job.cell(), dict[tuple[str, Setting, int], float]()
 
     def seconds(system: str, setting: Setting, seed: int, limit_s: float) -> float:

@@ -1,22 +1,25 @@
-"""The planner's time, the proven gap of its plans to the optimum, and the regret under a wrong cost model.
+"""The planner's time, the proven gap of its plans to the optimum, and the regret under a wrong cost
+model.
 
-Qwen3-14B on A800 nodes of eight, batches of 256 and 4,096 agent trajectories drawn with replacement from the mini-SWE-agent
-trace and cut at 40,960 tokens (the limit of the Libra paper), staleness bound 1.
+Qwen3-14B on A800 nodes of eight, batches of 256 and 4,096 agent trajectories drawn with replacement
+from the mini-SWE-agent trace and cut at 40,960 tokens (the limit of the Libra paper), staleness
+bound 1.
 
 ``python -m benchmarks planner --json``; figures, for each number of GPUs and of requests:
 
 ``wall_s_<gpus>_<requests>``
-    Median of three, from trajectories to costs, layout and proof, without caches between them. ``cpu_s_...`` are CPU seconds,
-    which are steadier on a shared machine.
+    Median of three, from trajectories to costs, layout and proof, without caches between them.
+    ``cpu_s_...`` are CPU seconds, which are steadier on a shared machine.
 ``gap_<gpus>_<requests>``
-    Step found over proven lower bound, less 1. The bound holds for every split, every layout and every assignment of whole
-    trajectories, without binning.
+    Step found over proven lower bound, less 1. The bound holds for every split, every layout and
+    every assignment of whole trajectories, without binning.
 ``search_s_<gpus>_<requests>``, ``binning_<gpus>_<requests>``
-    Of that, the search; and the largest error of the programs over classes against the trajectories themselves.
+    Its search part; and the largest error of the programs over classes against the trajectories
+    themselves.
 ``regret_<side>_<gpus>_<requests>``
-    The step of a plan with seconds that are 20 % off on that side, evaluated with the true ones (same split and engines,
-    trajectories placed again), over the best step, less 1: the worse of both signs. ``tp`` is off by opposite signs for
-    degrees above and below 2.
+    The step of a plan with seconds that are 20 % off on that side, evaluated with the true ones
+    (same split and engines, trajectories placed again), over the best step, less 1: the worse of
+    both signs. ``tp`` is off by opposite signs for degrees above and below 2.
 """
 
 from __future__ import annotations
@@ -97,7 +100,8 @@ def wrong(problem: Problem, side: str, sign: int) -> Problem:
 
 
 def carried_out(problem: Problem, believed: Problem) -> float:
-    """Seconds of a step with the split and the engines of the plan for ``believed``, spare GPUs put to use as plans do."""
+    """Seconds of a step with the split and engines planned for ``believed``, spare GPUs used as in
+    plans."""
     plan = search(believed)
     counts = filled(believed, plan.layout, plan.rollout_gpus).counts(len(problem.kinds))
     engines = {kind.tp: int(number) for kind, number in zip(problem.kinds, counts, strict=True)}

@@ -206,10 +206,10 @@ def page_server(directory: Path, port: int, *, any_other: bool = False) -> Serve
     from tornado.web import RedirectHandler
 
     from libra.cluster.page_names import check_names
-    from libra.observe.page import StateHandler
+    from libra.observe.endpoints import StateHandler
     from libra.observe.page_document import libra_document
+    from libra.observe.page_snapshots import Feed
     from libra.observe.recorded_run import RecordedRun
-    from libra.observe.snapshots import Feed
 
     feed = Feed(RecordedRun(directory).snapshots, max_age_s=1.0)
     feed.read()  # a large log is read before the address is printed

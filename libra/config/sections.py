@@ -171,13 +171,12 @@ class ClusterSection(Section):
 class ObserveSection(Section):
     """What a run displays and records besides the trajectories."""
 
-    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], Field(strict=False)] = (
+    trackers: Annotated[tuple[Annotated[str, OwnOr(("tensorboard", "wandb"))], ...], Field(strict=False)] = (
         "tensorboard",
     )
-    """Experiment trackers that get metrics, settings and sample texts: TensorBoard, Weights &
-    Biases, MLflow, trackio; `pip install NAME` installs each. They write into the run directory,
-    unless their own variables send it elsewhere (WANDB_MODE=online, MLFLOW_TRACKING_URI,
-    TRACKIO_SPACE_ID)."""
+    """Experiment trackers that get metrics, settings and sample texts: `tensorboard`, `wandb`
+    (`pip install wandb`; it uploads only with WANDB_MODE=online), or `module:Class`, such as
+    `examples.trackers:MLflow` in a checkout (`libra.observe.metrics.Tracker`)."""
     event_log: bool = True
     """Write every scheduling event and decision to events.jsonl; its older lines are kept
     compressed in events/."""

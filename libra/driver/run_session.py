@@ -33,11 +33,10 @@ from libra.errors import BatchFailed, LibraError, MismatchAlarm, NothingToLearn,
 from libra.facts import prompts_named
 from libra.graph.iteration import Score, evaluation_graph, numbers_graph, restored
 from libra.graph.training_nodes import pause_reason
-from libra.observe.metrics import MetricsLog, read_metrics
+from libra.observe.metrics import EVERY, MetricsLog, Trackers, read_metrics, sample_texts
 from libra.observe.progress import RunProgress
 from libra.observe.start_stages import StartStages
-from libra.observe.token_text import load_decode
-from libra.observe.trackers import EVERY, Trackers, sample_texts
+from libra.observe.trajectory_view import load_decode
 from libra.store.run_records import read_batch_facts, read_evaluations, run_here, step_numbers
 from libra.types import FailureClass, Trajectory
 from libra.worker.training.batch_rows import members_of

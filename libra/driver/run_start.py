@@ -26,7 +26,7 @@ from libra.driver.resume import check_resumable, read_point
 from libra.driver.run_lock import lock_run, refuse_running
 from libra.driver.start_records import log_start, make_directory, newest_logged, remove_unless_started
 from libra.graph.iteration import ResumePoint, Score
-from libra.observe.trackers import check_trackers
+from libra.observe.metrics import check_trackers
 from libra.planner.from_config import check_runnable
 from libra.store.run_records import take_epoch
 from libra.store.trajectory_journal import sweep_logs

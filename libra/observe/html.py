@@ -1,7 +1,8 @@
 """HTML of page, report and trajectories: jinja2 templates (``templates/``), and numbers as text.
 
-Invariant: every value reaches HTML through a template. It escapes the value and takes from it everything that acts on a
-reader (`libra.untrusted.shown`); only what a template made, and Bokeh's own scripts, are put in as they are.
+Invariant: every value reaches HTML through a template, which escapes it and removes characters that
+act on a reader (`libra.untrusted.shown`). Only output of templates and Bokeh's scripts are inserted
+raw.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def duration(seconds: float, digits: int = 0) -> str:
-    """Seconds for readers, e.g. ``1 h 05 min``; ``digits`` behind the point where it is less than a minute."""
+    """Seconds for readers, e.g. ``1 h 05 min``; ``digits`` after the point below one minute."""
     if seconds < 60:
         return f"{math.floor(seconds * 10**digits) / 10**digits:.{digits}f} s"
     minutes, rest_s = divmod(int(seconds), 60)
@@ -53,6 +54,7 @@ ENVIRONMENT: Final = Environment(
 )  # fmt: skip
 ENVIRONMENT.filters |= {"duration": duration, "percent": percent}
 ENVIRONMENT.globals |= {"STATES": STATES, "BUSY": BUSY, "COLORS": STATE_COLORS}
+STYLESHEET: Final = ENVIRONMENT.get_template("style.css").render()
 _SHARED: Final[Any] = ENVIRONMENT.get_template("shared.html").module
 
 
@@ -67,10 +69,11 @@ def table(
     numbers: Sequence[int] = (),
     names: Sequence[tuple[str, str]] = (),
 ) -> Markup:
-    """A table; columns in ``numbers`` are right-aligned, ``names``: each row's name for programs, and its class."""
+    """A table; columns in ``numbers`` are right-aligned; ``names`` has the name and class of each
+    row."""
     return Markup(_SHARED.table(head, list(rows), numbers, names))
 
 
 def piece(name: str, *values: Any, **named: Any) -> Markup:
-    """A piece of ``templates/shared.html`` by its name, e.g. ``missing``: a sentence in place of a plot."""
+    """A piece of ``templates/shared.html``, e.g. ``missing``: a sentence in place of a plot."""
     return Markup(getattr(_SHARED, name)(*values, **named))

@@ -1,4 +1,4 @@
-"""`libra inspect RUN`: step through the trajectories of a run in the terminal, or print some of them, as text or JSON."""
+"""`libra inspect RUN`: trajectories of a run in the terminal, as text, JSON or HTML."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
 import numpy as np
+from markupsafe import Markup
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
 from libra.errors import ModelError, RunDirectoryError, shell_path
-from libra.observe.token_text import Decode, load_decode
+from libra.observe.html import piece, render, table
+from libra.observe.output_file import written
+from libra.observe.trajectory_view import Decode, load_decode, segments, terminal_view
 from libra.observe.trajectory_view import as_json as view_as_json
-from libra.observe.trajectory_view import render
 from libra.store.observations import observations_of
 from libra.store.run_records import batch_path, read_batch_facts, read_late
 from libra.store.trajectory_store import TrajectoryStore
-from libra.types import TrajectoryId
-from libra.untrusted import shown, shown_json
+from libra.types import FailureClass, Trajectory, TrajectoryId
+from libra.untrusted import shown, shown_json, shown_line
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +37,11 @@ _HELP = "n next   p previous   t tokens on or off   q quit"
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which trajectories to show; None: any.
+    """The trajectories to show; a field that is None does not filter.
 
-    Attributes
-    ----------
-    index : int or None
-        Position in the store, from 0; negative counts from the end.
-    split, iteration, group, sample : str, int, int, int or None
-    failed : bool
-        Only trajectories with a failure class.
-    order : "best", "worst" or None
-        By reward, ungraded ones last; None: in the order of the store.
+    ``index`` is the position in the store (negative from the end); ``failed`` selects trajectories
+    with a failure class; ``order`` is ``best`` or ``worst`` by reward with ungraded ones last, or
+    None for the store's order.
     """
 
     index: int | None = None
@@ -94,32 +90,14 @@ def inspect_run(
     read_key: Callable[[], str] | None = None,
     **selection: Any,
 ) -> None:
-    """Show trajectories of a run, finished or running: those that are committed.
+    """Show the committed trajectories of a run, finished or running.
 
-    In a terminal it steps through them by keys; if stdin is not a terminal, or ``index``, ``as_json`` or a ``limit``
-    other than 1 is given, it prints the first ``limit`` of them.
+    In a terminal it steps through them by keys (``read_key``). If stdin is not a terminal, or with
+    ``index``, ``as_json`` or a ``limit`` other than 1, it prints the first ``limit``. ``tokens``
+    adds every token with text, log-probability and versions; ``html`` writes one page to that file
+    instead; ``selection`` are fields of `Selection`.
 
-    Parameters
-    ----------
-    tokens : bool
-        Also every token with text, log-probability and versions.
-    as_json : bool
-        One JSON object per line instead of text.
-    html : Path or None
-        Write the first ``limit`` of them to this file instead, as one page.
-    console : Console or None
-        Where to print; None: standard output.
-    read_key : callable or None
-        Returns the next key and makes stepping interactive; None: the terminal.
-    **selection
-        Fields of `Selection`.
-
-    Raises
-    ------
-    RunDirectoryError
-        ``run_dir`` holds no trajectories.
-    StoreError
-        The store cannot be read.
+    RunDirectoryError if ``run_dir`` holds no trajectories; StoreError if the store cannot be read.
     """
     run_dir, console, selected = Path(run_dir), console or Console(), Selection(**selection)
     store = TrajectoryStore.open(_store_path(run_dir))
@@ -160,7 +138,7 @@ class _Viewer:
         where = f"{place + 1} of {len(self.rows)} selected, index {index} of {self.store.num_trajectories}"
         trajectory, row = self.store.trajectory(index), self._row(index)
         self.console.rule()
-        for part in render(trajectory, row, place=where, decode=self.decode, tokens=tokens):
+        for part in terminal_view(trajectory, row, place=where, decode=self.decode, tokens=tokens):
             # In a pipe the text has the lines that it has; only a terminal wraps it.
             self.console.print(part, soft_wrap=isinstance(part, Text) and not self.console.is_terminal)
 
@@ -178,14 +156,13 @@ class _Viewer:
 
     def write_page(self, html: Path, limit: int, title: str) -> None:
         """Write the first ``limit`` of them to ``html``."""
-        from libra.observe.inspect_page import write_page
+        from libra.observe.inspect import write_page
 
         write_page(html, self.store, self.rows[:limit].tolist(), self.decode, title)
         told = f"{html}: {min(limit, len(self.rows))} of {len(self.rows)} selected trajectories"
         self.console.print(shown(told), highlight=False, markup=False)
 
     def _row(self, index: int) -> dict[str, Any]:
-        """Its columns, and what is known of a late reward."""
         row, run_dir = self.store.row(index), Path(self.store.path).parent
         trajectory = TrajectoryId(row["iteration"], row["group"], row["sample"], row["split"])
         large = [asdict(each) for each in observations_of(run_dir, str(trajectory))]
@@ -212,8 +189,11 @@ class _Viewer:
 
 
 def late_of(run_dir: Path, trajectory: TrajectoryId, trained: int) -> dict[str, Any]:
-    """The late reward of a trajectory that batch ``trained`` had: ``late_reward``, with ``late_batch`` and ``late_delay``, the
-    batch that it counts from and its age there in versions (None: no batch has taken it). Empty if none was delivered."""
+    """The late reward of a trajectory that batch ``trained`` had; empty if none was delivered.
+
+    ``late_batch`` is the batch from which ``late_reward`` counts, ``late_delay`` its age there in
+    versions; both are None while no batch has taken it.
+    """
     value = read_late(run_dir / "late", trajectory)
     if value is None:
         return {}
@@ -249,9 +229,60 @@ def _decode_or_ids(run_dir: Path, console: Console, *, quiet: bool) -> Decode | 
 
 
 def _with_nulls(value: Any) -> Any:
-    """NaN and infinities as None, as msgspec writes them."""
     if isinstance(value, Mapping):
         return {key: _with_nulls(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_with_nulls(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_COLUMNS: Final = {
+    "turn": "turn", "tool": "tool", "status": "status", "num_calls": "calls", "prompt_tokens": "context",
+    "generated_tokens": "generated", "observation_tokens": "observed", "stop_reason": "stop", "generate_s": "generate s",
+    "tool_s": "tool s", "worker": "worker",
+}  # fmt: skip
+
+
+def write_page(path: Path, store: TrajectoryStore, rows: Sequence[int], decode: Decode | None, title: str) -> None:
+    """Write the trajectories in these rows of the store to ``path``; ConfigError if that is
+    impossible."""
+    head = [piece("soft", "Prompts and tool returns are grey; the rest was generated.")]
+    head += [_trajectory(store.trajectory(row), row, decode) for row in rows]
+    page = render("report.html", title=title, head=Markup().join(head), sections=(), scripts="")
+    with written(path, "--html") as file:
+        file.write_text(page, encoding="utf-8")
+
+
+def headline(trajectory: Trajectory) -> str:
+    """One line about a trajectory: name, reward, how it ended, failure."""
+    reward = "not graded" if trajectory.reward != trajectory.reward else f"reward {trajectory.reward:g}"
+    ended = f"{trajectory.end_reason}, {len(trajectory.turns)} turns, {trajectory.num_action_tokens} generated tokens"
+    failed = trajectory.failure is not FailureClass.NONE
+    detail = f"; {trajectory.failure}: {shown_line(trajectory.failure_detail)}" if failed else ""
+    return f"{trajectory.trajectory_id}, {reward}, {ended}{detail}"
+
+
+def trajectory_text(trajectory: Trajectory, decode: Decode | None, max_chars: int | None = None) -> Markup:
+    """Its text as HTML, cut to ``max_chars``; what the model did not generate is marked."""
+    made: list[Markup] = []
+    left = max_chars
+    for origin, start, stop in segments(trajectory):
+        ids = trajectory.token_ids[start:stop].tolist()
+        words = decode(ids) if decode else " ".join(map(str, ids)) + "\n"
+        if left is not None:
+            words, left = (words, left - len(words)) if len(words) <= left else (f"{words[:left]} ... (cut here)", 0)
+        made.append(piece("part", origin == "generated", words))
+        if left == 0:
+            break
+    return Markup().join(made)
+
+
+def _trajectory(trajectory: Trajectory, row: int, decode: Decode | None) -> Markup:
+    prompt = f"{trajectory.prompt.prompt_id}  {dict(trajectory.prompt.facts)}"
+    versions = f"weight versions {trajectory.oldest_version} to {trajectory.weight_version.max(initial=-1)}"
+    facts = f"index {row}; advantage {trajectory.advantage:+.4f}; {versions}; epoch {trajectory.epoch}; prompt {prompt}"
+    turns = [
+        [f"{turn[name]:.3f}" if name.endswith("_s") else turn[name] for name in _COLUMNS] for turn in trajectory.turns
+    ]
+    shown = table(tuple(_COLUMNS.values()), turns, (0, 3, 4, 5, 6, 8, 9)) if turns else ""
+    return piece("trajectory", headline(trajectory), facts, trajectory_text(trajectory, decode), shown)

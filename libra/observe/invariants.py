@@ -1,15 +1,17 @@
-"""`libra inspect RUN --invariants`: what a run promises of its data, counted in its store, with a verdict for each promise.
+"""`libra inspect RUN --invariants`: the promises of a run, counted in its store, each with a
+verdict.
 
-Only trajectories of training count, and of a run that still goes on only what is stored. ``tests/support/plain_zarr_invariants.py``
-has the same numbers without Libra.
+Only stored training trajectories count. ``tests/support/plain_zarr_invariants.py`` computes the
+same numbers without Libra. Masked tokens count as left out: the store has no masks (``batches/``
+has them as ``from_version``).
 
-What a batch masked is taken for left out, for the store has no masks: ``batches/`` has them (``from_version``).
+DORA's conditions (arXiv:2604.26256): C1, one version per trajectory; C2, no started prompt is
+dropped; C3, the training version minus the oldest version of a trajectory is within the bound. A
+run configured otherwise breaks no promise where one does not hold.
 
-DORA's conditions (arXiv:2604.26256): C1, one version per trajectory; C2, no started prompt is dropped; C3, the version that trains
-minus the oldest of a trajectory is within the bound. A run that is configured otherwise breaks nothing where one does not hold.
-
-Lengths of what was trained on are compared with those of all that was generated, by a two-sample Kolmogorov-Smirnov test: what is
-left out by age or failure may be longer than the rest. The one sample is part of the other, so the test errs towards "holds".
+A two-sample Kolmogorov-Smirnov test compares the lengths of trained and of generated trajectories,
+because age or failure may remove longer ones. One sample is part of the other, so the test errs
+towards "holds".
 """
 
 from __future__ import annotations
@@ -61,16 +63,10 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class StoredVersions:
-    """Trajectories of training, a row each.
+    """Training trajectories, one row each.
 
-    Attributes
-    ----------
-    columns : mapping
-        Columns of the store's trajectory level.
-    generated, fresh : int arrays
-        Tokens generated, and those of them within the bound at the batch that took it.
-    spread : int array
-        Newest minus oldest version of its tokens; 0 without tokens.
+    ``columns``: trajectory columns of the store; ``generated``: tokens; ``fresh``: generated tokens
+    within the bound at the batch that took them; ``spread``: newest minus oldest version.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -82,10 +78,8 @@ class StoredVersions:
 def check_invariants(run_dir: Path) -> list[Promise]:
     """Every promise of a run, in the order of the module's text.
 
-    Raises
-    ------
-    ConfigError, RunDirectoryError, StoreError
-        There is no run in ``run_dir``, or its configuration or store cannot be read.
+    ConfigError, RunDirectoryError or StoreError if there is no run in ``run_dir``, or its
+    configuration or store cannot be read.
     """
     directory = check_run_directory(run_dir, "inspect")
     config = read_config(directory)
@@ -134,7 +128,6 @@ def read_versions(store: TrajectoryStore, eta: int) -> StoredVersions:
 
 
 def _pieces(length: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Ranges of trajectories of about `READ_TOKENS` tokens each."""
     ends, first = np.cumsum(length), 0
     while first < len(length):
         begun = ends[first] - length[first]
@@ -144,7 +137,6 @@ def _pieces(length: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 def _sound(rows: StoredVersions) -> NDArray[np.bool_]:
-    """Whether a trajectory was taken by a batch, and its failure class trains."""
     trains = np.zeros(len(rows.generated), np.bool_)
     for failure in FailureClass:
         if failure.trains:
@@ -153,19 +145,16 @@ def _sound(rows: StoredVersions) -> NDArray[np.bool_]:
 
 
 def _lag(rows: StoredVersions) -> NDArray[np.int64]:
-    """Lag of the oldest token; 0 of what has none, or was taken by no batch."""
     oldest, batch = (rows.columns[name].astype(np.int64) for name in ("oldest_version", "batch"))
     return np.where((oldest >= 0) & (batch >= 0), batch - oldest, 0)
 
 
 def _groups(rows: StoredVersions) -> NDArray[np.int64]:
-    """The number of each row's group, counted from 0 in order."""
     places = np.stack([rows.columns["iteration"], rows.columns["group"]])
     return np.asarray(np.unique(places, axis=1, return_inverse=True)[1], np.int64).reshape(-1)
 
 
 def _trained(rows: StoredVersions, eta: int, over_age: str) -> NDArray[np.int64]:
-    """Tokens of each trajectory that its step could train on."""
     sound, group = _sound(rows), _groups(rows)
     late = np.zeros(group.max(initial=-1) + 1, np.bool_)
     late[group[sound & (_lag(rows) > eta)]] = True

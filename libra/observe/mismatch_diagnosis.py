@@ -1,12 +1,13 @@
-"""Where a mismatch of engine and trainer began: `libra diagnose RUN`, from files of the run alone.
+"""`libra diagnose RUN`: where a mismatch of engine and trainer began, from files of the run alone.
 
-Read are the record of each step (``RUN/steps``: k3 and mean gap in all, by engine and by length class, and the tokens with the
-largest gaps), the version checks in the event log, and the text of tokens from the store. Nothing is computed again, and no model
-is loaded.
+It reads the record of each step (``RUN/steps``: k3 and mean gap in total, by engine and by length
+class, and the tokens with the largest gaps), the version checks in the event log, and the text of
+tokens in the store. It recomputes nothing and loads no model.
 
-A step is *above* if k3 of all its tokens, or of an engine or length class with enough of them, is above a threshold: the given one,
-``trainer.mismatch_k3_alarm``, or `FACTOR` times the median of the run's first `FIRST_STEPS` steps. The mismatch began at the first
-step that is above. Step s trains version s, and only tokens of version s count in it.
+A step is *above* if k3 of all its tokens, or of an engine or length class with enough of them,
+exceeds a threshold: the given one, ``trainer.mismatch_k3_alarm``, or `FACTOR` times the median of
+the first `FIRST_STEPS` steps. The mismatch began at the first such step. Step s trains version s;
+only tokens of version s count in it.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Any, Final
 from libra.config.trainer import FEWEST_MISMATCH_TOKENS
 from libra.errors import ConfigError, ModelError, StoreError
 from libra.observe.run_directory import check_run_directory, finite, read_config, setting
-from libra.observe.token_text import Decode, load_decode
+from libra.observe.trajectory_view import Decode, load_decode
 from libra.seals import unseal
 from libra.store.event_log import EventReader
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import TrajectoryId
 
 FACTOR: Final = 100.0
-"""Without a threshold: k3 above this many times that of the first steps, which is ten times their gap."""
+"""Default threshold: this many times k3 of the first steps, which is ten times their gap."""
 FIRST_STEPS: Final = 5
 CONTEXT_TOKENS: Final = 24
 """Tokens before a token that are shown with it."""
@@ -37,7 +38,8 @@ _ALL: Final = "all tokens"
 
 @dataclass(frozen=True, slots=True)
 class SuspectPart:
-    """An engine, a length class, or all tokens: k3 and tokens at the first step at which it is above, and k3 at the last step."""
+    """An engine, a length class, or all tokens: figures of the first step that is above, and the
+    last k3."""
 
     name: str
     first_step: int
@@ -49,7 +51,7 @@ class SuspectPart:
 
 @dataclass(frozen=True, slots=True)
 class SuspectToken:
-    """A token with a large gap; ``text`` is what it says, ``before`` what the model had read; None: not known."""
+    """A token with a large gap, its ``text`` and the text ``before`` it (None if not known)."""
 
     step: int
     trajectory: str
@@ -64,8 +66,11 @@ class SuspectToken:
 
 @dataclass(frozen=True, slots=True)
 class LayerFinding:
-    """A layer of which an engine failed version checks, at its load (quarantined) or before it left the version; method, gap and
-    tolerance are of the first, ``version``."""
+    """A layer that failed an engine's version checks, at its load (``loading``) or before it left a
+    version.
+
+    Method, gap and tolerance are of the first failure, at ``version``.
+    """
 
     worker: str
     layer: str
@@ -80,22 +85,12 @@ class LayerFinding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What `diagnose` found.
+    """The result of `diagnose`.
 
-    Attributes
-    ----------
-    threshold : float
-        k3 in nats; ``threshold_from`` has its origin in words.
-    steps : int
-        Steps with tokens of the version trained.
-    first, last : int or None
-        The first step that is above, and the last; None: none is.
-    parts, tokens, layers : lists
-        Empty if no step is above.
-    checked : int
-        Checks of the suspected engines from that step on, before they left a version, that they passed.
-    damaged : list of str
-        Records of steps that cannot be read.
+    ``threshold`` is k3 in nats. ``steps`` counts steps with tokens of the trained version;
+    ``first`` and ``last`` are above it (None if no step is). ``checked`` counts checks that the
+    suspected engines passed from ``first`` on, before they left a version. ``damaged`` names
+    unreadable records.
     """
 
     threshold: float
@@ -111,12 +106,9 @@ class Diagnosis:
 
 
 def diagnose(run_dir: Path, *, above: float | None = None, num_tokens: int = 5) -> Diagnosis:
-    """Where the mismatch of a run began; ``above``: threshold of k3 in nats.
+    """Where the mismatch of a run began; ``above`` is the threshold of k3 in nats.
 
-    Raises
-    ------
-    ConfigError, RunDirectoryError
-        There is no run in ``run_dir``, or none of its steps has a record with tokens of the version trained.
+    ConfigError or RunDirectoryError if ``run_dir`` has no run, or no record of trained tokens.
     """
     directory = check_run_directory(run_dir, "diagnose")
     records, damaged = _records(directory)
@@ -139,7 +131,6 @@ def diagnose(run_dir: Path, *, above: float | None = None, num_tokens: int = 5) 
 
 
 def _records(directory: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """Records of steps that have a mismatch, by step; and the names of those that cannot be read."""
     found, damaged = dict[int, dict[str, Any]](), list[str]()
     for path in sorted((directory / "steps").glob("step-*.json")):
         try:
@@ -166,7 +157,6 @@ def _threshold(
 
 
 def _parts(record: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
-    """Parts of a step with enough tokens, and all tokens."""
     whole = {
         "tokens": record["mismatch_tokens"], "k3": record["mismatch_k3"], "mean_abs": record["mismatch_mean_abs"],
     }  # fmt: skip
@@ -179,7 +169,6 @@ def _above(record: Mapping[str, Any], threshold: float) -> list[str]:
 
 
 def _suspects(records: Mapping[int, Mapping[str, Any]], over: Mapping[int, list[str]]) -> list[SuspectPart]:
-    """Every part that is above at some step; engines first, by the step at which they are."""
     found = dict[str, SuspectPart]()
     last = _parts(records[max(records)])
     for step, names in over.items():
@@ -195,7 +184,6 @@ def _suspects(records: Mapping[int, Mapping[str, Any]], over: Mapping[int, list[
 
 
 def _layers(directory: Path, first: int, engines: set[str]) -> tuple[list[LayerFinding], int]:
-    """Failed checks of versions from ``first`` on, and how many the suspected engines passed before they left a version."""
     found, passed = dict[tuple[str, str, bool], LayerFinding](), 0
     try:
         for _, event in EventReader(directory / "events.jsonl"):
@@ -218,7 +206,6 @@ def _layers(directory: Path, first: int, engines: set[str]) -> tuple[list[LayerF
 def _tokens(
     records: Mapping[int, Mapping[str, Any]], steps: set[int], engines: set[str], num: int
 ) -> list[SuspectToken]:
-    """The tokens with the largest gaps of these steps, of the suspected engines if there are any."""
     found = []
     for step in sorted(steps):
         worst = [SuspectToken(step, **token) for token in records[step].get("mismatch_worst", ())]
@@ -227,7 +214,6 @@ def _tokens(
 
 
 def _with_text(directory: Path, tokens: Iterable[SuspectToken]) -> list[SuspectToken]:
-    """The tokens with their text, as far as store and tokenizer have it."""
     found = list(tokens)
     try:
         decode, store = load_decode(directory), TrajectoryStore.open(directory / "trajectories.zarr")

@@ -12,7 +12,7 @@ from libra.errors import ConfigError, StoreError, disk_refusal
 
 @contextlib.contextmanager
 def written(output: Path, option: str) -> Iterator[Path]:
-    """A path to write to, which replaces ``output`` at the end; ConfigError if that is impossible, then nothing is left."""
+    """A path that replaces ``output`` at the end; if that is impossible, ConfigError and no file."""
     unfinished = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,8 @@
 """Progress of a run in the driver: a live table on a terminal, plain lines in a pipe or a CI log.
 
-Invariants
-----------
 1. On a terminal, prints and log records of this process appear whole, above the table.
-2. Plain lines have no control characters and no line breaks inside; the first and the last iteration always have a line, those
-   between at most one per ``PLAIN_INTERVAL_S``.
+2. Plain lines have no control characters and no line breaks inside. The first and the last
+   iteration always have a line, others at most one per ``PLAIN_INTERVAL_S``.
 3. Text from outside is never read as markup.
 """
 
@@ -30,17 +28,17 @@ from libra.untrusted import shown
 
 PLAIN_INTERVAL_S: Final = 1.0
 PLAIN_WITHIN_S: Final = 30.0
-"""In a pipe, an iteration that takes longer than this says how far it is, and again after as long."""
+"""In a pipe, seconds between two lines about the progress within an iteration."""
 RATE_WINDOW_S: Final = 5.0
 """Tokens per second within an iteration are over so many seconds."""
 TABLE_ROWS: Final = 8
 SPARKLINE_ITERATIONS: Final = 60
 TOLD_IN_A_ROW: Final = 3
-"""Iterations with nothing to learn from that are told again; single ones are usual once a run has learned."""
+"""Iterations without signal that are reported again; single ones are usual after some learning."""
 
 
 class TableColumn(NamedTuple):
-    """One figure of an iteration: name in ``values``, title, format, and the minimum width of a terminal that shows it."""
+    """A figure of an iteration: key, title, format, and the terminal width from which it is shown."""
 
     name: str
     title: str
@@ -67,13 +65,13 @@ COLUMNS: Final = (
 
 
 def plain_in_notebooks() -> Console:
-    """The console; in a notebook, which says that it is a terminal and moves no cursor, one for plain lines, as in a pipe."""
+    """The console; in a notebook, which cannot move a cursor, one for plain lines as in a pipe."""
     console = Console()
     return Console(force_jupyter=False, force_terminal=False) if console.is_jupyter else console
 
 
 def figure_text(value: Any, spec: str) -> str:
-    """A number by its format, an integer whole; ``-`` for what is missing or NaN; a mapping of counts by its total."""
+    """A number by its format, an integer whole, a mapping as its sum; ``-`` for None and NaN."""
     if isinstance(value, Mapping):
         value = sum(value.values())
     if isinstance(value, int):
@@ -84,7 +82,7 @@ def figure_text(value: Any, spec: str) -> str:
 
 
 def failure_causes(values: Mapping[str, Any]) -> str:
-    """Failures that the model did not cause, of one iteration or of a sum: ``engine 2, reward 1``; empty without any."""
+    """Failures that the model did not cause, e.g. ``engine 2, reward 1``; empty without any."""
     counts: Counter[str] = Counter()
     for name, count in values.items():
         kind, _, failure = name.partition("/")
@@ -94,7 +92,7 @@ def failure_causes(values: Mapping[str, Any]) -> str:
 
 
 def sparkline(values: Sequence[float], steps: str = "▁▂▃▄▅▆▇█") -> str:
-    """One character per value, from the lowest to the highest of ``values``; a gap where there is no number."""
+    """One character per value, from the lowest to the highest of ``values``; a gap for NaN."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return " " * len(values)
@@ -112,18 +110,8 @@ def sparkline(values: Sequence[float], steps: str = "▁▂▃▄▅▆▇█") 
 class RunProgress:
     """Live progress of one run; a context manager for the driver.
 
-    Parameters
-    ----------
-    run, iterations, dashboard_url : str, int, str
-        Name of the run, its number of iterations, and the page to announce.
-    enabled : bool
-        False: nothing is written.
-    console : Console, optional
-        Where to write; None: standard output.
-    clock_s : callable
-        Monotonic seconds.
-    refreshes_per_s : float
-        Refreshes of the live table per second; 0: only at events.
+    ``enabled=False`` writes nothing; ``console`` defaults to standard output; ``clock_s`` is
+    monotonic; ``refreshes_per_s=0`` refreshes the live table only at events.
     """
 
     def __init__(
@@ -196,13 +184,13 @@ class RunProgress:
             self._console.print(Text(shown(text)), soft_wrap=True, highlight=False)
 
     def evaluated(self, label: str, mean_reward: float, num: int) -> None:
-        """Print the result of an evaluation on ``num`` held-out questions, with the weights that ``label`` names."""
+        """Print an evaluation of the weights ``label`` on ``num`` held-out questions."""
         self.message(
             f"evaluation, {label}: mean reward {figure_text(mean_reward, '.3f')} on {num:,} held-out questions"
         )
 
     def iteration(self, values: Mapping[str, Any]) -> None:
-        """Print a finished iteration; ``values`` has its 0-based ``iteration`` and, where known, the names of ``COLUMNS``."""
+        """Print a finished iteration: its 0-based ``iteration`` and the known names of ``COLUMNS``."""
         self._num_done = int(values["iteration"]) + 1
         reward = values.get("reward")
         self._rewards.append(math.nan if reward is None else float(reward))
@@ -220,14 +208,15 @@ class RunProgress:
             self._unprinted = values
 
     def part(self, label: str, trajectories: int) -> None:
-        """A part of the run begins, an iteration or an evaluation, in which so many trajectories end."""
+        """An iteration or an evaluation starts, in which so many trajectories end."""
         self._part, self._part_total, self._part_ended = label, trajectories, self._ended
 
     def counted(self, ended: int, tokens: int, lack: str = "", training: str = "") -> None:
-        """So many trajectories have ended and tokens were generated by now, since the run started; called about once a second.
+        """Totals since the run's start, about once a second.
 
-        ``lack``: the work that nobody does, e.g. "nobody generates"; it is shown in place of the time to go. ``training``: what
-        training does, e.g. "training for 12 s"; it is shown in place of the rate once all trajectories have ended.
+        ``lack`` names work without a worker, e.g. "nobody generates", and replaces the time to go.
+        ``training`` describes the training step and replaces the rate after all trajectories have
+        ended.
         """
         now_s = self._clock_s()
         self._ended, self._lack, self._training = ended, lack, training
@@ -240,7 +229,6 @@ class RunProgress:
 
     @property
     def _part_done(self) -> int:
-        """Trajectories of this part that have ended. Those that ended early, in the part before, are not counted."""
         return min(self._ended - self._part_ended, self._part_total)
 
     def _part_text(self) -> str:
@@ -251,21 +239,18 @@ class RunProgress:
         return f"{self._part}: {self._part_done:,} of {self._part_total:,} trajectories have ended{rate}"
 
     def _left_text(self) -> str:
-        """The time to go, as soon as anything is done; in its place what keeps the run from going on."""
         if self._lack:
             return f"; {self._lack}"
         left_s = self._left_s()
         return f", about {_minutes(left_s)} to go" if left_s else ""
 
     def _left_s(self) -> float:
-        """Estimated seconds to the end of the run; 0 before anything is done."""
         within = self._part_done / self._part_total if self._part.startswith("iteration") and self._part_total else 0.0
         done = self._num_done + within
         elapsed_s = self._clock_s() - self._started_s
         return elapsed_s / done * (self.iterations - done) if done else 0.0
 
     def _tell_signal(self, values: Mapping[str, Any]) -> None:
-        """Print a line for the first iteration with nothing to learn from, for `TOLD_IN_A_ROW` in a row, and at their end."""
         cause, before = str(values.get("no_signal", "")), self._without_signal
         self._without_signal = before + 1 if cause else 0
         if cause and (not self._told_signal or self._without_signal == TOLD_IN_A_ROW):
@@ -289,7 +274,6 @@ class RunProgress:
         )
 
     def _render(self) -> RenderableType:
-        """The live part: bar, reward over iterations, last rows."""
         elapsed_s = self._clock_s() - self._started_s
         line = Table.grid(padding=(0, 1))
         line.add_row(
@@ -329,7 +313,6 @@ class RunProgress:
         return Text.assemble(("reward ", "dim"), (sparkline(shown, blocks), "green"), (bounds, "dim"))
 
     def _move_log_handlers(self, streams: tuple[TextIO, TextIO]) -> None:
-        """Send log records for the terminal through the live table's own streams."""
         replacement = dict(zip(streams, (sys.stdout, sys.stderr), strict=True))
         loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
         for handler in {handler for logger in loggers for handler in logger.handlers}:
@@ -339,5 +322,4 @@ class RunProgress:
 
 
 def _minutes(seconds: float) -> str:
-    """Seconds as minutes and seconds, e.g. ``3:07``."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

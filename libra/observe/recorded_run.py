@@ -1,10 +1,21 @@
-"""A run read from its directory: event log, metrics, evaluations. It follows files that still grow."""
+"""Runs read from their directories for `libra page` and `libra report`."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from libra.errors import StoreError
+from libra.hardware.gpus import Price, Prices
+from libra.observe.page_snapshots import Snapshot
+from libra.observe.panels import RUN_COLORS
 from libra.observe.run_directory import (
     STARTS_FILE,
     evaluations,
@@ -17,20 +28,19 @@ from libra.observe.run_directory import (
     state_of,
     whole_number,
 )
-from libra.observe.snapshots import Snapshot
 from libra.observe.timeline.recorded import RecordedTimeline, trainers_of
+from libra.observe.timeline.states import RunTime
+from libra.store.trajectory_store import TrajectoryStore
 
 SHOWN_FORECASTS: Final = 256
 FILES: Final = (STARTS_FILE, "events.jsonl", "metrics.jsonl", "evaluations")
 
 
 class RecordedRun:
-    """A run directory; `snapshots` is a source of `libra.observe.snapshots.Feed`.
+    """A run directory whose files may still grow; `snapshots` feeds
+    `libra.observe.page_snapshots.Feed`.
 
-    Attributes
-    ----------
-    log_error : str
-        Why there is no event log, or why it ends early; empty: it is whole.
+    ``log_error`` is the reason why the event log is missing or ends early, else empty.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -50,7 +60,8 @@ class RecordedRun:
         self.state = state_of(self.directory, self.config, len(self.rows))
 
     def snapshots(self) -> list[Snapshot]:
-        """One snapshot; the same list as before if no file has changed and the driver is there, or not there, as before."""
+        """One snapshot; the same list as before while no file changes and the driver neither comes
+        nor leaves."""
         files = [self.directory / name for name in FILES]
         stats = ((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in files)
         seen = (*stats, has_driver(self.directory))
@@ -88,3 +99,118 @@ class RecordedRun:
             snapshot["lag"] = [[k, finite(row.get("lag"))] for k, row in sorted(rows.items())]
             snapshot["iteration"] = max(rows, default=-1)
         return snapshot
+
+
+HOUR_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of a run's worker time; ``unit`` is GPU or core, ``units`` their number per worker."""
+
+    price: Price
+    currency: str
+    unit: str
+    units: float
+    by_state: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Sum over all states."""
+        return sum(self.by_state.values())
+
+
+class ReportedRun(RecordedRun):
+    """A run directory, read once; ``store_error`` is the reason why the store is missing, else
+    empty."""
+
+    def __init__(
+        self, directory: Path, prices: Prices, *, name: str = "", place: int = 0, gpu: str | None = None
+    ) -> None:
+        super().__init__(directory)
+        self.read()
+        self.name = name or str(setting(self.config, "run", "name", directory.name))
+        self.color = RUN_COLORS[place % len(RUN_COLORS)]
+        self._prices, self._gpu = prices, gpu
+        self.time: RunTime = self.timeline.workers.times()
+        self.store: TrajectoryStore | None = None
+        self.store_error = ""
+        self._open_store()
+
+    def _open_store(self) -> None:
+        try:
+            self.store = TrajectoryStore.open(self.directory / "trajectories.zarr")
+            self.store.columns()
+        except (StoreError, OSError, KeyError, ValueError) as error:
+            self.store, self.store_error = None, f"the store cannot be read: {error}"
+        if self.store is not None and not self.store.num_trajectories:
+            self.store_error = "the store has no trajectory yet"
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether its training used a GPU, as its metrics record."""
+        return any(row.get("train_on_gpu") for row in self.rows.values())
+
+    @property
+    def threads(self) -> int:
+        """Cores of each worker, as configured; 1 if it was left to the machine."""
+        return whole_number(self.config, "cluster", "threads", 1)
+
+    @cached_property
+    def cost(self) -> Cost | str:
+        """The cost of engines and training workers, or a sentence with the reason why it is not
+        known."""
+        seconds = self.time.gpu_s
+        if not seconds:
+            return "the cost is not known without an event log"
+        if not self.is_on_gpu:
+            price, unit, units = self._prices.core_hour, "core", float(self.threads)
+            if price is None:
+                return f"{self._prices.path} has no core_hour: add one to see what the run cost"
+        else:
+            gpu = self._gpu or str(setting(self.config, "planner", "gpu", ""))
+            if not gpu:
+                return "the run does not record its kind of GPU: name it with --gpu to see what the run cost"
+            price, unit, units = self._prices.of(gpu), f"{gpu} GPU", 1.0
+            if price is None:
+                return f"{self._prices.path} has no price of {gpu}: add one, and name the file with --prices"
+        by_state = {state: value * units / HOUR_S * price.price for state, value in seconds.items()}
+        return Cost(price, self._prices.currency, unit, units, by_state)
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """A metric by iteration, without what is missing."""
+        pairs = [(k, finite(row.get(name))) for k, row in sorted(self.rows.items())]
+        known = [(k, value) for k, value in pairs if value is not None]
+        return [k for k, _ in known], [value for _, value in known]
+
+    @cached_property
+    def columns(self) -> Mapping[str, NDArray[Any]]:
+        """Columns of the stored trajectories; empty without a store."""
+        return {} if self.store is None or self.store_error else self.store.columns()
+
+    @cached_property
+    def generated_tokens(self) -> NDArray[np.int64]:
+        """(trajectories,) tokens generated by each stored trajectory; empty without a store."""
+        if self.store is None or not self.columns:
+            return np.zeros(0, np.int64)
+        turns = self.store.columns("turn")
+        total = np.zeros(self.store.num_trajectories, np.int64)
+        np.add.at(total, turns["trajectory"], np.maximum(turns["generated_tokens"], 0))
+        return total
+
+    @property
+    def failures(self) -> dict[str, int] | None:
+        """Failed training trajectories by class, from the log, or from the store if there is no
+        log."""
+        if self.log_error and not self.columns:
+            return None
+        ended = self.timeline.failures
+        if self.log_error:
+            ended = Counter(self.columns["failure"][self.columns["split"] == "train"].tolist())
+        return {name: count for name, count in ended.items() if count and name != "none"}
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds between the first and the last line of its metrics."""
+        times = [float(row["wall_time_s"]) for row in self.metrics if "wall_time_s" in row]
+        return max(times) - min(times) if times else 0.0

@@ -1,6 +1,7 @@
-"""What a run directory tells without its event log: configuration, state, metrics, evaluations. `libra runs` lists them.
+"""A run directory without its event log: configuration, state, metrics, evaluations, and `libra
+runs`.
 
-Reading never writes, and takes what is there: a run that is new, running, stopped or partly damaged has a summary too.
+Reading never writes. A run that is new, running, stopped or partly damaged has a summary, too.
 """
 
 from __future__ import annotations
@@ -37,18 +38,11 @@ LATEST_S: Final = 1e11
 class RunSummaryRow:
     """One run in a list.
 
-    Attributes
-    ----------
-    state : str
-        ``running``: a driver has it. ``finished``: all its iterations ended, and its last evaluation, if it has any;
-        ``unevaluated``: all but that. ``new``: no iteration ended. Else ``stopped``.
-    iterations, of_iterations : int
-        Those that ended, and those of the configuration (0: not known).
-    reward, evaluation : float or None
-        Mean reward of the last iteration, and of the last evaluation on held-out questions.
-    changed_s : float
-        Unix time of the last change of its metrics, or of its start.
-    size_bytes : int
+    ``state`` is ``running`` with a driver; ``finished`` after all iterations and the last
+    evaluation, ``unevaluated`` without that evaluation; ``new`` before the first iteration ended;
+    else ``stopped``. ``of_iterations`` is 0 if not known. ``reward`` and ``evaluation`` are the
+    last means in training and on held-out questions. ``changed_s`` is the Unix time of the last
+    change.
     """
 
     directory: Path
@@ -73,8 +67,8 @@ def check_run_directory(directory: Path, command: str) -> Path:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The run's resolved configuration as plain values, with the iterations of its last start; empty if it cannot be read. Settings
-    of an older Libra are kept."""
+    """The resolved configuration as plain values, with the last start's iterations; empty if
+    unreadable."""
     try:
         values = yaml.safe_load((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -87,7 +81,6 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _resumed_for(directory: Path) -> int | None:
-    """The iterations of the last start, where they were typed for it; None: they are those of the configuration."""
     last: dict[str, Any] = {}
     with contextlib.suppress(StoreError):
         for _, start in LineReader(directory / STARTS_FILE):
@@ -104,13 +97,13 @@ def setting(config: Mapping[str, Any], section: str, key: str, default: Any = No
 
 
 def whole_number(config: Mapping[str, Any], section: str, key: str, default: int) -> int:
-    """A setting that is a whole number; ``default`` where a damaged configuration has something else."""
+    """A setting that is a whole number; ``default`` for any other value in a damaged configuration."""
     found = setting(config, section, key, default)
     return found if type(found) is int and abs(found) <= LARGEST else default
 
 
 def metric_rows(directory: Path) -> list[dict[str, Any]]:
-    """The sound lines of a run's metrics up to the first damaged one; none where there are no metrics."""
+    """The sound lines of a run's metrics up to the first damaged one; empty without metrics."""
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(StoreError):
         rows.extend(row for _, row in LineReader(directory / "metrics.jsonl"))
@@ -138,7 +131,6 @@ def evaluations(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def _unfit(evaluation: object) -> str | None:
-    """What in the outcome of an evaluation cannot be shown; None: nothing."""
     if not isinstance(evaluation, dict):
         return f"it is {evaluation!r:.80}"
     bins, num = evaluation.get("bins") or {}, evaluation.get("num") or 0
@@ -201,7 +193,8 @@ def summary_row(directory: Path) -> RunSummaryRow:
 
 
 def list_runs(directory: Path) -> list[RunSummaryRow]:
-    """The runs in ``directory``, or the one that it is, the newest first; RunDirectoryError if it does not exist."""
+    """The runs in ``directory``, or this run, the newest first; RunDirectoryError if it does not
+    exist."""
     if not directory.is_dir():
         raise RunDirectoryError(
             f"{directory}: is not a directory; type libra runs DIR with the directory that has your runs"
@@ -217,7 +210,7 @@ def list_runs(directory: Path) -> list[RunSummaryRow]:
 
 
 def _size_bytes(directory: Path) -> int:
-    """Bytes of its files; one that has several names, as a log of the journal has one for each record, counts once."""
+    """A file with several names, such as a journal log, counts once."""
     sizes: dict[tuple[int, int], int] = {}
     for path in _files(directory):
         with contextlib.suppress(OSError):  # removed meanwhile

@@ -1,7 +1,6 @@
-"""The stages of a run's start on standard output, with the seconds of each: on a terminal in one line that grows, in a pipe a line
-each.
+"""The stages of a run's start with their seconds: one growing line on a terminal, else a line each.
 
-Uses the standard library only, so that the first line does not wait for an import.
+It uses the standard library only, so that the first line does not wait for an import.
 """
 
 from __future__ import annotations
@@ -22,17 +21,7 @@ STAGES: Final = {
 
 
 class StartStages:
-    """A context manager: the last stage ends with it.
-
-    Parameters
-    ----------
-    enabled : bool
-        False: nothing is written.
-    stream : text stream, optional
-        None: standard output.
-    clock_s : callable
-        Monotonic seconds.
-    """
+    """A context manager that ends the last stage; ``enabled=False`` writes nothing."""
 
     def __init__(
         self, *, enabled: bool = True, stream: TextIO | None = None, clock_s: Callable[[], float] = time.monotonic

@@ -1,13 +1,12 @@
 """Every quantum of every trajectory as a row of Dask's own task stream.
 
-Dask records a row where a key leaves ``processing`` for ``memory`` or ``erred``. A trajectory is one key that runs many times and
-leaves ``processing`` for ``released`` each time but the last, so Dask's stream has only its last quantum.
+Dask records a row where a key leaves ``processing`` for ``memory`` or ``erred``. A trajectory is
+one key that runs many times and leaves ``processing`` for ``released`` each time but the last, so
+Dask's stream has only its last quantum.
 
-Invariants
-----------
-1. Every quantum given to :meth:`QuantumStream.add` is one row of the buffer behind ``/status`` and
-   ``Client.get_task_stream``; the buffer keeps its own bound, so nothing here grows with the length of a run.
-2. A key whose quanta were added gets no second row when it reaches ``memory``; if it errs, Dask's own row stays.
+1. Every quantum given to `QuantumStream.add` is one row of the buffer behind ``/status`` and
+   ``Client.get_task_stream``; the buffer keeps its own bound.
+2. A key whose quanta were added gets no second row in ``memory``; if it errs, Dask's own row stays.
 3. Rows of one lane of one worker never overlap in time; a lane is a line of the plot, not a thread.
 4. State per key ends when the scheduler forgets the key, state per worker when the worker leaves.
 """
@@ -35,7 +34,6 @@ _PHASE_FIELD: Final = "libra_phase"
 
 
 def _color_of_row(row: dict[str, Any]) -> str:
-    """Colour by phase for a quantum, Dask's own choice for everything else."""
     phase = (row.get("metadata") or {}).get(_PHASE_FIELD)
     return PHASE_COLORS[Phase(phase)] if phase else str(dask_task_stream.color_of_message(row))
 
@@ -43,13 +41,10 @@ def _color_of_row(row: dict[str, Any]) -> str:
 class QuantumStream(SchedulerPlugin):
     """Writer of quantum rows into a scheduler's ``TaskStreamPlugin``, which it creates if needed.
 
-    Registers itself as the scheduler plugin ``libra-task-stream``; a second one on the same scheduler replaces the first and takes
-    over its state. Colours are set in the scheduler's process; a client that plots the rows itself has Dask's.
-
-    Attributes
-    ----------
-    refused : int
-        Quanta without a row because their stop is before their start (a worker's clock was set back).
+    It registers itself as the plugin ``libra-task-stream``; a second one on the same scheduler
+    replaces the first and takes over its state. Colours are set in the scheduler's process only.
+    ``refused`` counts quanta without a row because their stop is before their start (a clock was
+    set back).
     """
 
     name = "libra-task-stream"
@@ -67,19 +62,10 @@ class QuantumStream(SchedulerPlugin):
         scheduler.add_plugin(self, name=self.name)
 
     def add(self, key: Any, worker_address: str, phase: Phase | str, start_s: float, stop_s: float, label: str) -> None:
-        """Append one finished quantum.
+        """Append one finished quantum, from ``start_s`` to ``stop_s`` in Unix seconds.
 
-        Parameters
-        ----------
-        key : Dask key
-            The trajectory's key. The row's key is ``(label, key, n)``, n from 0, so that Dask groups rows by label.
-        worker_address : str
-            Dask's address of the worker.
-        phase : Phase
-        start_s, stop_s : float
-            Unix seconds.
-        label : str
-            ``generate``, or the tool's name; empty (a malformed call): the phase.
+        The row's key is ``(label, key, n)``, n from 0, so that Dask groups rows by label. ``label``
+        is ``generate`` or the tool's name; empty (a malformed call) becomes the phase.
         """
         if type(phase) is not Phase:
             phase = Phase(phase)
@@ -110,7 +96,7 @@ class QuantumStream(SchedulerPlugin):
         stock.index += 1
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Remove Dask's row for the last quantum of a key, and forget keys that the scheduler forgets."""
+        """Remove Dask's row for the last quantum of a key; forget keys that the scheduler forgets."""
         if key not in self._num_quanta:
             return
         if start == "processing" and finish == "memory":
@@ -127,7 +113,6 @@ class QuantumStream(SchedulerPlugin):
             self._lanes.pop((worker, phase), None)
 
     def _lane(self, worker: str, phase: Phase, start_s: float, stop_s: float) -> int:
-        """First line of the plot that is free from ``start_s`` on."""
         lanes = self._lanes.setdefault((worker, phase), [])
         for lane, free_from_s in enumerate(lanes):
             if free_from_s <= start_s:

@@ -1,10 +1,12 @@
-"""`libra trace`: the event log as a trace for Perfetto (https://ui.perfetto.dev) and Chrome, in the Trace Fact Format as JSON.
+"""`libra trace`: the event log in the Trace Event Format (JSON) for Perfetto and Chrome.
 
-Each worker is a process with one line for its state (`libra.observe.timeline`), one for weight syncs, and one for each slot
-that was in use at the same time, with its quanta. The process ``run`` has steps, published versions, and counters: open
-trajectories, those that wait by phase and by level, and generated tokens per second.
+Each worker is a process with a line for its state (`libra.observe.timeline`), one for weight syncs,
+and one for each slot in use at the same time, with its quanta. The process ``run`` has steps,
+published versions, and counters: open trajectories, waiting ones by phase and level, tokens per
+second.
 
-Times are microseconds since the run's first start; time between two starts is left out. Slices of one line never overlap.
+Times are microseconds since the run's first start, without time between starts. Slices of one line
+never overlap.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ TraceLine = dict[str, Any]
 
 
 class Tracer:
-    """Turns facts into lines of a trace. `add` gives those of a fact, `finish` the rest."""
+    """Turns facts into trace lines; `add` yields the lines of a fact, `finish` the rest."""
 
     def __init__(self, trainers: Sequence[str] = ()) -> None:
         self.timeline = Timeline(trainers)
@@ -158,9 +160,11 @@ def trace_lines(log: Iterable[Line], trainers: Sequence[str] = ()) -> Iterator[T
 
 
 def write_trace(log: Iterable[Line], output: Path, trainers: Sequence[str] = ()) -> int:
-    """Write the trace of a log, compressed where ``output`` ends with ``.gz``; returns its number of lines.
+    """Write the trace of a log, compressed if ``output`` ends with ``.gz``; returns its number of
+    lines.
 
-    Raises StoreError where the log is damaged, ConfigError if the file cannot be written; then nothing is left.
+    StoreError if the log is damaged, ConfigError if the file cannot be written; then no file is
+    left.
     """
     count = 0
     with written(output, "-o") as path, _opened(path, packed=output.suffix == ".gz") as file:

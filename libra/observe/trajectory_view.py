@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from libra.observe.token_text import Decode
+from libra.config.model_paths import resolve_model
+from libra.errors import ModelError
 from libra.types import NO_TOOL, FailureClass, ToolStatus, Trajectory
 from libra.untrusted import shown
 
@@ -21,7 +24,8 @@ STYLES: Mapping[str, str] = {"prompt": "dim", "generated": "bold green", "observ
 
 
 class Segment(NamedTuple):
-    """A run of tokens of one origin: ``prompt``, ``generated`` or ``observation``, from ``start`` to before ``stop``."""
+    """A run of tokens of one origin: ``prompt``, ``generated`` or ``observation``; ``stop`` is
+    exclusive."""
 
     origin: str
     start: int
@@ -40,21 +44,14 @@ def segments(trajectory: Trajectory) -> list[Segment]:
     return found
 
 
-def render(
+def terminal_view(
     trajectory: Trajectory, row: Mapping[str, Any], *, place: str, decode: Decode | None, tokens: bool
 ) -> list[RenderableType]:
-    """The parts of the page of one trajectory: facts, its text (a `Text`, to be wrapped only on a terminal), tables of 80 columns.
+    """One trajectory for a terminal of 80 columns: facts, text by origin, turns, and tokens on
+    request.
 
-    Parameters
-    ----------
-    row : mapping
-        Its row of per-trajectory columns in the store.
-    place : str
-        Its place in the selection, e.g. ``3 of 40``.
-    decode : callable or None
-        None: token ids are shown instead of text.
-    tokens : bool
-        Also one line per token.
+    ``row`` has its trajectory columns in the store; ``place`` is e.g. ``3 of 40``; without
+    ``decode`` token ids replace text.
     """
     parts: list[RenderableType] = [_facts(trajectory, row, place), _text(trajectory, decode)]
     if trajectory.turns:
@@ -178,3 +175,39 @@ def _tokens(trajectory: Trajectory, decode: Decode | None) -> RenderableType:
                 str(trajectory.kv_version[i]) if generated else "",
             )
     return table
+
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def load_decode(run_dir: Path) -> Decode:
+    """The function from token ids to text, special tokens included, for a run's trajectories.
+
+    It reads ``RUN/tokenizer``, else ``model.path`` of ``RUN/config.resolved.yaml``, and downloads
+    nothing. ModelError without a readable tokenizer.
+    """
+    kept = run_dir / "tokenizer"
+    source = kept if kept.is_dir() else _model_of(run_dir)
+    file = Path(source) / "tokenizer.json"
+    try:
+        if file.is_file():
+            # The bare tokenizer opens in milliseconds; transformers would first import torch.
+            from tokenizers import Tokenizer
+
+            fast = Tokenizer.from_file(str(file))
+            return lambda ids: str(fast.decode(list(ids), skip_special_tokens=False))
+        from transformers import AutoTokenizer
+
+        slow = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
+        return lambda ids: str(slow.decode(list(ids), skip_special_tokens=False))
+    except Exception as error:  # boundary: tokenizers raises bare Exception, transformers any error of the file
+        raise ModelError(f"{source}: no tokenizer could be read from it ({error})") from error
+
+
+def _model_of(run_dir: Path) -> Path | str:
+    path = run_dir / "config.resolved.yaml"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return resolve_model(str(config["model"]["path"]))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: has no model.path of the run ({error!r})") from error

@@ -35,7 +35,7 @@ from libra.cluster.page_names import check_names
 from libra.cluster.settings import bound_key_cache
 from libra.errors import ConfigError
 from libra.facts import Command, Fact, Signal, boundaries_of
-from libra.observe.page import attach_page
+from libra.observe.endpoints import attach_page
 from libra.orderings import ordering_of
 from libra.policy import Tail, TailSettings
 from libra.policy.liveness import Liveness

@@ -1,4 +1,5 @@
-"""The benchmark of one GPU, on the CPU: every part's path, the parts' independence, and prime-rl's count of operations."""
+"""The benchmark of one GPU, on the CPU: every part's path, the parts' independence, and prime-rl's
+count of operations."""
 
 import argparse
 import json

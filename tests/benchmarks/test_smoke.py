@@ -1,4 +1,4 @@
-"""One smoke of each benchmark: it says what it measures, and those that take a second run at a small size."""
+"""One smoke of each benchmark: its help, and a run at a small size where that takes a second."""
 
 import io
 import json
@@ -124,8 +124,7 @@ def test_a_move_to_a_slower_engine_is_useless_and_one_to_a_faster_engine_is_wort
 
 @pytest.mark.live
 def test_forecasters_are_scored_on_tasks_that_they_have_not_seen():
-    from benchmarks.virtual.length_replay import read_traces, replay, scores, sets_in
-    from benchmarks.virtual.length_skill import FORECASTERS, folds_of
+    from benchmarks.virtual.length_skill import FORECASTERS, folds_of, read_traces, replay, scores, sets_in
 
     first, *_ = folds_of(read_traces(sets_in(DATA)["tau"]))
     for make in FORECASTERS.values():

@@ -1,4 +1,5 @@
-"""A training run whose trainer has GPUs, in virtual time: everything trained on once, GPU-seconds that add up, turns that pay."""
+"""A training run whose trainer has GPUs, in virtual time: everything trained on once, GPU-seconds
+that add up, turns that pay."""
 
 from dataclasses import replace
 

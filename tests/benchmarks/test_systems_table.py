@@ -1,4 +1,5 @@
-"""The table of training systems: each is scored beside the best static one, and found by the names that others give it."""
+"""The table of training systems: each is scored beside the best static one, and found by the names
+that others give it."""
 
 import json
 

@@ -9,7 +9,7 @@ from benchmarks import page
 from libra.cli.main import cli
 from libra.config import RunConfig, config_from_dict
 from libra.config.field_help import field_references
-from libra.observe.prometheus import METRICS
+from libra.observe.endpoints import METRICS
 from libra.observe.timeline.states import STATES
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from hostile_input import HOSTILE_TEXT, SHORT, TEXTS, acts, hostile_trajectory
 from libra.driver.run_console import ShownFormatter
 from libra.observe.inspect import inspect_run
-from libra.observe.page_html import workers_html
+from libra.observe.page_document import workers_html
 from libra.observe.progress import RunProgress
 from libra.store.trajectory_store import TrajectoryStore
 from libra.testing.hostile_text import NUM_TEXTS

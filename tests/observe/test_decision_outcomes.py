@@ -1,4 +1,5 @@
-"""What came of decisions, from hand-made logs: seconds per token before and after, and nothing where nothing is comparable."""
+"""Outcomes of decisions, from hand-made logs: seconds per token before and after, and nothing
+where nothing is comparable."""
 
 import pytest
 from made_events import CONSIDERED, RUN, at

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from factories import trajectory
 from libra.errors import ModelError
 from libra.observe.inspect import inspect_run
-from libra.observe.token_text import load_decode
+from libra.observe.trajectory_view import load_decode
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import EndReason, FailureClass, Prompt, TrajectoryId
 

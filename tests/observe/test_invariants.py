@@ -1,4 +1,5 @@
-"""`libra inspect RUN --invariants`: each promise is seen to be broken, and plain zarr counts the same."""
+"""`libra inspect RUN --invariants`: each promise is seen to be broken, and plain zarr counts the
+same."""
 
 import json
 import shutil
@@ -30,7 +31,8 @@ def sound(tid, made):
 def a_run(tmp_path_factory):
     """``a_run(change, sections)``: a run of five batches of two groups of two, read only.
 
-    ``change`` may change the versions and fields of each trajectory; runs with the same change have the same store.
+    ``change`` may change the versions and fields of each trajectory; runs with the same change have
+    the same store.
     """
     made = {}
 

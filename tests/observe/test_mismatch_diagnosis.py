@@ -1,4 +1,5 @@
-"""`libra diagnose` on records of steps: its threshold, the parts it names, and what it makes of damage and of hostile text."""
+"""`libra diagnose` on records of steps: its threshold, the parts it names, and what it makes of
+damage and of hostile text."""
 
 import pytest
 from click.testing import CliRunner

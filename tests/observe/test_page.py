@@ -9,9 +9,9 @@ import pytest
 from page_rows import UNREADY, role
 
 from libra.observe import page_document
-from libra.observe.page_html import overview_html, summary_html, workers_html
-from libra.observe.plots import log_ticks
-from libra.observe.snapshots import Feed, numbers, tokens_per_s
+from libra.observe.page_document import overview_html, summary_html, workers_html
+from libra.observe.page_snapshots import Feed, numbers, tokens_per_s
+from libra.observe.panels import log_ticks
 
 # -- figures ---------------------------------------------------------------------------------------------------------
 

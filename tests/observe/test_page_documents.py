@@ -10,8 +10,8 @@ from page_rows import BANDS
 from tornado.httpclient import AsyncHTTPClient
 
 from libra.observe import page_document
-from libra.observe.page import attach_page
-from libra.observe.snapshots import Feed
+from libra.observe.endpoints import attach_page
+from libra.observe.page_snapshots import Feed
 
 
 async def fetch(scheduler, path):
@@ -155,7 +155,7 @@ def test_json_and_page_are_served_once_below_the_prefix_from_the_latest_source(m
 def test_without_a_dashboard_the_json_stays_and_the_reason_is_logged(make_snapshot, live_scheduler, caplog):
     async def main():
         async with live_scheduler(dashboard=False) as scheduler:
-            with caplog.at_level(logging.WARNING, "libra.observe.page"):
+            with caplog.at_level(logging.WARNING, "libra.observe.endpoints"):
                 attach_page(scheduler, lambda: [make_snapshot()])
             return [(await fetch(scheduler, path)).code for path in ("/libra/state.json", "/libra")]
 

@@ -1,6 +1,8 @@
-"""`libra page` and the report of one run in a headless Chromium, against what the run's event log says.
+"""`libra page` and the report of one run in a headless Chromium, against what the run's event log
+says.
 
-What is expected is worked out here from the lines of the log, by none of the functions that make the pages.
+What is expected is worked out here from the lines of the log, by none of the functions that make
+the pages.
 """
 
 import asyncio
@@ -83,7 +85,8 @@ class Page:
         return answer["result"].get("value")
 
     async def until(self, condition):
-        """Value of a JavaScript expression once it is truthy; asked anew every 20 ms in the page, across loads."""
+        """Value of a JavaScript expression once it is truthy; asked anew every 20 ms in the page,
+        across loads."""
         waiting = (
             "new Promise(resolve => { const ask = () => {"
             " let value; try { value = CONDITION } catch (_) { value = null }"
@@ -106,7 +109,8 @@ class Page:
         return await self.until(f"deepQuery('[data-libra=\"{name}\"]')[0].innerText")
 
     async def open(self, url, folder, name):
-        """Open a page in both colour schemes, each checked; pictures to look at: pytest keeps the last three."""
+        """Open a page in both colour schemes, each checked; pictures to look at: pytest keeps the
+        last three."""
         await self.call("Page.navigate", url=url)
         for scheme in ("light", "dark"):
             media = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -161,7 +165,8 @@ def number(text):
 
 
 def generating_s(named):
-    """Seconds in which an engine had a trajectory and was not stopped by new weights, of a run with one engine."""
+    """Seconds in which an engine had a trajectory and was not stopped by new weights, of a run with
+    one engine."""
     changes = [(e["t_s"], 1, 0) for e in named["quantum_dispatched"] if e["phase"] == "ROLLOUT"]
     changes += [(e["t_s"], 1, 0) for e in named.get("quantum_continued", ()) if e["phase"] == "ROLLOUT"]
     changes += [(e["t_s"], -1, 0) for e in named["quantum_finished"] if e["phase"] == "ROLLOUT"]

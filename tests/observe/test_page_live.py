@@ -1,4 +1,4 @@
-"""What the Libra page shows of a scheduler with Libra's own plugin, against the run's event log."""
+"""The Libra page of a scheduler with Libra's own plugin, against the run's event log."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from made_events import worker_times
 from libra import facts, keys
 from libra.config import config_from_dict
 from libra.facts import STREAM_OP, QuantumFinished, from_dict, pack
-from libra.observe.snapshots import numbers
+from libra.observe.page_snapshots import numbers
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.store.event_log import read_events
 from libra.types import Phase
@@ -22,7 +22,7 @@ DONE = {}
 
 
 def shown_by(events):
-    """What the page has to say of a run with these events, by ``data-libra`` name."""
+    """Expected figures of the page for these events, by ``data-libra`` name."""
     named = {}
     for event in events:
         named.setdefault(event["name"], []).append(event)
@@ -40,7 +40,7 @@ def shown_by(events):
 
 
 def check_time(row, events, trainers):
-    """The page's worker time is what the event log says."""
+    """The page's worker time agrees with the event log."""
     times = worker_times(map(from_dict, events), trainers).times(row["until_s"])
     assert row["busy_frac"] == pytest.approx(times.busy_frac)
     assert row["shares"] == pytest.approx(times.shares)
@@ -59,7 +59,8 @@ def gate(run, iteration):
 
 
 async def quantum(key, run, length):
-    """Stand-in for a trajectory: ``length`` quanta, generations and actions in turn, 7 tokens each generation."""
+    """Stand-in for a trajectory: ``length`` quanta, generations and actions in turn, 7 tokens each
+    generation."""
     done = DONE.get(key, 0)
     DONE[key] = done + 1
     phase, more = (Phase.TOOL if done % 2 else Phase.ROLLOUT), done + 1 < length

@@ -14,9 +14,8 @@ from tokenizers import Tokenizer, decoders, models
 from factories import trajectory
 from libra import facts
 from libra.hardware.gpus import load_prices
-from libra.observe.report import write_report
-from libra.observe.report.page import SECTIONS
-from libra.observe.report.where_time import coarse
+from libra.observe.report import SECTIONS, write_report
+from libra.observe.report.plots import coarse
 from libra.store.event_log import EventLog
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import EndReason, FailureClass, Phase, Prompt
@@ -140,7 +139,8 @@ def test_short_states_are_drawn_with_their_neighbours_and_no_time_is_lost():
 
 @pytest.fixture
 def planned(tmp_path):
-    """A run on GPUs whose planner changed the layout once: two engines for 1800 s, with what came of it."""
+    """A run on GPUs whose planner changed the layout once: two engines for 1800 s, with what came
+    of it."""
     run = tmp_path / "planned"
     run.mkdir()
     (run / "config.resolved.yaml").write_text("run: {name: planned, iterations: 2}\n")

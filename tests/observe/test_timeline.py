@@ -1,4 +1,4 @@
-"""What the page shows of a run, from events alone."""
+"""The data of the page, from events alone."""
 
 import re
 from itertools import pairwise
@@ -101,7 +101,7 @@ def test_a_step_is_split_by_what_training_did_between_two_versions():
     assert split == pytest.approx({"trajectories": 3.0, "grading": 1.0, "batch": 1.0, "training": 2.0, "moving": 0.5})
     seen.add(started(0.0))
     seen.add(published(20.0, 2))
-    assert [step for step, _ in seen.snapshot(30.0)["steps"]] == [0]  # across a restart there is no step time
+    assert [step for step, _ in seen.snapshot(30.0)["steps"]] == [0]  # across a restart a step has no time
 
 
 def test_decisions_are_in_words_the_newest_first_with_gains_and_troubles():

@@ -1,4 +1,5 @@
-"""Where worker time went: states by cause from hand-made and arbitrary logs, at once and event by event."""
+"""Where worker time went: states by cause from hand-made and arbitrary logs, at once and event by
+event."""
 
 import itertools
 
@@ -69,7 +70,8 @@ def test_a_trainer_trains_in_waves_while_it_waits_for_trajectories():
 
 
 def a_turn():
-    """Engine a turns to training, trains in one wave, and returns; engine b has the tail. Round numbers."""
+    """Engine a turns to training, trains in one wave, and returns; engine b has the tail. Round
+    numbers."""
     change = {"a": {"role": "train", "tp": 1}}
     return [
         started(), capacity(0.0, "a", rollout=2), capacity(0.0, "b", rollout=2), published(0.0, 0),

@@ -118,7 +118,7 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
 
 @pytest.mark.parametrize(("bucket", "moves"), [("tp1", False), ("tp1-threads2", True)])
 def test_between_engines_of_a_bucket_a_small_gain_is_within_the_error_of_forecasts(bucket, moves):
-    fleet = EngineTable(SURE)
+    fleet = EngineTable(EXACT_NORM)
     for name, its in (("a", "tp1"), ("b", bucket)):
         fleet.handle(
             joined_of(name, its, EngineCapacity(10**6, 0, 0, 4, 1, StepSeconds(0.009, 0.001, 0.0, 1e-6, 100, 0.0)))

@@ -1,15 +1,14 @@
-"""What came of a run's decisions: the gain that planner, roles and limits predicted, against what the log shows after them. Pure.
+"""Predicted against realised gain of the decisions of planner, roles and limits. Pure.
 
-The time from the end of one iteration to the end of the next is an interval. Its figure is seconds per generated token, because
-batches differ in length. The realised gain of a change is 1 - after / before, over at most `WINDOW` intervals on each side: a
-comparison of different batches under weights that have learned in between, and no experiment.
+An interval lasts from the end of one iteration to the end of the next; its figure is seconds per
+generated token, because batches differ in length. The realised gain of a change is 1 - after /
+before, over at most `WINDOW` intervals on each side. It compares different batches under weights
+that have learned in between, so it is not an experiment.
 
-Invariants
-----------
-1. An interval counts on neither side in which the arrangement changed, a role change was under way, a worker came or left, or
-   held-out questions were answered; nor does the first of a start.
-2. No interval beyond another change counts. Changes with no such interval between them share one outcome.
-3. A gain that nothing comparable shows is None, with the reason in words.
+1. An interval counts on neither side if the arrangement changed, a role change was under way, a
+   worker joined or left, or held-out questions were answered in it; nor does the first of a start.
+2. No interval beyond another change counts. Changes without one between them share one outcome.
+3. A gain that no comparable interval shows is None, with the reason in words.
 """
 
 from __future__ import annotations
@@ -40,19 +39,9 @@ _COMMANDS: Final = (facts.SlotsSet, facts.RoleChangeStarted)
 class Outcome(NamedTuple):
     """Prediction and result of one decision.
 
-    Attributes
-    ----------
-    event : Fact
-    predicted_frac, realised_frac : float or None
-        Gains as shares of a step; None: nothing was predicted, and `why` is the reason for which nothing is known.
-    predicted_s, realised_s : float or None
-        Of a layout that a run began with: seconds of a step.
-    before, after : int
-        Intervals on each side.
-    why : str
-        Empty where a gain, or the seconds of a layout, were measured.
-    t_s : float
-        When it was decided.
+    ``predicted_frac`` and ``realised_frac`` are gains as shares of a step; a layout at a run's
+    start has seconds of a step instead. ``before`` and ``after`` count intervals. ``why`` is the
+    reason for a missing result, else empty.
     """
 
     event: Fact
@@ -67,7 +56,7 @@ class Outcome(NamedTuple):
 
     @property
     def realised_words(self) -> str:
-        """The result for a table: a share or seconds with what they rest on, or why there is none."""
+        """The result for a table, or the reason why there is none."""
         if self.realised_s is not None:
             return f"{self.realised_s:,.1f} s ({self.after} iterations)"
         if self.realised_frac is None:
@@ -84,7 +73,7 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True)
 class _Interval:
-    begin_s: float | None  # None: the first of a start, whose beginning is the start itself
+    begin_s: float | None  # None for the first interval of a start
     changed: bool
     seconds: float = 0.0
     tokens: int = 0
@@ -103,7 +92,7 @@ class _Decision:
     t_s: float
     commands: list[int | None] = field(
         default_factory=list
-    )  # that carried it out: the generation of a role change, None: slots
+    )  # generations of role changes that carried it out, None for slots
 
 
 class DecisionOutcomes:
@@ -116,7 +105,7 @@ class DecisionOutcomes:
         self._failed: set[int] = set()
 
     def add(self, line: Line) -> int | None:
-        """Take the next line of the log; the number of its decision in `outcomes`, None if it is none."""
+        """Take the next line of the log; the index of its decision in `outcomes`, or None."""
         now, t_s, event = self._intervals[-1], line.t_s, line.fact
         match event:
             case facts.RunStarted():
@@ -203,7 +192,6 @@ class DecisionOutcomes:
 
 
 def _first(intervals: Iterable[_Interval]) -> Iterator[_Interval]:
-    """Those that count, up to `WINDOW`, and up to a change."""
     found = 0
     for each in intervals:
         if each.changed or found == WINDOW:
@@ -214,13 +202,12 @@ def _first(intervals: Iterable[_Interval]) -> Iterator[_Interval]:
 
 
 def _pace_s(intervals: Iterable[_Interval]) -> float:
-    """Seconds per generated token."""
     intervals = list(intervals)
     return sum(each.seconds for each in intervals) / sum(each.tokens for each in intervals)
 
 
 def forecast_results(told: Iterable[tuple[int, Fact]], key: str) -> dict[int, str]:
-    """For each forecast of a trajectory's tokens, by its line: how many it generated from there to its end."""
+    """By log line of each forecast: the tokens that its trajectory generated from there to its end."""
     results, open_, tokens = dict[int, str](), dict[int, int](), 0
     for line, event in told:
         if getattr(event, "key", None) != key:

@@ -1,6 +1,6 @@
-"""The timeline of an event log, read once: with turns of the last iteration, forecasts, decisions and troubles.
+"""The timeline of an event log, read once, with turns, forecasts, decisions and troubles.
 
-Memory does not grow with the number of quanta: of turns only the newest iteration's are kept, of forecasts a bounded number.
+Memory does not grow with the number of quanta: only turns of the newest iteration are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from libra.errors import StoreError
 from libra.facts import Fact, Line
 from libra.observe.run_directory import setting, whole_number
 from libra.observe.timeline.outcomes import DecisionOutcomes
-from libra.observe.timeline.places import Slot
+from libra.observe.timeline.states import Slot
 from libra.observe.timeline.timeline import DECISIONS, LATE, TROUBLES, Timeline
 from libra.store.event_log import EventReader
 from libra.types import Phase
@@ -26,7 +26,8 @@ MAX_TROUBLES: Final = 200
 
 
 class TurnSpan(NamedTuple):
-    """One quantum of a trajectory: from the dispatch, or the previous quantum in its slot, to the report of its end."""
+    """One quantum, from its dispatch (or the previous quantum in its slot) to the report of its
+    end."""
 
     key: str
     phase: str
@@ -38,7 +39,7 @@ class TurnSpan(NamedTuple):
 
 
 class ForecastPair(NamedTuple):
-    """Tokens that a trajectory was forecast to generate in total, at first and half way, and those that it generated."""
+    """Forecasts of a trajectory's total tokens, at first and half way, and the tokens it generated."""
 
     first: float
     half: float
@@ -46,7 +47,8 @@ class ForecastPair(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """An event that is shown as it is, with its time over all starts of the run, and its place in `RecordedTimeline.outcomes`."""
+    """An event with its time over all starts of the run, and its index in
+    `RecordedTimeline.outcomes`."""
 
     t_s: float
     event: Fact
@@ -54,22 +56,11 @@ class Logged(NamedTuple):
 
 
 class RecordedTimeline(Timeline):
-    """The timeline of an event log, with what only a report reads; `read_on` fills it.
+    """The timeline of an event log, with details for the report; `read_on` fills it.
 
-    Attributes
-    ----------
-    starts : int
-        Starts of the run that are in the log.
-    num_facts : int
-    turns : list of TurnSpan
-        Of the newest training iteration of which a trajectory ended, ``turns_of``.
-    forecasts : deque of ForecastPair
-        The latest of trajectories that ended by themselves.
-    decisions, troubles : deque of Logged
-    outcomes : DecisionOutcomes
-        What came of the decisions.
-    failed_attempts : Counter
-        By (class, detail), of the first different ones.
+    ``turns`` are of iteration ``turns_of``, the newest in which a training trajectory ended.
+    ``forecasts`` are of trajectories that ended by themselves. ``failed_attempts`` counts by
+    (class, detail).
     """
 
     def __init__(self, trainers: Sequence[str] = ()) -> None:
@@ -136,7 +127,7 @@ class RecordedTimeline(Timeline):
             self.forecasts.append(ForecastPair(totals[0][1], half[1], tokens))
 
     def read_on(self, path: Path) -> str:
-        """Take the events that were not read yet; why they end before the log's end, empty: they do not.
+        """Take the events that were not read yet; returns why they end early, else an empty string.
 
         A damaged log is read up to the damage.
         """
@@ -163,9 +154,9 @@ def read_log(path: Path, line: int = 1) -> Iterator[Line]:
 
 
 def trainers_of(config: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the training workers for `WorkerTimes`: those of a local cluster, or one without a name.
+    """Names of the training workers for `WorkerTimes`: in a local cluster, or a single one.
 
-    Several of a cluster that Libra did not start form a group, and the log names them.
+    Several in a cluster that Libra did not start form a group, and the log names them.
     """
     number = whole_number(config, "cluster", "train_workers", 1)
     if setting(config, "cluster", "scheduler") is None:

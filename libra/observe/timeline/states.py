@@ -1,6 +1,7 @@
-"""States of a worker, and the seconds that it spent in each.
+"""States of a worker with the seconds in each, and the slots that trajectories have or wait for.
 
-Invariant: segments of a `WorkerClock` are in the order of time, one begins where the one before ends, and folding changes no total.
+1. Segments of a `WorkerClock` are in the order of time without gaps; folding changes no total.
+2. A trajectory has at most one slot and waits for at most one; counts by phase and level agree.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
+
+from libra.types import Phase
 
 Kind = Literal["engine", "trainer", "tools"]
 
@@ -48,7 +51,8 @@ AWAY: Final = ""
 
 
 class Segment(NamedTuple):
-    """A worker is in ``state`` from ``start_s`` until the next segment begins; ``gpus`` then belong to it."""
+    """A worker is in ``state`` from ``start_s`` until the next segment begins; ``gpus`` then belong
+    to it."""
 
     start_s: float
     state: str
@@ -56,22 +60,23 @@ class Segment(NamedTuple):
 
 
 def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Share of time by state; they sum to 1. Empty if there is no time."""
+    """Share of time by state; they sum to 1. Empty without time."""
     total = sum(seconds.values())
     return {state: value / total for state, value in seconds.items()} if total > 0 else {}
 
 
 def busy_frac(seconds: Mapping[str, float]) -> float | None:
-    """Share of time in busy states; None if there is no time."""
+    """Share of time in busy states; None without time."""
     shares = shares_of(seconds)
     return sum(value for state, value in shares.items() if state in BUSY) if shares else None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTime:
-    """One worker: seconds by state, GPU-seconds by state (of a CPU worker: worker-seconds), and its mean share of slots in use.
+    """One worker: seconds and GPU-seconds by state (worker-seconds on a CPU), and its mean use of
+    slots.
 
-    ``slots_used_frac`` is None of a worker without slots.
+    ``slots_used_frac`` is None for a worker without slots.
     """
 
     worker: str
@@ -82,7 +87,7 @@ class WorkerTime:
 
     @property
     def total_s(self) -> float:
-        """Seconds in which it was there."""
+        """Seconds of its presence."""
         return sum(self.seconds.values())
 
     @property
@@ -101,7 +106,8 @@ class RunTime:
 
     @property
     def gpu_s(self) -> dict[str, float]:
-        """GPU-seconds by state of engines and training workers; workers that only run tools need no GPU, and do not count."""
+        """GPU-seconds by state of engines and training workers; workers that only run tools do not
+        count."""
         total: Counter[str] = Counter()
         for worker in self.workers:
             if worker.kind != "tools":
@@ -110,18 +116,18 @@ class RunTime:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of those by state."""
+        """Share of `gpu_s` by state."""
         return shares_of(self.gpu_s)
 
     @property
     def busy_frac(self) -> float | None:
-        """Share of those in busy states; None if there is no time yet."""
+        """Share of `gpu_s` in busy states; None without time."""
         return busy_frac(self.gpu_s)
 
 
 @dataclass(slots=True)
 class WorkerClock:
-    """The time of one worker. ``folded`` and ``folded_gpu`` have the totals of segments that were dropped."""
+    """The time of one worker; ``folded`` and ``folded_gpu`` are totals of dropped segments."""
 
     kind: Kind
     segments: list[Segment] = field(default_factory=list)
@@ -153,7 +159,7 @@ class WorkerClock:
         self.segments.append(Segment(t_s, state, self.gpus))
 
     def relabel(self, start_s: float, stop_s: float, state: str, but: Collection[str]) -> None:
-        """It was in ``state`` between these times, except for those in the states ``but``, and those that were folded."""
+        """Set the state between these times, except where it is in ``but``, and in folded segments."""
         if not self.segments or stop_s <= start_s:
             return
         first = len(self.segments) - 1
@@ -178,7 +184,8 @@ class WorkerClock:
             self.segments.append(segment)
 
     def count_slots(self, t_s: float) -> None:
-        """Add slot-seconds up to ``t_s``; call it before the number of running trajectories, or of slots, changes."""
+        """Add slot-seconds up to ``t_s``; call it before the running trajectories or the slots
+        change."""
         self.slot_s, self.room_s = self._slot_time(t_s)
         self.slot_at_s = max(t_s, self.slot_at_s)
 
@@ -194,7 +201,8 @@ class WorkerClock:
         return self.slot_s + elapsed * used, self.room_s + elapsed * self.num_slots
 
     def totals(self, since_s: float, until_s: float) -> tuple[Counter[str], Counter[str]]:
-        """Seconds and GPU-seconds by state between two times; folded segments count where ``since_s`` is not positive."""
+        """Seconds and GPU-seconds by state between two times; folded ones count if ``since_s <=
+        0``."""
         seconds, gpu_s = (self.folded.copy(), self.folded_gpu.copy()) if since_s <= 0 else (Counter(), Counter())
         first = max(0, bisect_left(self.segments, since_s, key=lambda each: each.start_s) - 1)
         for index, segment in enumerate(self.segments[first:], first):
@@ -215,3 +223,84 @@ class WorkerClock:
             self.folded.update(seconds)
             self.folded_gpu.update(gpu_s)
             self.segments = rest
+
+
+class Slot(NamedTuple):
+    """A slot that a trajectory has since ``since_s``."""
+
+    worker: str
+    phase: Phase
+    since_s: float
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """An open trajectory; ``waits``: phase and policy level of the slot that it waits for."""
+
+    slot: Slot | None = None
+    waits: tuple[Phase, int] | None = None
+    tokens: int = 0
+
+
+class Places:
+    """Open trajectories by key; ``levels`` counts waiting ones by phase and level, ``used`` slots
+    in use."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing runs or waits."""
+        self.open: dict[str, Trajectory] = {}
+        self.levels: dict[Phase, Counter[int]] = {phase: Counter() for phase in Phase}
+        self.used = dict.fromkeys(Phase, 0)
+
+    def of(self, key: str) -> Trajectory:
+        """The record of a trajectory, which is open from now on."""
+        found = self.open.get(key)
+        if found is None:
+            found = self.open[key] = Trajectory()
+        return found
+
+    def waits(self, key: str, where: tuple[Phase, int] | None) -> None:
+        """The trajectory waits for a slot at (phase, level); None if it does not wait."""
+        found = self.open.get(key) if where is None else self.of(key)
+        if found is None or found.waits == where:
+            return
+        if found.waits is not None:
+            phase, level = found.waits
+            self.levels[phase][level] -= 1
+            if not self.levels[phase][level]:
+                del self.levels[phase][level]
+        found.waits = where
+        if where is not None:
+            self.levels[where[0]][where[1]] += 1
+
+    def ranked(self, key: str, priority: Sequence[Any]) -> None:
+        """Rank a trajectory by (deadline, level, order); a policy without levels has level 0."""
+        if (found := self.open.get(key)) is not None and found.waits is not None:
+            self.waits(key, (found.waits[0], int(priority[1]) if len(priority) > 1 else 0))
+
+    def started(self, key: str, slot: Slot) -> None:
+        """The trajectory has a slot, and waits no longer."""
+        self.waits(key, None)
+        self.of(key).slot = slot
+        self.used[slot.phase] += 1
+
+    def stopped(self, key: str) -> Slot | None:
+        """The slot that the trajectory leaves, or None."""
+        found = self.open.get(key)
+        if found is None or found.slot is None:
+            return None
+        slot, found.slot = found.slot, None
+        self.used[slot.phase] -= 1
+        return slot
+
+    def ended(self, key: str) -> None:
+        """The trajectory has ended, and has no slot any more."""
+        self.waits(key, None)
+        self.open.pop(key, None)
+
+    def on(self, worker: str) -> list[str]:
+        """Keys of the trajectories that have a slot of this worker."""
+        return [key for key, each in self.open.items() if each.slot is not None and each.slot.worker == worker]

@@ -1,7 +1,7 @@
-"""The steps of a run: their waves, the engines that turned to training and back, and measures of whole steps.
+"""The steps of a run: waves, role switches of engines to training and back, and measures of steps.
 
-Waves that a later start of the run trains again count once. A step is measured once, and only if its gate, all its groups
-and its waves are of this start; of iterations that are done nothing is kept for it.
+A wave that a later start trains again counts once. A step is measured once, and only if its gate,
+all its groups and its waves are of this start.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ _OF_ENGINES: Final = frozenset({"generating", "turned", "wave"})
 
 @dataclass(slots=True)
 class Wave:
-    """A wave of ``groups`` groups, ``others`` of them not of the step's own iteration (`trainer.batches`).
+    """A wave; ``others`` of its ``groups`` are of other iterations than the step's
+    (`trainer.batches`).
 
-    ``train_s`` is None until it is trained, at ``trained_s``; ``hybrids`` that can change roles trained in it.
+    ``train_s`` is None until it is trained, at ``trained_s``; ``hybrids`` engines trained in it,
+    too.
     """
 
     groups: int
@@ -53,9 +55,10 @@ class Wave:
 
 @dataclass(slots=True)
 class EngineTurn:
-    """A turn of the engine of ``worker`` to training or rollout, asked for at ``t_s``; ``result`` in words.
+    """A switch of the engine of ``worker`` to training or rollout, requested at ``t_s``.
 
-    ``generation`` is that of its change of roles, None: it has not begun. ``seconds`` None: it has not ended.
+    ``generation`` names its role change (None before it starts); ``seconds`` is None before its
+    end.
     """
 
     t_s: float
@@ -69,7 +72,7 @@ class EngineTurn:
 
 @dataclass(slots=True)
 class StepsWay:
-    """How steps are taken from ``t_s`` on (the first after ``step``), and why."""
+    """The way in which steps are taken from ``t_s`` on (the first after ``step``), and the reason."""
 
     t_s: float
     step: int
@@ -78,25 +81,16 @@ class StepsWay:
 
 
 def groups_text(groups: int, others: int) -> str:
-    """Groups of a wave, and how many are of other iterations than its step."""
+    """Groups of a wave, and how many belong to other iterations than its step."""
     return f"{groups:,}" + (f" ({others:,} of other iterations)" if others else "")
 
 
 class Steps:
-    """Waves, turns and measures of a run.
+    """Waves, role switches and measures of a run.
 
-    Attributes
-    ----------
-    waves : dict of int to dict of int to Wave
-        By step and number of the wave, of the newest steps; waves without groups are left out.
-    turns : deque of EngineTurn
-        The newest, the oldest first.
-    ways : deque of StepsWay
-        The newest choices of how steps are taken, the oldest first; empty where there was nothing to choose.
-    train_gpus : int
-        GPUs that always train; 0: steps are not measured.
-    since_s : float
-        When the weights before were published.
+    ``waves`` are by step and number, of the newest steps; ``turns`` and ``ways`` the newest
+    switches and choices, the oldest first. ``train_gpus`` counts GPUs that always train; 0 turns
+    measures off. ``since_s`` is the time of the previous publication.
     """
 
     def __init__(self) -> None:
@@ -124,11 +118,11 @@ class Steps:
         return step <= self._taken
 
     def open_step(self) -> dict[str, Any] | None:
-        """The step whose waves are being trained, of none the last one, JSON-able; None: no wave was requested yet.
+        """The open streamed step, else the last one, JSON-able; None before the first wave.
 
-        ``step``, ``groups`` of its batch, ``taken`` (bool), ``trained``, ``in_wave`` and ``missing`` (groups of trained waves,
-        of those in training, and of none), ``waves``: [{"wave", "groups", "others" (of them), "train_s" (None: in
-        training), "hybrids"}, ...].
+        ``groups`` is the size of its batch; ``trained``, ``in_wave`` and ``missing`` count them;
+        ``taken`` is a bool. ``waves``: [{"wave", "groups", "others", "train_s" (None in training),
+        "hybrids"}, ...].
         """
         if not self.waves:
             return None
@@ -228,7 +222,8 @@ class Steps:
                 self._changes[fact.to_role].append(price_s(fact.stage_s))
 
     def measured(self, step: int, now_s: float, time: RunTime) -> StepMeasured | None:
-        """A step whose weights are published at ``now_s``, with the worker time since the one before; None if not all was seen."""
+        """A step published at ``now_s``, with the worker time since the last one; None if partly
+        unseen."""
         self.since_s = time.until_s
         gate_s, complete_s = self._gates_s.get(step), sorted(self._complete_s.get(step, ()))
         trained = [wave for _, wave in sorted(self.waves.get(step, {}).items()) if wave.train_s is not None]

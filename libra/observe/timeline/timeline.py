@@ -1,10 +1,9 @@
-"""One timeline of a run, from its facts: live in the scheduler, or afterwards from the log, with the same result.
+"""One timeline of a run, from its facts: live in the scheduler or from the log, with the same
+result.
 
-Invariants
-----------
 1. Nothing here reads a clock: time comes with the facts, and with `Timeline.sample`.
-2. ``history`` has at most ``MAX_SAMPLES`` rows, evenly spaced over the whole run: when it is full, every second row goes.
-3. What later iterations replace (a resumed run does some of them again) is counted once: curves are by iteration.
+2. ``history`` has at most ``MAX_SAMPLES`` evenly spaced rows: when full, every second row goes.
+3. An iteration that a resumed run repeats is counted once: curves are by iteration.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from typing import Any, Final
 
 from libra import facts
 from libra.facts import Fact, Line, kinds, said
-from libra.observe.timeline.places import Places
-from libra.observe.timeline.states import busy_frac
+from libra.observe.timeline.states import Places, busy_frac
 from libra.observe.timeline.steps import OF_MEASURES, OF_STEPS, Steps
-from libra.observe.timeline.workers import HANDLERS as OF_WORKERS
-from libra.observe.timeline.workers import WorkerTimes
+from libra.observe.timeline.worker_times import HANDLERS as OF_WORKERS
+from libra.observe.timeline.worker_times import WorkerTimes
 from libra.types import Phase
 from libra.untrusted import shown_line
 
@@ -36,14 +34,14 @@ TROUBLES: Final = (
 BUSY_WINDOW_S: Final = 60.0
 """Seconds of the figure of busy worker time "now"."""
 NOTED: Final = (*DECISIONS, facts.Turn, facts.TurnRefused, *TROUBLES)
-"""Kinds of facts among the last decisions of the page, beside those that let something through."""
+"""Facts among the page's last decisions, beside opened gates, batches and dispatches."""
 SAMPLE_S: Final = 0.5
 """Seconds between two rows of the history, at first."""
 MAX_SAMPLES: Final = 1200
 MAX_STEPS: Final = 400
 """Steps whose split is kept."""
 LAST_DECISIONS: Final = 8
-"""Kept of decisions and troubles; half as many of iterations and steps that were let through."""
+"""Decisions and troubles kept; half as many opened gates and batches."""
 RATE_INTERVALS: Final = 10
 """Iterations from whose mean duration the end of the run is estimated."""
 BANDS: Final = ("overdue", "level 0–1", "level 2–10", "level 11–40", "level 41 and later")
@@ -67,26 +65,10 @@ OF_A_BATCH: Final = {
 class Timeline:
     """Counts, curves, worker time and steps of a run, fact by fact.
 
-    Parameters
-    ----------
-    trainers : sequence of str
-        Names of the training workers; see `WorkerTimes`.
-    keep : int or None
-        Segments kept per worker; see `WorkerTimes`.
-
-    Attributes
-    ----------
-    places : Places
-    workers : WorkerTimes
-    steps : Steps
-    tokens : int
-        Generated so far.
-    quanta : Counter
-        Finished, by phase.
-    parts : int
-        Of those, generations whose turn went on (`rollout.chunk_tokens`).
-    history : list
-        Rows (t_s, queued_rollout, queued_tool, used_rollout, used_tool, tokens, waiting for ROLLOUT in each of `BANDS`).
+    ``trainers`` and ``keep`` are described in `WorkerTimes`. ``quanta`` counts finished ones by
+    phase, ``parts`` unfinished generations (`rollout.chunk_tokens`). Rows of ``history`` are (t_s,
+    queued_rollout, queued_tool, used_rollout, used_tool, tokens, waiting for ROLLOUT in each of
+    `BANDS`).
     """
 
     def __init__(self, trainers: Sequence[str] = (), *, keep: int | None = None) -> None:
@@ -114,13 +96,13 @@ class Timeline:
 
     @property
     def now_s(self) -> float:
-        """Time of the newest fact, over all starts of the run: time between two starts is left out."""
+        """Time of the newest fact, over all starts of the run, without the time between them."""
         return self.workers.now_s
 
     # ---------------------------------------------------------------- reading
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
-        """What `libra.observe.snapshots` lists, as far as events tell it; JSON-able."""
+        """The part of a snapshot (`libra.observe.page_snapshots`) that facts determine; JSON-able."""
         ended = sorted(self._ended.items())
         total = [sum(slots) for slots in zip(*self._capacity.values(), strict=True)] or [0, 0]
         return {
@@ -147,9 +129,9 @@ class Timeline:
     def worker_time(self, now_s: float) -> dict[str, Any]:
         """Where worker time went, JSON-able, over the run and over the last `BUSY_WINDOW_S`.
 
-        ``until_s``, ``busy_frac`` and ``now_busy_frac`` (None: no time yet), ``shares`` and ``now_shares`` {state: share},
-        ``workers``: [{"worker", "kind", "state" (empty: it has left), "busy_frac", "slots_used_frac" (None: no slots),
-        "seconds": {state: s}}, ...]; states as in `libra.observe.timeline.states`.
+        ``until_s``, ``busy_frac`` and ``now_busy_frac`` (None without time), ``shares`` and
+        ``now_shares`` {state: share}, ``workers``: [{"worker", "kind", "state" (empty after it
+        left), "busy_frac", "slots_used_frac" (None without slots), "seconds": {state: s}}, ...].
         """
         whole, states = self.workers.times(now_s), self.workers.states()
         now = self.workers.times(now_s, max(now_s - BUSY_WINDOW_S, 1e-9))
@@ -176,8 +158,8 @@ class Timeline:
         return max(0.0, left * each_s - max(0.0, now_s - times[-1])) if left > 0 else 0.0
 
     def training(self, now_s: float) -> str:
-        """What the training workers do with a batch that is complete, since when, and how long the last step took there; ""
-        while they wait for trajectories."""
+        """The activity of the training workers with a complete batch; "" while they wait for
+        trajectories."""
         state, since_s = self.workers.training_state()
         if state not in OF_A_BATCH:
             return ""
@@ -186,7 +168,6 @@ class Timeline:
         return f"{OF_A_BATCH[state]} for {max(0.0, now_s - since_s):.0f} s{took}"
 
     def _decisions(self) -> list[list[Any]]:
-        """[t_s, what, why] of the last decisions, the newest first."""
         logged = [*self._decided, *self._opened, *([self._sent] if self._sent else [])]
         rows = []
         for t_s, fact in sorted(logged, key=lambda each: -each[0]):
@@ -219,7 +200,8 @@ class Timeline:
             handler(self, fact)
 
     def measured(self, version: int, now_s: float) -> facts.StepMeasured | None:
-        """The step whose weights, ``version``, are published at ``now_s``; None: it was not measured, or not all of it seen."""
+        """The step whose ``version`` is published at ``now_s``; None if it was not measured or
+        partly unseen."""
         steps = self.steps
         if not steps.train_gpus:
             return None
@@ -251,7 +233,6 @@ class Timeline:
         self._sent = self.now_s, fact
 
     def _progressed(self, fact: Fact) -> None:
-        """A fact about the run, its iterations or its weights."""
         now_s = self.now_s
         match fact:
             case facts.RunStarted():
@@ -283,7 +264,6 @@ class Timeline:
                 self._evaluations[fact.version] = fact.reward, fact.prompts
 
     def _changed(self, fact: Fact) -> None:
-        """A decision, a trouble, or a change of a worker."""
         match fact:
             case facts.WorkerCapacity():
                 self._capacity[fact.worker] = fact.rollout_slots, fact.tool_slots

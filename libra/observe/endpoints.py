@@ -1,27 +1,38 @@
-"""Libra's metrics for Prometheus, on the scheduler's ``/metrics`` beside Dask's own.
+"""The page and the metrics of a scheduler: ``/libra``, ``/libra/state.json`` and Prometheus'
+``/metrics``.
 
-Names, units and labels are declared once, in `METRICS`; the Grafana board (``configs/grafana_board.json``) uses those names.
-The values are those of the page's snapshots. Needs ``prometheus_client`` (``pip install 'libra-rl[metrics]'``); without it Dask
-serves no metrics, and neither does Libra.
+`METRICS` declares each metric once; the Grafana board (``configs/grafana_board.json``) uses its
+names. Without ``prometheus_client`` (``pip install 'libra-rl[metrics]'``) Dask and Libra serve no
+metrics.
+
+1. All show what ``snapshots()`` returns (`libra.observe.page_snapshots`).
+2. Attaching twice leaves one page, fed by the latest ``snapshots``.
+3. Nothing here writes to the scheduler's state.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from libra.observe.snapshots import Feed, tokens_per_s
+import msgspec
+from tornado.ioloop import IOLoop
+from tornado.web import RequestHandler
+
+from libra.observe.page_snapshots import Feed, Snapshot, tokens_per_s
 from libra.types import Phase
 
 logger = logging.getLogger(__name__)
 
 Sample = tuple[tuple[str, ...], float | None]
-"""Values of the labels after ``run``, and the number; None: there is none yet."""
+"""Values of the labels after ``run``, and the number (None if there is none yet)."""
 
 
 class Metric(NamedTuple):
-    """One metric. Its name ends with its unit; a counter's gets ``_total`` behind it. ``labels`` follow ``run``."""
+    """One metric; its name ends with its unit, a counter's also with ``_total``; ``run`` is the
+    first label."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -87,7 +98,8 @@ METRICS: Final = (
 
 
 class Collector:
-    """Gives the metrics of every run of the feed's newest snapshots, as Prometheus' client asks for them."""
+    """The metrics of every run in the feed's newest snapshots, in the form that Prometheus' client
+    reads."""
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
@@ -111,7 +123,6 @@ class Collector:
 
 
 def _sound(metric: Metric, snapshot: Mapping[str, Any]) -> list[tuple[list[str], float]]:
-    """Labels and numbers of one run; none where its snapshot lacks them, so that the others are served."""
     try:
         found = [([snapshot["run"], *labels], value) for labels, value in metric.samples(snapshot)]
         return [([str(label) for label in labels], float(value)) for labels, value in found if value is not None]
@@ -121,11 +132,12 @@ def _sound(metric: Metric, snapshot: Mapping[str, Any]) -> list[tuple[list[str],
 
 
 _collector: list[Collector] = []
-"""The one that is registered; the registry belongs to the process, which may have several schedulers in turn."""
+"""The registered collector. The registry belongs to the process, which may have several schedulers.
+"""
 
 
 def export(feed: Feed) -> bool:
-    """Put the metrics on ``/metrics``, from this feed instead of an earlier one; False without ``prometheus_client``."""
+    """Serve the metrics of this feed on ``/metrics``; False without ``prometheus_client``."""
     try:
         from prometheus_client import REGISTRY
     except ImportError:
@@ -137,3 +149,73 @@ def export(feed: Feed) -> bool:
         _collector.append(Collector(feed))
         REGISTRY.register(_collector[0])
     return True
+
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+
+class StateHandler(RequestHandler):
+    """``GET /libra/state.json``: a JSON array of snapshots; levels are strings, NaN and infinity
+    null."""
+
+    def initialize(self, feed: Feed) -> None:
+        self.feed = feed
+
+    def get(self) -> None:
+        self.set_header("Content-Type", "application/json; charset=utf-8")
+        self.set_header("Cache-Control", "no-store")
+        self.write(msgspec.json.encode(self.feed.read()))
+
+
+def attach_page(scheduler: Scheduler, snapshots: Callable[[], list[Snapshot]], prefix: str = "") -> None:
+    """Serve page, JSON and metrics from a scheduler's dashboard; call it on the scheduler's event
+    loop.
+
+    ``snapshots`` returns one snapshot per run; it runs on the event loop, so it must be quick.
+    ``prefix`` is the scheduler's ``--dashboard-prefix``; if empty, Dask's own pages provide it.
+    Without Bokeh, or with the dashboard off, only JSON and metrics are served, and the reason is
+    logged.
+    """
+    http = getattr(scheduler, "http_application", None)
+    if http is None:
+        logger.warning("no Libra page: this scheduler has no HTTP server")
+        return
+    existing: Feed | None = getattr(http, "libra_feed", None)
+    if existing is not None:
+        existing.follow(snapshots)
+        return
+    feed = http.libra_feed = Feed(snapshots)
+    export(feed)
+    dashboards = [app for app in http.applications if hasattr(app, "app_paths") and hasattr(app, "prefix")]
+    root = (prefix or (dashboards[0].prefix if dashboards else "")).strip("/")
+    route = f"/{root}/libra/state.json" if root else "/libra/state.json"
+    http.add_handlers(r".*", [(route.replace(".", r"\."), StateHandler, {"feed": feed})])
+    if not dashboards:
+        logger.warning("no Libra page: this scheduler runs without a dashboard (bokeh missing, or dashboard=False)")
+        return
+    try:
+        from distributed.dashboard.core import BokehApplication
+        from distributed.dashboard.scheduler import template_variables
+
+        from libra.observe.page_document import dashboard_document
+    except ImportError as error:
+        logger.warning("no Libra page: %s; to have one, type: pip install bokeh", error)
+        return
+    variables = template_variables(scheduler)  # memoised per scheduler: every tab bar reads its list of pages
+    if "libra" not in variables["pages"]:
+        variables["pages"].insert(1, "libra")
+    page = BokehApplication(
+        {"/libra": functools.partial(_serve, dashboard_document, feed)},
+        scheduler,
+        prefix=root,
+        template_variables=variables,
+    )
+    http.add_application(page)
+    page.initialize(IOLoop.current())
+    page.start()
+    logger.info("Libra page at %s", f"/{root}/libra" if root else "/libra")
+
+
+def _serve(document: Callable[..., None], feed: Feed, _scheduler: Scheduler, extra: dict[str, Any], doc: Any) -> None:
+    document(feed, extra, doc)

@@ -1,27 +1,28 @@
-"""What the Libra page shows: snapshots of runs, the feed that reads them, and their figures as text.
+"""The data of the Libra page: snapshots of runs, the feed that reads them, and their figures as
+text.
 
 A snapshot is one dict per run:
 
 - ``run`` str, ``epoch`` int, ``uptime_s`` float, ``eta`` int (staleness bound), ``iterations`` int
-- ``state`` of `libra.observe.run_directory`; ``left_s`` estimated to the end of the last iteration, None: not known yet
+- ``state`` (`libra.observe.run_directory`); ``left_s`` to the end of the last iteration, or None
 - ``iteration`` int: newest whose gate opened, -1 before the first
 - ``versions``: {"published": int, "served": {worker: int}}
-- ``slots``: {phase: {"used": int, "total": int}} of the run; ``queue``: {phase: {level: waiting trajectories}}
-- ``buckets``: one row per rollout capacity class, see `libra.policy.Dispatcher.buckets`
-- ``policy``: {"name", "objective", "skill", "weights": {signal: weight}, "outcomes": [[tokens forecast at first, forecast half way,
-  generated], ...]}
-- ``roles``: one row per worker that can change its role, see `libra.scheduler.worker_roles.WorkerRoles.roles`
-- ``not_ready``: one row per worker that the run does not use yet, see `libra.policy.liveness.Liveness.rows`
-- ``time``: what workers did since the run's start, `libra.observe.timeline.timeline.Timeline.worker_time`
-- ``quanta``: {phase: finished}, ``parts`` int of them generations whose turn went on; ``tokens`` int generated, ``groups`` int
-  committed, ``failures`` {class: count} of trajectories that ended so, ``resampled`` int attempts that failed before
-- ``rewards``, ``lag``: [[iteration, mean], ...]; ``evaluations``: [[version, mean reward, held-out questions], ...]
-- ``steps``: [[step, {state: seconds of the training worker from the weights before to those of this step}], ...]
-- ``waves``: the open streamed step, see `libra.observe.timeline.steps.Steps.open_step`; None: no step is streamed
+- ``slots``: {phase: {"used": int, "total": int}}; ``queue``: {phase: {level: waiting trajectories}}
+- ``buckets``: one row per capacity class (`libra.policy.Dispatcher.buckets`)
+- ``policy``: {"name", "objective", "skill", "weights": {signal: weight}, "outcomes": [[first
+  forecast, forecast half way, generated], ...] in tokens}
+- ``roles``: rows of `libra.scheduler.worker_roles.WorkerRoles.roles`
+- ``not_ready``: rows of `libra.policy.liveness.Liveness.rows`
+- ``time``: `libra.observe.timeline.timeline.Timeline.worker_time`
+- ``quanta``: {phase: finished}, ``parts`` int of them unfinished turns; ``tokens`` int generated,
+  ``groups`` int committed, ``failures`` {class: trajectories}, ``resampled`` int failed attempts
+- ``rewards``, ``lag``: [[iteration, mean], ...]; ``evaluations``: [[version, mean, questions], ...]
+- ``steps``: [[step, {state: seconds of the training worker}], ...], from one version to the next
+- ``waves``: `libra.observe.timeline.steps.Steps.open_step`, or None
 - ``decisions``: [[t_s, what, why], ...], the newest first
 - ``history``: rows of `libra.observe.timeline.timeline.Timeline`, the oldest first
 
-The scheduler's are of this start of a run, those of `libra page` of all its starts, without the time between them.
+The scheduler's snapshots cover this start of a run, those in `libra page` all starts.
 """
 
 from __future__ import annotations
@@ -43,14 +44,8 @@ RATE_WINDOW_S: Final = 10.0
 class Feed:
     """The latest snapshots, shared by every open page.
 
-    Parameters
-    ----------
-    snapshots : callable
-        Gives one dict per run.
-    max_age_s : float
-        Age at which they are read again, so that ``snapshots`` is called at most once per ``max_age_s`` for any number of viewers.
-    clock_s : callable
-        Monotonic seconds.
+    ``snapshots`` is called at most once per ``max_age_s``, for any number of viewers; ``clock_s``
+    is a monotonic clock.
     """
 
     def __init__(
@@ -80,10 +75,7 @@ class Feed:
 
 
 def tokens_per_s(history: Sequence[Sequence[float]], window_s: float = RATE_WINDOW_S) -> float:
-    """Tokens generated per second over the last ``window_s`` of history, or over its last row where rows are farther apart.
-
-    0.0 if it is shorter than two rows.
-    """
+    """Tokens per second over the last ``window_s``, at least over the last row; 0.0 below two rows."""
     if len(history) < 2:
         return 0.0
     last = history[-1]
@@ -118,10 +110,7 @@ def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
             else (f"{mean_rate:,.0f}", "over the run")
         ),
         "waiting": (f"{sum(waiting.values()):,}", _queue(snapshot["queue"]) or "no trajectory waits for a slot"),
-        "lag": (
-            number(lag[-1][1] if lag else None, ".2f"),
-            f"versions behind, bound {snapshot['eta']}",
-        ),
+        "lag": (number(lag[-1][1] if lag else None, ".2f"), f"versions behind, bound {snapshot['eta']}"),
         "version": _version(snapshot["versions"]),
         "failures": _failures(snapshot),
         "tokens": (f"{snapshot['tokens']:,}", "generated tokens"),
@@ -136,7 +125,6 @@ def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
 
 
 def _left(left_s: float | None, snapshot: Snapshot) -> tuple[str, str]:
-    """The estimated rest of a run that goes on; of another how long it took."""
     took = duration(snapshot["uptime_s"])
     if snapshot["state"] != "running":
         return ("done" if snapshot["state"] == "finished" else "stopped"), f"after {took}"
@@ -146,7 +134,6 @@ def _left(left_s: float | None, snapshot: Snapshot) -> tuple[str, str]:
 
 
 def _step(steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[str, str]:
-    """Seconds of the last step, and what most of them went to."""
     if not steps:
         return "–", "no step finished"
     step, split = steps[-1]
@@ -164,7 +151,6 @@ def _evaluated(evaluations: Sequence[tuple[int, float | None, int]]) -> tuple[st
 
 
 def _queue(queue: Mapping[str, Mapping[Any, int]]) -> str:
-    """Waiting trajectories by phase and level, in words."""
     words = {"ROLLOUT": "to generate", "TOOL": "for tools"}
     parts = []
     for phase, levels in queue.items():
@@ -189,7 +175,6 @@ def _failures(snapshot: Snapshot) -> tuple[str, str]:
 
 
 def _trust(policy: Mapping[str, Any]) -> str:
-    """Objective of an ordering, and the skill and weights of its forecasts."""
     if policy["skill"] is None:
         return policy["objective"] or "no forecasts"
     if policy["skill"] <= 0:

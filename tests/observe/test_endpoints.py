@@ -7,15 +7,15 @@ import re
 import pytest
 from tornado.httpclient import AsyncHTTPClient
 
-from libra.observe.page import attach_page
-from libra.observe.prometheus import METRICS
+from libra.observe.endpoints import METRICS, attach_page
 
 EXPOSED = {metric.name + ("_total" if metric.kind == "counter" else ""): metric for metric in METRICS}
 
 
 @pytest.fixture
 def scrape(live_scheduler):
-    """Samples of ``/metrics`` of a scheduler with these snapshots: (name, labels) -> value, those of Libra."""
+    """Samples of ``/metrics`` of a scheduler with these snapshots: (name, labels) -> value, those
+    of Libra."""
     parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
 
     def read(snapshots):

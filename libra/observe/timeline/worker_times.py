@@ -1,15 +1,11 @@
-"""Where worker time went: what each worker did at each moment of a run, and why it was idle.
+"""The state of each worker at each moment of a run, and the cause of idle time.
 
-A worker is in one state at a time. Busy: ``generating`` (a trajectory of the run has a ROLLOUT slot there; tools that run within a
-generation are part of it), ``acting`` (a TOOL slot), ``training`` (an optimizer step, or a wave of it), ``turned`` (a wave, on an
-engine that `libra.policy.tail` has turned), ``moving`` (weights: publishing on training workers; loading and checking on
-engines). Idle: the states of `IDLE`, each with its cause. On a worker that is shared by several runs, what it does for another run
-counts as idle.
+Busy: ``generating`` (a trajectory has a ROLLOUT slot there, tools within a generation included),
+``acting`` (a TOOL slot), ``training`` (an optimizer step or a wave), ``turned`` (a wave, on an
+engine that `libra.policy.tail` has switched), ``moving`` (publishing, loading or checking weights).
+Idle: the states of `IDLE`. On a worker of several runs, work for another run counts as idle.
 
-Invariants
-----------
-1. At each moment between the worker's first and last event it has exactly one state, unless it was away: the seconds by state add
-   up to its time, and its shares to 1.
+1. A worker has one state at each moment between its first and last event, unless it was away.
 2. A trajectory has a slot of at most one worker. Slots in use are never negative.
 3. Folding old segments (``keep``) changes no worker's total.
 """
@@ -22,8 +18,7 @@ from typing import Any, Final
 
 from libra import facts
 from libra.facts import Fact
-from libra.observe.timeline.places import Places, Slot
-from libra.observe.timeline.states import AWAY, STATES, Kind, RunTime, WorkerClock, WorkerTime
+from libra.observe.timeline.states import AWAY, STATES, Kind, Places, RunTime, Slot, WorkerClock, WorkerTime
 from libra.types import Phase
 
 _NOT_TRAINING: Final = frozenset(STATES) - {"training"}
@@ -36,21 +31,11 @@ Handler = Callable[["WorkerTimes", Any], None]
 
 
 class WorkerTimes:
-    """The state of every worker of a run.
+    """The state of every worker of a run; its handlers keep ``places``.
 
-    Parameters
-    ----------
-    places : Places
-        Where trajectories are; the handlers here keep it.
-    trainers : sequence of str
-        Names of the training workers, for runs whose log does not name them: with one training worker no group forms.
-    keep : int or None
-        Segments kept per worker; older ones are only counted. None: all, e.g. to draw them.
-
-    Attributes
-    ----------
-    now_s : float
-        Time of the newest fact, over all starts of the run: time between two starts is left out.
+    ``trainers`` names the training workers of a run whose log does not: a single one forms no
+    group. ``keep`` segments per worker are kept and older ones only counted; None keeps all.
+    ``now_s`` is the time of the newest fact over all starts, without the time between them.
     """
 
     def __init__(self, places: Places, trainers: Sequence[str] = (), *, keep: int | None = None) -> None:
@@ -60,7 +45,6 @@ class WorkerTimes:
         self._begin()
 
     def _begin(self) -> None:
-        """A start of the run: nothing runs, nothing is known of its workers."""
         for clock in self._clocks.values():
             clock.enter(self.now_s, AWAY)
             clock.count_slots(self.now_s)
@@ -84,7 +68,8 @@ class WorkerTimes:
     # ---------------------------------------------------------------- reading
 
     def times(self, until_s: float | None = None, since_s: float = 0.0) -> RunTime:
-        """The totals between two times (None: up to the newest fact), those of folded segments only if ``since_s`` is 0."""
+        """Totals between two times (default: the newest fact); folded segments count if ``since_s``
+        is 0."""
         end_s = max(self.now_s, until_s or 0.0)
         found = []
         for name, clock in sorted(self._clocks.items()):
@@ -93,12 +78,12 @@ class WorkerTimes:
         return RunTime(tuple(found), since_s, end_s)
 
     def states(self) -> dict[str, str]:
-        """What each worker does now, of those that are there."""
+        """The present state of each worker that is there."""
         now = {name: clock.segments[-1].state for name, clock in sorted(self._clocks.items()) if clock.segments}
         return {name: state for name, state in now.items() if state != AWAY}
 
     def training_state(self) -> tuple[str, float]:
-        """State of the first training worker that is there, and since when; ``AWAY`` without one."""
+        """State of the first present training worker, and since when; ``AWAY`` without one."""
         trainers = (clock.segments[-1] for clock in self._clocks.values() if clock.kind == "trainer" and clock.segments)
         return next(((last.state, last.start_s) for last in trainers if last.state != AWAY), (AWAY, 0.0))
 
@@ -109,7 +94,8 @@ class WorkerTimes:
         return max(found, key=lambda seconds: sum(seconds.values()), default={})
 
     def segments(self) -> dict[str, list[tuple[float, float, str]]]:
-        """(start, stop, state) of each worker, those kept, without absences; in seconds of `now_s`."""
+        """(start, stop, state) of each worker's kept segments, without absences, in seconds of
+        `now_s`."""
         found: dict[str, list[tuple[float, float, str]]] = {}
         for name, clock in sorted(self._clocks.items()):
             stops = [*(each.start_s for each in clock.segments[1:]), self.now_s]
@@ -155,7 +141,6 @@ class WorkerTimes:
             clock.fold(self._keep)
 
     def _update_all(self) -> None:
-        """States of all workers, where what they have in common has changed."""
         signature = (self._engine_idle(), self._trainer_state(), self._tool_idle(), self._newest_wave_s)
         if signature != self._signature:
             self._signature = signature
@@ -186,7 +171,6 @@ class WorkerTimes:
         return self._engine_idle() if clock.served else "starting"
 
     def _engine_idle(self) -> str:
-        """Why an engine without a trajectory has none."""
         places = self._places
         if places.levels[Phase.ROLLOUT]:
             return "dispatch"
@@ -238,7 +222,6 @@ class WorkerTimes:
         self._runs(clock, phase, 1)
 
     def _stopped(self, key: str) -> None:
-        """The trajectory has no slot any more."""
         if (slot := self._places.stopped(key)) is not None:  # most that park were stopped before
             self._runs(self._clocks[slot.worker], slot.phase, -1)
 
@@ -287,7 +270,7 @@ class WorkerTimes:
                 self._prepared_s = self.now_s
 
     def _wave_trained(self, fact: facts.WaveTrained) -> None:
-        """What was training since the wave opened was that only since its gradient began."""
+        """Time since the wave opened counts as training only from the start of its gradient."""
         begun_s = self.now_s - fact.train_s
         opened_s = min(self._waves_opened.pop((fact.batch, fact.wave), begun_s), begun_s)
         turned = []
@@ -304,7 +287,6 @@ class WorkerTimes:
     # ---------------------------------------------------------------- workers and engines
 
     def _engine(self, fact: Any) -> None:
-        """A fact of the engine of a worker, which is there."""
         clock = self._clock(fact.worker, "engine")
         match fact:
             case facts.EngineDeclared():
@@ -329,7 +311,6 @@ class WorkerTimes:
         clock.num_slots = fact.tool_slots if clock.kind == "tools" else fact.rollout_slots
 
     def _membership(self, fact: Any) -> None:
-        """A known worker joins, leaves, or loses its slots."""
         if (clock := self._clocks.get(fact.worker)) is None:
             return
         match fact:
@@ -444,4 +425,4 @@ HANDLERS: Final[dict[type[Fact], Handler]] = {
         WorkerTimes._roles,
     ),
 }  # fmt: skip
-"""By kind of fact; others say nothing about workers."""
+"""By kind of fact; other facts do not concern workers."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import yaml
@@ -13,14 +13,44 @@ from markupsafe import Markup
 from libra import facts
 from libra.errors import ModelError, StoreError
 from libra.observe.html import duration, number, percent, piece, table
-from libra.observe.inspect_page import headline, trajectory_text
-from libra.observe.report.reported_run import ReportedRun
-from libra.observe.report.section import Part, Section, for_each
+from libra.observe.inspect import headline, trajectory_text
+from libra.observe.panels import plain
+from libra.observe.recorded_run import ReportedRun
 from libra.observe.timeline.outcomes import Outcome
 from libra.observe.timeline.recorded import Logged
 from libra.observe.timeline.steps import EngineTurn, Wave, groups_text
-from libra.observe.token_text import load_decode
+from libra.observe.trajectory_view import load_decode
 from libra.untrusted import shown_line
+
+Part = Any
+"""HTML as `Markup`, or a model of Bokeh."""
+
+
+class Section(NamedTuple):
+    """A section: ``what`` explains it in one line; ``parts`` stand side by side in a wide window."""
+
+    anchor: str
+    title: str
+    what: str
+    parts: Sequence[Part]
+
+
+def for_each(runs: Sequence[ReportedRun], make: Callable[[ReportedRun], Sequence[Part]]) -> list[Part]:
+    """The parts of every run, under its name where there are several."""
+    parts: list[Part] = []
+    for run in runs:
+        made = list(make(run))
+        if len(runs) > 1 and made:
+            heading = piece("heading", run.name)
+            made = [heading + made[0], *made[1:]] if isinstance(made[0], Markup) else [heading, *made]
+        parts += made
+    return parts
+
+
+def label(runs: Sequence[ReportedRun], run: ReportedRun, what: str) -> str:
+    """Label of a curve: what it is, and of which run where there are several."""
+    return f"{plain(run.name)}: {what}" if len(runs) > 1 else what
+
 
 MAX_ROWS: Final = 60
 MAX_STEPS: Final = 20
@@ -63,7 +93,7 @@ def _decision_row(logged: Logged, outcomes: Sequence[Outcome]) -> tuple[str, str
 
 
 def streamed(runs: Sequence[ReportedRun]) -> Section:
-    """How streamed steps were taken, waves of the newest ones, and each turn of an engine with its reason."""
+    """The choice of steps, the waves of the newest steps, and each role switch with its reason."""
     what = (
         "Waves in which steps were trained while their trajectories were generated, and engines that turned to training and back, "
         "with the reason of each turn."
