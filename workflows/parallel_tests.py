@@ -46,7 +46,12 @@ def main(**settings: Any) -> Any:
         reward=reward,
         tools=[libra.tool(run_checks, cores=(1, 4), elastic="measure", memory_gib=0.5, timeout_s=60)],
         **(
-            {"run__iterations": 3, "evaluation__prompts": 0, "cluster__dashboard_port": 0, "cluster__tool_supply": {"cores": 4}}
+            {
+                "run__iterations": 3,
+                "evaluation__prompts": 0,
+                "cluster__dashboard_port": 0,
+                "cluster__tool_supply": {"cores": 4},
+            }
             | settings
         ),
     )

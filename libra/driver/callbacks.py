@@ -66,7 +66,7 @@ class Callbacks:
         """The configured and the ``given`` functions; ConfigError if a name cannot be imported or called so."""
         found: dict[str, list[tuple[str, Callable[..., object]]]] = {kind: [] for kind in KINDS}
         for kind, (call, count) in KINDS.items():
-            name = dict[str, str](config.observe.callbacks).get(kind)
+            name = next((name for known, name in config.observe.callbacks.items() if known == kind), None)
             if name is not None:
                 function = named_function(f"observe.callbacks.{kind}", name, call, *range(count))
                 found[kind].append((f"observe.callbacks.{kind}={name}", function))
