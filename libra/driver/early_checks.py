@@ -57,7 +57,7 @@ def check_early(config: RunConfig, *, resume: bool, starts_workers: bool, given:
 def no_scheduler(address: str, error: Exception) -> ClusterError:
     """The error of a run whose scheduler does not answer."""
     return ClusterError(
-        f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); see libra cluster tls --help to start one, or "
+        f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); libra cluster tls DIR makes the keys of one, or "
         "leave --scheduler out for a local cluster"
     )
 

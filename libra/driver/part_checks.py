@@ -91,10 +91,13 @@ def check_tools(config: RunConfig, environment: Environment, *, started_here: bo
         logger.warning(
             "environment.quotas.%s has no effect: no tool of %s has quota=%r", quota, environment.name, quota
         )
-    for name, field in (("tool_cores", "cores"), ("tool_memory_gib", "memory_gib"), ("tool_gpus", "gpu")):
-        taken = any(tool.own_process if field == "cores" else getattr(tool, field) for tool in environment.tools)
-        if getattr(config.cluster, name) and not taken and not (field == "gpu" and config.services.named):
-            logger.warning("cluster.%s has no effect: no tool of %s declares %s", name, environment.name, field)
+    for name in config.cluster.tool_supply:
+        field = {"gpus": "gpu"}.get(name, name)
+        taken = any(tool.own_process if name == "cores" else getattr(tool, field) for tool in environment.tools)
+        if not taken and not (name == "gpus" and config.services.named):
+            logger.warning(
+                "cluster.tool_supply.%s has no effect: no tool of %s declares %s", name, environment.name, field
+            )
 
 
 def _needs(tool: Tool) -> ToolNeeds:

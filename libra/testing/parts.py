@@ -213,7 +213,10 @@ class PolicyContract:
             "run": {"eta": 1},
             "trainer": {"prompts": 8, "group_size": 4},
             "policy": {"name": self.name},
-            "simulation": {"iterations": 2, "turns": 5, "slots": 4, "model": "Qwen3-0.6B"},
+            "model": {"path": "Qwen3-0.6B"},
+            "rollout": {"slots": 4},
+            "planner": {"lengths": {"turns": 5}},
+            "simulation": {"iterations": 2},
         }
         config = config_from_dict(sections)
         around = simulator_of(config)

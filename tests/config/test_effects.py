@@ -78,7 +78,7 @@ def test_a_run_that_replans_reads_of_the_planner_what_the_table_says():
 
     def replan(config):
         spec = SimpleNamespace(config=config, model_dir=resolve_model("libra/tiny-arithmetic"))
-        Planning(spec, calls=None, prompts=None, write=None)
+        Planning(spec, scheduler=None, prompts=None, write=None)
         run = run_facts(config)
         run.may_have("vllm", 2)
         run.ratio(1, 2, 4.0, 100.0)

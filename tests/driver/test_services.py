@@ -133,9 +133,9 @@ def test_limits_that_no_tool_takes_are_named(make_config, caplog):
         """Look something up."""
         return ""
 
-    config = make_config(environment={"quotas": {"search": "10/s", "other": 2}}, cluster={"tool_cores": 1})
+    config = make_config(environment={"quotas": {"search": "10/s", "other": 2}}, cluster={"tool_supply": {"cores": 1}})
     for limits, named in (
-        ({}, {"quotas.search", "quotas.other", "tool_cores"}),
+        ({}, {"quotas.search", "quotas.other", "tool_supply.cores"}),
         ({"cores": 1, "quota": "search"}, {"quotas.other"}),
     ):
         caplog.clear()
