@@ -153,7 +153,7 @@ class PlannerSection(Section):
     trace: Annotated[Path, Field(strict=False)] | None = None
     """CSV of agents' turns to draw the batch from, with columns task, sample, turn, prompt_tokens
     (the context before the turn), completion_tokens and, if known, tool_s. None: `lengths`."""
-    lengths: dict[str, Any] = LengthArgs().model_dump()
+    lengths: dict[str, Any] = LengthArgs().model_dump(mode="json")
     """Lengths of the batch's trajectories: `prompt_tokens` before the first turn;
     `generated_p50_tokens` and `generated_p99_tokens`, the median and the 99th percentile of generated
     tokens, log-normal; `observation_tokens` that tools add; generations (`turns`). Also with a trace:

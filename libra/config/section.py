@@ -34,9 +34,9 @@ class ArgumentError(ValueError):
 
 
 def arguments(kind: type[Section], given: dict[str, Any], owner: str) -> dict[str, Any]:
-    """All arguments of ``kind``, defaults included; ArgumentError for the first wrong one."""
+    """All arguments of ``kind`` as plain JSON values, defaults included; ArgumentError for the first wrong one."""
     try:
-        return kind(**given).model_dump()
+        return kind(**given).model_dump(mode="json")
     except ValidationError as error:
         raise ArgumentError(kind, owner, error.errors(include_url=False)[0]) from None
 

@@ -54,7 +54,7 @@ class TrainerSection(Section):
     grading. After that the group closes with the members it has; `docs/failures.md` has the rules."""
     lr: Annotated[float, Field(ge=0)] = 1e-4
     """Learning rate after warm-up. 0: measure without training."""
-    adam_args: dict[str, Any] = AdamArgs().model_dump()
+    adam_args: dict[str, Any] = AdamArgs().model_dump(mode="json")
     """Of AdamW: decay rates of both moments (`betas`), decoupled `weight_decay`, and the norm to
     which the gradient is clipped (`max_grad_norm`)."""
     warmup_steps: AtLeastZero = 0
@@ -66,7 +66,7 @@ class TrainerSection(Section):
     """Train adapters of this rank (LoRA) instead of all weights; versions and checkpoints hold the
     merged model, and CHECKPOINT/adapter the adapters in the format of peft. Needs `offload` false
     and no `cluster.hybrid_workers`. None: all weights."""
-    lora_args: dict[str, Any] = LoraArgs().model_dump()
+    lora_args: dict[str, Any] = LoraArgs().model_dump(mode="json")
     """`alpha`: the product of the adapters is multiplied by alpha / `lora_rank`. `targets`: linear
     layers with adapters, by the last part of their name, e.g. {targets: [q_proj, v_proj]}; empty:
     all but the output head."""
@@ -137,7 +137,7 @@ class TrainerSection(Section):
     (k3), e^-d - 1 + d (k3-reverse), or above `high` the KL divergence of "this token or another" in
     either direction (binary-kl). p(trainer) is that of `old_logp`; for behaviour, of the weights in
     training. Rejected tokens still count in the denominators."""
-    reject_args: dict[str, Any] = RejectArgs().model_dump()
+    reject_args: dict[str, Any] = RejectArgs().model_dump(mode="json")
     """`low` and `high`: smallest and largest value that is kept; null: no bound. `level`: leave out
     tokens, or whole sequences by their mean, sum or max (`reduce`; for ratio of the logarithms)."""
     off_policy_threshold: float | None = None
@@ -199,7 +199,7 @@ class TrainerSection(Section):
     batch after it came, as the difference that it makes to the advantages of its group, times
     e^(-delay / 50 versions) and the clipped ratio of the loss (RAC). wait: batches wait for it, up
     to `late_args.wait_s`. drop: it is dropped. off: such a reward is a failure of class reward."""
-    late_args: dict[str, Any] = LateArgs().model_dump()
+    late_args: dict[str, Any] = LateArgs().model_dump(mode="json")
     """`versions`, for `late` correct: for which a trained group waits for its rewards; later ones are
     dropped, and group records are kept as long. `wait_s`, for `late` wait: seconds that a batch waits
     for rewards of its members; then the provisional values count."""
