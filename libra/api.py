@@ -100,7 +100,7 @@ def train(
         ``reward`` it grades itself: it returns a number, or a dict with "reward", or posts one to its gateway.
         Without ``prompts`` the ``environment`` or ``config`` gives questions and grader.
     services : mapping of str to `libra.service`, optional
-        Models and functions that rewards and tools ask (docs/services.md).
+        Models and functions that rewards and tools ask (docs/rewards.md).
     environment : Environment, optional
         Replaces prompts, reward, tools and session. Otherwise prompts and reward are required.
     config : path, optional

@@ -29,7 +29,7 @@ def cluster() -> None:
 @click.argument("overrides", metavar="[SECTION.KEY=VALUE]...", nargs=-1)
 @click.option("--print", "only_print", is_flag=True, help="Print the job script of each worker and submit nothing.")
 def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_print: bool) -> None:
-    """A cluster of Slurm jobs: one for each rollout, train and tool worker of CONFIG (sections slurm and slurm_*).
+    """A cluster of Slurm jobs: one for each rollout, train and tool worker of CONFIG (section slurm).
 
     \b
     libra cluster slurm my.yaml --print                     # the job scripts

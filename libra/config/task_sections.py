@@ -170,7 +170,7 @@ class AgentSection(Section):
 
 
 MODEL_FUNCTIONS = ("judge", "logprob", "score", "embed", "teach")
-"""What a service with a model can be asked without code of one's own (docs/services.md)."""
+"""What a service with a model can be asked without code of one's own (docs/rewards.md)."""
 
 
 def _named(name: str) -> str:
@@ -210,7 +210,7 @@ class ServicesSection(Section):
     shared by the runs of a worker."""
 
     named: dict[Annotated[str, AfterValidator(_named)], ServiceEntry] = {}
-    """Services by name, e.g. `{judge: {model: Qwen/Qwen3-4B}}` (docs/services.md)."""
+    """Services by name, e.g. `{judge: {model: Qwen/Qwen3-4B}}` (docs/rewards.md)."""
     device_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory for their weights on the device of a worker. If they do not fit together, those used
     longest ago are evicted, and restored when they are asked again. None: all of a CPU's; on a GPU

@@ -193,7 +193,7 @@ class TrainerSection(Section):
     gradients and optimizer state in shards (fsdp2), which needs 1 / replicas of the memory and more
     network. No effect with one replica."""
     late: Literal["off", "correct", "wait", "drop"] = "off"
-    """What becomes of a reward that comes later (`libra.Late`, docs/late_rewards.md). One that is
+    """What becomes of a reward that comes later (`libra.Late`, docs/rewards.md). One that is
     there when the batch of its trajectory is made counts in it; else the provisional value counts,
     or the trajectory is left out where it has none. Then correct: the reward counts in the next
     batch after it came, as the difference that it makes to the advantages of its group, times

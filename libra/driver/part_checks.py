@@ -186,7 +186,7 @@ def _check_function(name: str, entry: ServiceEntry, model: ModelFiles | None) ->
         return
     if (wrong := unfit(FUNCTIONS[entry.function], given, entry.args)) is not None:
         raise ConfigError(
-            f"services.named: {name!r}: args {entry.args!r} do not fit function {entry.function}: {wrong}; see docs/services.md"
+            f"services.named: {name!r}: args {entry.args!r} do not fit function {entry.function}: {wrong}; see docs/rewards.md"
         )
 
 

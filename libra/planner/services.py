@@ -130,7 +130,7 @@ class ServiceModels:
         if num_gpus < 3 and not teacher.name:
             raise PlanError(
                 f"planner.num_gpus: {num_gpus}, and training, rollout and the teacher (distil.teacher) take at least one each; "
-                "type planner.num_gpus=3 or more, or distil.teacher={service: NAME}, which shares a GPU (docs/services.md)"
+                "type planner.num_gpus=3 or more, or distil.teacher={service: NAME}, which shares a GPU (docs/rewards.md)"
             )
         if teacher.name and self.room_bytes is not None and needed > self.room_bytes:
             raise PlanError(

@@ -175,7 +175,7 @@ _COMMANDS_HEAD = """\
 Libra's own errors are one message on standard error and exit code 2; `LIBRA_TRACEBACK=1` adds the traceback. Ctrl-C is exit code
 130. `libra run` exits with 1 if all trajectories of a batch failed and none because of the model, `libra doctor` if a check fails,
 `libra replay` if a decision differs. `python -m libra` is the same command.
-`--scheduler` names [your own Dask cluster](own_cluster.md).
+`--scheduler` names [your own Dask cluster](slurm.md#your-own-dask-cluster).
 """
 
 
