@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import importlib.metadata
 import math
 import re
 import shlex
@@ -271,3 +272,14 @@ def disk_refusal(path: str | Path, fault: Exception) -> str:
         f"{path}: {what}; nothing that was committed is lost. Make space on that file system "
         f"(df -h {shell_path(Path(path).parent)}), then type libra resume RUN"
     )
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs the packages of an extra, such as "pip install 'mcp<3,>=2.3'"."""
+    try:
+        required = importlib.metadata.requires("libra-rl") or []
+    except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        required = []
+    mine = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
+    packages = [f"'{line.partition(';')[0].strip()}'" for line in required if mine.search(line)]
+    return f"pip install {' '.join(packages)}" if packages else f"pip install -e '.[{extra}]'"

@@ -7,7 +7,7 @@ world. On GPUs Qwen3-4B follows up to three relations. A corpus of your own is a
     python workflows/corpus_search.py
     python workflows/corpus_search.py configs/qwen3_4b.yaml environment.args.corpus=/data/corpus.jsonl
 
-Other arguments are settings, as for ``libra run``. Needs ``pip install 'libra-rl[search]'``.
+Other arguments are settings, as for ``libra run``. Needs ``pip install -e '.[search]'``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ the exit code is 1::
     python workflows/games.py environment.name=openenv environment.args.url=http://HOST:8000 environment.args.action=message
     python workflows/games.py configs/qwen3_4b.yaml cluster.scheduler=tls://HOST:8786
 
-Other arguments are settings, as for ``libra run``. Needs ``pip install 'libra-rl[model,games]'``.
+Other arguments are settings, as for ``libra run``. Needs ``pip install -e '.[model,games]'``.
 """
 
 from __future__ import annotations

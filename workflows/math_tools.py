@@ -6,7 +6,7 @@ On two cores: SmolLM2-135M, two iterations in some minutes (configs/math_tools.y
     python workflows/math_tools.py --engine transformers run.iterations=40 evaluation.prompts=32
     python workflows/math_tools.py configs/qwen3_4b.yaml cluster.scheduler=tls://HOST:8786
 
-Needs ``pip install 'libra-rl[model,reasoning-gym]'``, and for vLLM ``libra-rl[vllm]`` on a GPU, else ``make setup-vllm``.
+Needs ``pip install -e '.[model,reasoning-gym]'``, and for vLLM ``make setup-vllm-cuda`` on a GPU, else ``make setup-vllm``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from libra.config.yaml_text import read_value
 from libra.errors import LibraError
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "math_tools.yaml"
-INSTALL_VLLM = "pip install 'libra-rl[vllm]' on a machine with a GPU, else make setup-vllm"
+INSTALL_VLLM = "pip install -e '.[vllm]' on a machine with a GPU, else make setup-vllm"
 
 
 def chosen_engine(asked: str | None) -> str:

@@ -8,7 +8,7 @@ output::
     libra run configs/mcp_tools.yaml configs/qwen3_4b.yaml --scheduler tls://HOST:8786
     python workflows/mcp_tools.py serve                        # the server alone
 
-Other arguments are settings, as for ``libra run``. Needs ``pip install 'libra-rl[mcp]'``.
+Other arguments are settings, as for ``libra run``. Needs ``pip install -e '.[mcp]'``.
 """
 
 from __future__ import annotations

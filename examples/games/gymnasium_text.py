@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra.envs.replayed_games import Observed, ReplayedGame
-from libra.errors import ConfigError
+from libra.errors import ConfigError, pip_install
 from libra.untrusted import error_text
 
-EXTRA = "pip install 'libra-rl[games]'"
+EXTRA = pip_install("games")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from libra.envs.replayed_games import Observed, ReplayedGame
-from libra.errors import ConfigError
+from libra.errors import ConfigError, pip_install
 from libra.untrusted import error_text
 
-EXTRA = "pip install 'libra-rl[games]'"
+EXTRA = pip_install("games")
 _random = threading.Lock()
 
 

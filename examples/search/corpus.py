@@ -19,11 +19,11 @@ from typing import Any
 
 from libra.envs.environment import BIN, Environment, question_class
 from libra.envs.tool import tool
-from libra.errors import ConfigError, one_of
+from libra.errors import ConfigError, one_of, pip_install
 from libra.seals import parsed_json
 from libra.types import Episode, Prompt
 
-EXTRA = "pip install 'libra-rl[search]'"
+EXTRA = pip_install("search")
 ENDINGS = {
     "text": "Then reply with the answer only.",
     "tags": "Then give the answer between <answer> and </answer>.",

@@ -35,14 +35,14 @@ from libra.agents.messages import ModelRequest, Reply
 from libra.agents.messages_dialect import read_messages, stream_messages, write_messages
 from libra.agents.request_bodies import Known, decoded, storable_json
 from libra.agents.responses_dialect import read_responses, stream_responses, write_responses
-from libra.errors import ConfigError, RequestRefused
+from libra.errors import ConfigError, RequestRefused, pip_install
 from libra.untrusted import repr_text
 
 try:
     from libra.agents.connections import Connection, Exchange
 except ImportError as missing:  # the extra `agents`
     raise ConfigError(
-        f"agent: {missing.name!r} is not installed, which its gateway needs; type pip install 'libra-rl[agents]'"
+        f"agent: {missing.name!r} is not installed, which its gateway needs; type {pip_install('agents')}"
     ) from missing
 
 logger = logging.getLogger(__name__)

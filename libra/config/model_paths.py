@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from libra.errors import ModelError
+from libra.errors import ModelError, pip_install
 
 _SHIPPED = re.compile(r"libra/([a-z0-9][a-z0-9_.-]*)")
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -93,7 +93,7 @@ def _prepared(name: str) -> Path:
     if not directory.is_dir():
         raise ModelError(
             f"model.path: {name!r} is not prepared yet, there is no {directory}; type: python workflows/prepare_model.py "
-            f"(needs pip install 'libra-rl[model]'; {MODELS_VARIABLE} names another place)"
+            f"(needs {pip_install('model')}; {MODELS_VARIABLE} names another place)"
         )
     return whole_model(directory, name)
 

@@ -30,7 +30,7 @@ from libra.config.task_sections import (
     StalenessSection,
 )
 from libra.config.trainer import TrainerSection
-from libra.errors import EngineError
+from libra.errors import EngineError, pip_install
 
 
 class RolloutSection(Section):
@@ -311,7 +311,7 @@ class RunSections(Section):
     planner: PlannerSection = PlannerSection()
 
 
-INSTALL_VLLM = "type: make setup-vllm (vLLM for CPUs), or on a GPU machine: pip install 'libra-rl[vllm]'"
+INSTALL_VLLM = f"type: make setup-vllm (vLLM for CPUs), or on a GPU machine: {pip_install('vllm')}"
 
 
 def vllm_is_installed() -> bool:

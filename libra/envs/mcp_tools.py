@@ -31,7 +31,7 @@ from typing import Any
 
 from libra.envs.environment import Environment
 from libra.envs.tool import Tool
-from libra.errors import ConfigError, ToolFault
+from libra.errors import ConfigError, ToolFault, pip_install
 from libra.processes import keeper
 from libra.processes.child_environment import child_environment
 from libra.untrusted import error_text
@@ -39,7 +39,7 @@ from libra.untrusted import error_text
 logger = logging.getLogger(__name__)
 
 ENV_SETTING = "environment.tools_env"
-EXTRA = "pip install 'libra-rl[mcp]'"
+EXTRA = pip_install("mcp")
 START_S = 180.0
 TIMEOUT_S = 60.0
 """Wall seconds of a call."""

@@ -19,13 +19,13 @@ from typing import Any
 
 from libra.envs.environment import BIN, Environment, question_class
 from libra.envs.tool import Tool, tool
-from libra.errors import ConfigError, EnvironmentFault, nearest, one_of
+from libra.errors import ConfigError, EnvironmentFault, nearest, one_of, pip_install
 from libra.types import Episode, Prompt
 from libra.untrusted import error_text, repr_text
 
 logger = logging.getLogger(__name__)
 
-EXTRA = "pip install 'libra-rl[reasoning-gym]'"
+EXTRA = pip_install("reasoning-gym")
 _HELD_OUT, _SHOWN = 0, 1
 """Classes of questions for evaluation and worked examples; the others are for training."""
 _MAX_ATTEMPTS = 2000

@@ -24,13 +24,13 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from libra.envs.environment import Environment, question_class
-from libra.errors import ConfigError, EnvironmentFault
+from libra.errors import ConfigError, EnvironmentFault, pip_install
 from libra.types import Episode, Prompt
 from libra.untrusted import error_text
 
 MOST_LIVE = 512
 """Most live games of a process between steps; the oldest end first."""
-EXTRA = "pip install 'libra-rl[openenv]'"
+EXTRA = pip_install("openenv")
 TIMEOUT_S = 60.0
 """Seconds for one request to an OpenEnv server."""
 

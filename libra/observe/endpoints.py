@@ -2,7 +2,7 @@
 ``/metrics``.
 
 `METRICS` declares each metric once; the Grafana board (``configs/grafana_board.json``) uses its
-names. Without ``prometheus_client`` (``pip install 'libra-rl[metrics]'``) Dask and Libra serve no
+names. Without ``prometheus_client`` Dask and Libra serve no
 metrics.
 
 1. All show what ``snapshots()`` returns (`libra.observe.page_snapshots`).
@@ -21,6 +21,7 @@ import msgspec
 from tornado.ioloop import IOLoop
 from tornado.web import RequestHandler
 
+from libra.errors import pip_install
 from libra.observe.page_snapshots import Feed, Snapshot, tokens_per_s
 from libra.types import Phase
 
@@ -141,7 +142,7 @@ def export(feed: Feed) -> bool:
     try:
         from prometheus_client import REGISTRY
     except ImportError:
-        logger.debug("no Prometheus metrics: prometheus_client is not installed; pip install 'libra-rl[metrics]'")
+        logger.debug("no Prometheus metrics: prometheus_client is not installed; %s", pip_install("metrics"))
         return False
     if _collector:
         _collector[0].feed = feed

@@ -8,7 +8,7 @@ import pytest
 
 from libra.agents.messages import Call, Message
 
-pytest.importorskip("httptools", reason="type pip install 'libra-rl[agents]'")
+pytest.importorskip("httptools", reason="type pip install -e '.[agents]'")
 httpx2 = pytest.importorskip("httpx2", reason="type pip install httpx2")
 openai = pytest.importorskip("openai", reason="type pip install openai")
 anthropic = pytest.importorskip("anthropic", reason="type pip install anthropic")

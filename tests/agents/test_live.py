@@ -12,7 +12,7 @@ from libra.driver.run_session import run
 from libra.errors import BatchFailed
 from libra.store.trajectory_store import TrajectoryStore
 
-pytest.importorskip("httptools", reason="type pip install 'libra-rl[agents]'")
+pytest.importorskip("httptools", reason="type pip install -e '.[agents]'")
 
 
 def config_of(make_config, mark, agent, **more):

@@ -64,7 +64,7 @@ def test_whatever_a_tool_does_is_a_status_that_the_model_reads(finished):
 
 
 def test_a_model_calls_a_tool_of_an_mcp_server(client, repository, tmp_path):
-    pytest.importorskip("mcp", reason="pip install 'libra-rl[mcp]'")
+    pytest.importorskip("mcp", reason="pip install -e '.[mcp]'")
     server = f"{sys.executable} {repository / 'workflows' / 'mcp_tools.py'} serve"
     config = config_from_dict(
         {

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("mcp", reason="pip install 'libra-rl[mcp]'")
+pytest.importorskip("mcp", reason="pip install -e '.[mcp]'")
 
 
 from libra.config import config_from_dict

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-pytest.importorskip("websockets", reason="pip install 'libra-rl[openenv]'")
+pytest.importorskip("websockets", reason="pip install -e '.[openenv]'")
 
 from websockets.sync.server import serve
 

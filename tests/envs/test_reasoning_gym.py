@@ -9,7 +9,7 @@ from libra.envs import make_environment, run_grader
 from libra.errors import ConfigError, RewardFault
 from libra.types import Prompt, ToolCall, Turn
 
-pytest.importorskip("reasoning_gym", reason="pip install 'libra-rl[reasoning-gym]'")
+pytest.importorskip("reasoning_gym", reason="pip install -e '.[reasoning-gym]'")
 
 SMALL = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 

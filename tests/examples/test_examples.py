@@ -104,7 +104,7 @@ class TestSearch(EnvironmentContract):
     turns = ('<tool_call>{"name": "search", "arguments": {"query": "a"}}</tool_call>', "<answer>b</answer>")
 
     def make_environment(self):
-        pytest.importorskip("bm25s", reason="pip install 'libra-rl[search]'")
+        pytest.importorskip("bm25s", reason="pip install -e '.[search]'")
         return make_environment(SEARCH, {}, 0)
 
     def test_every_question_can_be_answered_by_searching(self):
@@ -124,7 +124,7 @@ class TestFrozenLake(EnvironmentContract):
     turns = ("down", "down", "right", "right", "down", "right")
 
     def make_environment(self):
-        pytest.importorskip("gymnasium", reason="pip install 'libra-rl[games]'")
+        pytest.importorskip("gymnasium", reason="pip install -e '.[games]'")
         return make_environment(GYMNASIUM, LAKE, 0)
 
     def test_it_is_read_and_won_on_two_workers(self):
@@ -140,7 +140,7 @@ class TestTextArena(EnvironmentContract):
     turns = ("[3]", "[17]", "no number")
 
     def make_environment(self):
-        pytest.importorskip("textarena", reason="pip install 'libra-rl[games]'")
+        pytest.importorskip("textarena", reason="pip install -e '.[games]'")
         return make_environment(TEXTARENA, {"id": "GuessTheNumber-v0"}, 0)
 
     def test_the_global_generator_is_left_alone(self):

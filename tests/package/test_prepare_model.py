@@ -14,8 +14,8 @@ from libra.config import resolve_model
 from libra.errors import ModelError
 from libra.tensors import digest
 
-gguf = pytest.importorskip("gguf", reason="pip install 'libra-rl[model]'")
-pytest.importorskip("accelerate", reason="pip install 'libra-rl[model]'")
+gguf = pytest.importorskip("gguf", reason="pip install -e '.[model]'")
+pytest.importorskip("accelerate", reason="pip install -e '.[model]'")
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 HIDDEN, HEADS, KV, INNER, LAYERS = 64, 2, 1, 96, 2

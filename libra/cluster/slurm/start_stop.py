@@ -18,7 +18,7 @@ from libra.cluster.connection import Contact, connect, present_workers
 from libra.cluster.slurm.jobs import CONTACT_FILE, JOBS_FILE, LOGS, REFUSED, check_layout, role_of
 from libra.cluster.slurm.queue import job_states
 from libra.config import RunConfig
-from libra.errors import ClusterError
+from libra.errors import ClusterError, pip_install
 
 START_S, STOP_S = 90.0, 60.0
 SERVICE_LOG = "scheduler.log"
@@ -149,7 +149,7 @@ def check_installed() -> None:
     try:
         import dask_jobqueue  # noqa: F401
     except ImportError as error:
-        raise ClusterError(f"{error.name} is not installed; type pip install 'libra-rl[slurm]'") from error
+        raise ClusterError(f"{error.name} is not installed; type {pip_install('slurm')}") from error
 
 
 def answers(path: Path) -> bool:

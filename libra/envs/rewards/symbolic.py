@@ -1,7 +1,7 @@
 """Answers compared as mathematics by math-verify: 1/2, 0.5 and 50/100 are one number, {1,2} and
 {2,1} one set.
 
-It needs the package math-verify (``pip install 'libra-rl[math]'``). As in verl 0.9.1
+It needs the package math-verify. As in verl 0.9.1
 (``math_verify.compute_score``), the truth is LaTeX in a box, and the completion LaTeX or a plain
 expression.
 
@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from libra.errors import ConfigError, RewardFault
+from libra.errors import ConfigError, RewardFault, pip_install
 from libra.untrusted import shown_line
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def score(text: str, answer: str, *, timeout_s: float = 30.0, timeout_score: flo
     ConfigError if math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("reward math_verify: the package is not installed; type pip install 'libra-rl[math]'")
+        raise ConfigError(f"reward math_verify: the package is not installed; type {pip_install('math')}")
     if not text:
         return 0.0
     with _places:

@@ -29,7 +29,7 @@ AS_VERL = {
 }
 
 
-NEEDS = [pytest.mark.live, pytest.mark.skipif(not installed, reason="type pip install 'libra-rl[math]'")]
+NEEDS = [pytest.mark.live, pytest.mark.skipif(not installed, reason="type pip install -e '.[math]'")]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from libra.errors import RewardFault
 pytestmark = pytest.mark.live
 
 needs_package = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="math-verify: pip install 'libra-rl[math]'"
+    importlib.util.find_spec("math_verify") is None, reason="math-verify: pip install -e '.[math]'"
 )
 
 
