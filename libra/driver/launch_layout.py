@@ -264,7 +264,7 @@ def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
         except ConfigError as error:
             raise PlanError(
                 f"planner.gpu: Libra has no datasheet of this machine's GPU, {machine.gpu!r} ({error}); type planner.gpu=FILE with "
-                "one (docs/hardware.md)"
+                "one (docs/planning.md)"
             ) from error
     if wanted != machine.gpu and _known(machine.gpu):
         raise PlanError(

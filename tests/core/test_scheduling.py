@@ -1,6 +1,6 @@
 """Workers change their roles, steps are streamed, runs share a scheduler, and a stuck part is named.
 
-docs/elastic.md (role changes), docs/training_group.md (a streamed step is the whole step), docs/failures.md (the watchdog).
+docs/training_group.md (role changes, a streamed step is the whole step), docs/failures.md (the watchdog).
 That the live plugin and the simulator decide alike is in tests/scheduler/test_parity.py.
 """
 
