@@ -1,6 +1,6 @@
 """No token is older than the staleness bound, and an engine proves its weights before one of its tokens is trained on.
 
-README ("an engine proves its weights"), docs/weights.md, docs/scheduling.md (the bound ``run.eta``).
+README ("an engine proves its weights"), docs/weights.md, docs/staleness.md (the bound ``run.eta``).
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Functions of verl 0.9.1, TRL 1.16.0 and AReaL 1.0.4 by Libra's: which options give their numbers (docs/golden.md).
+"""Functions of verl 0.9.1, TRL 1.16.0 and AReaL 1.0.4 by Libra's: which options give their numbers (docs/sources.md).
 
 Each takes its peer's arguments under the peer's names, in rows (B, T). verl: ``core_algos.py`` and ``rollout_corr_helper.py``;
 TRL: ``GRPOTrainer._compute_loss``, one accumulation step on one process; AReaL: ``functional.py``.
