@@ -1,7 +1,7 @@
 """Train a model to write Python functions; tests that it never sees, in a sandbox, are the reward.
 
 On two cores SmolLM2-135M in two iterations (it shows that everything works), on GPUs Qwen3-4B. Problems of your own are a file of
-JSON lines with prompt, function and tests (docs/workloads.md)::
+JSON lines with prompt, function and tests (docs/tools.md)::
 
     python workflows/code_tests.py
     python workflows/code_tests.py configs/qwen3_4b.yaml environment.args.problems=/data/problems.jsonl

@@ -2,7 +2,7 @@
 
 On two cores: a model of 0.7 million parameters, which ``make_start_model.py`` makes first (some ten minutes), in a generated
 world. On GPUs Qwen3-4B follows up to three relations. A corpus of your own is a file of JSON lines with title, text and facts
-(docs/workloads.md)::
+(docs/tools.md)::
 
     python workflows/corpus_search.py
     python workflows/corpus_search.py configs/qwen3_4b.yaml environment.args.corpus=/data/corpus.jsonl

@@ -59,6 +59,15 @@ def test_commands_and_settings_on_a_page_exist(page):
     assert not found and not wrong, (found, wrong)
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_code_that_a_page_shows_of_a_workflow_is_in_it(page):
+    for kind, block in BLOCK.findall((ROOT / page).read_text()):
+        name, _, shown = block.partition("\n")
+        if kind == "python" and name.startswith("# workflows/"):
+            text = (ROOT / name[2:]).read_text()
+            assert not [part for part in shown.strip("\n").split("\n\n\n") if part not in text], (page, name)
+
+
 def test_what_does_not_exist_is_found():
     text = "```sh\nlibra run x.yaml trainer.lrr=3 --fast && libra ruin  # libra none\n```\n`libra x`\n```python\nlibra y\n```\n"
     assert [faults(words) for words in commands(text)] == [["trainer.lrr=3", "--fast"], ["ruin"]]

@@ -137,11 +137,12 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @pytest.fixture(scope="module")
 def page(repository):
-    """The names that docs/own_environment.md defines; in no module, so that workers get them by value."""
+    """The names that docs/own_environment.md and docs/extend.md define; in no module, so that workers get them by value."""
     names = {"__name__": "page_of_own_environment"}
-    for block in BLOCK.findall((repository / "docs" / "own_environment.md").read_text()):
-        if not block.startswith("# workflows/"):
-            exec(compile(block, "docs/own_environment.md", "exec"), names)
+    for name in ("own_environment", "extend"):
+        for block in BLOCK.findall((repository / "docs" / f"{name}.md").read_text()):
+            if not block.startswith("# workflows/"):
+                exec(compile(block, f"docs/{name}.md", "exec"), names)
     return names
 
 
