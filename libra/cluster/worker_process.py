@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Mapping
 from types import FrameType
-
-from distributed import Worker
-from distributed.core import Status
+from typing import TYPE_CHECKING
 
 from libra.config import RunConfig
 from libra.processes.child_environment import loopback_direct
+
+if TYPE_CHECKING:
+    from distributed import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ def end_of_job_s(environment: Mapping[str, str]) -> float | None:
 
 async def leave_in_time(worker: Worker, end_s: float, drain_s: float) -> None:
     """Wait, stop taking tasks, let those that run end, leave."""
+    from distributed.core import Status  # `libra run` reads this module before it needs Dask
+
     await asyncio.sleep(max(0.0, end_s - drain_s - time.time()))
     logger.warning(
         "time limit in %.0f s: worker %s takes no new tasks and leaves when %d are done",

@@ -4,7 +4,7 @@ Training is slowed down in every worker, as `min_pass_s` slows engines down: a t
 """
 
 import hashlib
-import time
+import threading
 
 import pytest
 from distributed import Client
@@ -53,7 +53,7 @@ def slow_gradients() -> None:
     whole = SliceGradient.accumulate
 
     def slowly(self, samples, *arguments):
-        time.sleep(SAMPLE_S * len(samples))
+        threading.Event().wait(SAMPLE_S * len(samples))  # the emulated speed of the trainer
         return whole(self, samples, *arguments)
 
     SliceGradient.accumulate = slowly

@@ -77,7 +77,7 @@ def recorded_run(tmp_path_factory, random_model, client):
 
     settings = factories.run_settings(
         tmp_path_factory.mktemp("recorded"), random_model,
-        run={"name": "recorded"}, evaluation={"prompts": 4}, observe={"tensorboard": True},
+        run={"name": "recorded"}, evaluation={"prompts": 4}, observe={"trackers": ["tensorboard"]},
     )  # fmt: skip
     return run(config_from_dict(settings), client=client).directory
 

@@ -57,7 +57,7 @@ def test_a_torn_last_line_is_left_out(tmp_path, caplog):
 CONFIG = {
     "run": {"name": "demo", "seed": 7, "from_checkpoint": None},
     "trainer": {"lr": 0.5, "adam_args": {"weight_decay": 0.5}},
-    "observe": {"tensorboard": True},
+    "observe": {"trackers": ["tensorboard"]},
 }
 TEXT = "what is <b>2+2</b>?\n# 4"
 
