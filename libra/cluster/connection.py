@@ -72,7 +72,7 @@ def new_security() -> Security:
 def security_of(certificate: str, key: str, authority: str | None = None) -> Security:
     """Encryption with both sides proven by one certificate and key, each a PEM text or a path.
 
-    ``authority``: the certificate that has to have signed a peer's; None: the certificate itself.
+    ``authority``: the certificate that signed a peer's, by default the certificate itself.
     """
     from distributed.security import Security
 
@@ -162,7 +162,7 @@ def connect(scheduler: str, *, security: Security | None = None, set_as_default:
     """A client of the scheduler at an address, or of the one whose ``cluster.json`` is at that
     path.
 
-    ``security``: key and certificate for an address; None: those of Dask's configuration, if there
+    ``security``: key and certificate for an address, by default from Dask's configuration, if there
     are any. ClusterError if the file cannot be read or certificates are missing; OSError,
     TimeoutError or ValueError if no scheduler answers.
     """

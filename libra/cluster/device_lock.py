@@ -12,7 +12,7 @@ Invariants
 2. Processes have it in the order in which they asked; of one process, one at a time asks.
 3. What a process holds or waits for ends with it, however it ends. The locks are POSIX record locks: the kernel releases them, and
    no child inherits them.
-4. Waiting keeps no event loop from its work, and leaves nothing behind where it is cancelled. It is bounded, and the log says who
+4. Waiting keeps no event loop from its work, and leaves nothing behind where it is cancelled. It is bounded, and the log names who
    waits for whom.
 5. A file that was removed, as cleaners of /tmp do, is made again; a number that was taken in the old one is not trusted.
 """
@@ -47,7 +47,7 @@ _TAKING, _NUMBERS = 0, 1
 
 
 class DeviceLock:
-    """The lock of the device ``name``; ``directory`` None: `lock_directory`. ClusterError where
+    """The lock of the device ``name``; ``directory`` is `lock_directory` by default. ClusterError where
     there can be none."""
 
     def __init__(self, name: str, directory: Path | None = None) -> None:
@@ -64,7 +64,7 @@ class DeviceLock:
         who : str
             Who holds or wants it, for the log of those who wait.
         limit_s : float
-            Seconds after which `ToolFault` says who has it.
+            Seconds after which `ToolFault` names the holder.
         """
         file, me = self._file, object()
         number: int | None = None
@@ -205,7 +205,7 @@ class _DeviceFile:
             return False
 
     def number(self) -> int | None:
-        """The next number, whose byte is locked; None: somebody else takes one just now."""
+        """The next number, whose byte is locked, unless another process takes one right now."""
         if not self._lock(_TAKING, 1):
             return None
         try:

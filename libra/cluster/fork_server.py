@@ -144,7 +144,7 @@ class _Forked(popen_forkserver.Popen):
         return super().poll(flag)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """As `poll`, after at most ``timeout`` seconds; None: until it ends."""
+        """As `poll`, after at most ``timeout`` seconds, by default until it ends."""
         if self.returncode is None and self._ended is not None and not wait([self._ended], timeout):
             return None
         return self.poll(0)

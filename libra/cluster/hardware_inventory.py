@@ -47,7 +47,7 @@ class Machine:
     cores: int
 
     def ranks(self, threads: int | None) -> int:
-        """GPUs; without one, ranks of ``threads`` cores each (None: of all)."""
+        """GPUs; without one, ranks of ``threads`` cores each (by default of all)."""
         return self.num_gpus or max(self.cores // (threads or self.cores), 1)
 
 
@@ -110,11 +110,11 @@ def visible_gpus(visible: str | None, machine: Sequence[str], least: int = 1) ->
     Parameters
     ----------
     visible : str or None
-        Its CUDA_VISIBLE_DEVICES: numbers or UUIDs, which may be cut short. None: it is not set, and all are seen.
+        Its CUDA_VISIBLE_DEVICES: numbers or UUIDs, which may be cut short. Without it all are seen.
     machine : sequence of str
         UUIDs of the GPUs of the machine, by number; empty: not known.
     least : int
-        GPUs that are there at least, where neither of the two says how many.
+        GPUs that are there at least, where neither of the two has a number.
     """
     if visible is None:
         entries = [str(number) for number in range(len(machine) or least)]
@@ -133,7 +133,7 @@ def _name(entry: str, machine: Sequence[str]) -> str:
 
 def machine_gpus(driver: Path = DRIVER, nodes: Path = NODES) -> tuple[str, ...]:
     """UUIDs of the GPUs that this process may open, by number (that of their PCI addresses); empty
-    where no driver says."""
+    without a driver."""
     found = []
     for file in sorted(driver.glob("*/information")):
         facts = dict(line.split(":", 1) for line in file.read_text().splitlines() if ":" in line)
@@ -158,7 +158,7 @@ class ToolSupply(NamedTuple):
 
 
 def tool_supply(config: RunConfig, index: int = 0) -> ToolSupply:
-    """Of tool worker ``index`` on this machine. Tool workers of a local cluster share it evenly, at
+    """Supply of tool worker ``index`` on this machine. Tool workers of a local cluster share it evenly, at
     least a core each."""
     cluster = config.cluster
     local = cluster.scheduler is None

@@ -203,7 +203,7 @@ def number_of_workers(config: RunConfig) -> dict[str, int]:
 
 
 def most_workers(config: RunConfig) -> dict[str, int] | None:
-    """The same with the tool workers that there may be; None: there may be no others."""
+    """The same with the tool workers that may be added, if any may."""
     most = most_tools(config)
     return None if most == config.cluster.tool_workers else number_of_workers(config) | {"tool": most}
 
@@ -313,7 +313,7 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
 
 
 def preloads(process: str) -> list[str]:
-    """Modules that a ``worker`` or ``scheduler`` loads when it starts: ours, and those of the
+    """Modules that a ``worker`` or ``scheduler`` loads when it starts: ours, and the ones in the
     user's own Dask settings."""
     configured = dask.config.get(f"distributed.{process}.preload") or []
     own = [configured] if isinstance(configured, str) else list(configured)
@@ -325,7 +325,7 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
 
     Only who has the key of this cluster, which is in memory, can connect to any of them: other
     users of the machine could. Workers write their errors to ``WORKER.log`` in the directory
-    ``logs``; None: to the driver's standard error.
+    ``logs``, by default to the driver's standard error.
     """
     port = page_port(config.cluster.dashboard_port)
     logging.getLogger("distributed").setLevel(logging.WARNING)  # it logs a line per connection and worker

@@ -1,4 +1,4 @@
-"""What a connected cluster lacks for a run, checked before anything is submitted."""
+"""Missing parts of a connected cluster for a run, checked before anything is submitted."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class SettingProblem:
 
 
 def check_settings(in_force: Mapping[str, Any], process: Process) -> tuple[SettingProblem, ...]:
-    """What differs from `SETTINGS` in a process.
+    """Differences from `SETTINGS` in a process.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def check_settings(in_force: Mapping[str, Any], process: Process) -> tuple[Setti
 
 
 def cluster_setting_problems(client: Client) -> tuple[SettingProblem, ...]:
-    """What differs from `SETTINGS` in the scheduler and the workers a synchronous client is
+    """Differences from `SETTINGS` in the scheduler and the workers a synchronous client is
     connected to, each once."""
     import dask.config
 

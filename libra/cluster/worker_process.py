@@ -62,7 +62,7 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
 
 
 def inherited_environment(config: RunConfig) -> dict[str, str]:
-    """All variables of a local worker, as those of this process and `worker_environment` make them."""
+    """All variables of a local worker: this process's, changed by `worker_environment`."""
     found = {**worker_environment(config), **os.environ}
     if found.get("PYTHONHASHSEED") in (None, "0"):
         found["PYTHONHASHSEED"] = HASH_SEED

@@ -158,7 +158,7 @@ with the same defaults."""
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What an algorithm sets. Names and meanings are those of the fields of ``trainer``."""
+    """What an algorithm sets. Names and meanings are as in section ``trainer``."""
 
     advantage: AdvantageName = "grpo"
     normalize_std: bool = True

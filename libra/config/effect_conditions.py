@@ -15,12 +15,12 @@ CommandName = Literal["run", "plan", "simulate", "slurm"]
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What decides whether a setting has an effect, besides the configuration.
+    """Facts that decide whether a setting has an effect, besides the configuration.
 
     Attributes
     ----------
     command : {"run", "plan", "simulate", "slurm"} or None
-        The command that is about to read it (``slurm``: `libra cluster slurm`). None: none yet (`libra config`).
+        The command that is about to read it (``slurm``: `libra cluster slurm`). If null, none yet (`libra config`).
     typed : frozenset of str
         Dotted names given for this very command: overrides, or keyword arguments of `libra.train`.
     options : frozenset of str
@@ -28,7 +28,7 @@ class Situation:
     client : bool
         A connected Dask client was given.
     has_gpu : callable or None
-        Whether the machines of the run have GPUs; called only if a setting depends on it. None: not known here.
+        Whether the machines of the run have GPUs; called only if a setting depends on it. If null, not known here.
     """
 
     command: CommandName | None = None

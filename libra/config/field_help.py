@@ -90,7 +90,7 @@ def field_references() -> dict[str, FieldReference]:
 
 def inner_reference(path: Sequence[str]) -> FieldReference | None:
     """A key of a section that is a value of a setting's mapping, e.g.
-    ``services.named.judge.max_batch``; None: it is none."""
+    ``services.named.judge.max_batch``; If null, it is none."""
     annotation: Any = sections()[path[0]].model_fields[path[1]].annotation
     found = None
     for number, key in enumerate(path[2:], start=3):
@@ -160,7 +160,7 @@ def _type_words(annotation: Any) -> str:
 
 
 def _own_words(metadata: typing.Iterable[Any]) -> str:
-    """What a name may be where a part of one's own may be named; empty elsewhere."""
+    """Allowed names where a part of one's own may be named; empty elsewhere."""
     return next((item.words for item in metadata if isinstance(item, OwnOr)), "")
 
 

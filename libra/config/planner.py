@@ -121,7 +121,7 @@ class PlannerSection(Section):
     `cluster.engines`, `policy.boundaries_tokens` and `trainer.micro_batch_tokens` from the plan."""
     planned: Annotated[PlannedLayout | None, PlainValidator(_planned), PlainSerializer(msgspec.to_builtins)] = None
     """The plan behind the settings of `cluster` and `trainer`, as `libra plan --write` and `layout`
-    auto write it. A run on another model or other hardware is refused. None: they are not planned."""
+    auto write it. A run on another model or other hardware is refused. If null, they are not planned."""
 
     replan: bool = False
     """In a run, plan again after each iteration: fit the cost model to it, and log any better plan.
@@ -137,22 +137,22 @@ class PlannerSection(Section):
     A800). A plan is applied if it gains one and a half times its cost in the remaining iterations,
     or if the next iterations would not fit into KV memory."""
     gpu: Annotated[str, Field(min_length=1)] | None = None
-    """GPU of every machine: a name of `libra/hardware/gpus`, or the path of a datasheet. None: for
+    """GPU of every machine: a name of `libra/hardware/gpus`, or the path of a datasheet. If null, for
     `layout` auto the GPU of this machine, else A800-80G."""
     calibration: Annotated[Path, Field(strict=False)] | None = None
     """File that `libra calibrate RUN --save` wrote: engines have the seconds measured in that run
     instead of the GPU's tables, and training is scaled to its steps; `tp` loses the degrees that
     were not measured. Its weight update replaces `update_s` if that is not given. It must be of the
-    model in `model.path`. None: the GPU's tables."""
+    model in `model.path`. If null, the GPU's tables."""
     num_gpus: AtLeastOne | None = None
-    """GPUs to divide between training and rollout. None: for `layout` auto those of this machine
+    """GPUs to divide between training and rollout. If null, for `layout` auto those of this machine
     (without a GPU: its cores divided by `cluster.threads`), else 8."""
     tp: Annotated[list[AtLeastOne], Field(min_length=1)] = [1, 2, 4, 8]
     """Tensor-parallel degrees an engine may have; each must divide the next, and the last one the
     GPUs of a machine."""
     trace: Annotated[Path, Field(strict=False)] | None = None
     """CSV of agents' turns to draw the batch from, with columns task, sample, turn, prompt_tokens
-    (the context before the turn), completion_tokens and, if known, tool_s. None: `lengths`."""
+    (the context before the turn), completion_tokens and, if known, tool_s. If null, `lengths`."""
     lengths: dict[str, Any] = LengthArgs().model_dump(mode="json")
     """Lengths of the batch's trajectories: `prompt_tokens` before the first turn;
     `generated_p50_tokens` and `generated_p99_tokens`, the median and the 99th percentile of generated
@@ -161,9 +161,9 @@ class PlannerSection(Section):
     a gradient, which a run's metrics have as `forwarded_sequences` over `trajectories`."""
     update_s: Annotated[float, Field(ge=0)] | None = None
     """Seconds from a step's end until engines serve its weights; with `run.eta` at 1 or more and
-    one GPU in training beside the next step. None: 10, or with `calibration` as measured."""
+    one GPU in training beside the next step. If null, 10, or with `calibration` as measured."""
     fixed_train_gpus: AtLeastOne | None = None
-    """Exact number of GPUs for training, one worker each (`cluster.train_workers`). None: the best
+    """Exact number of GPUs for training, one worker each (`cluster.train_workers`). If null, the best
     number."""
     fixed_engines: dict[Annotated[int, Field(ge=1, strict=False)], AtLeastZero] = {}
     """Exact number of engines by degree, e.g. {"1": 4, "8": 1}; other degrees are free."""
@@ -189,13 +189,13 @@ class SimulationSection(Section):
     iterations: AtLeastOne = 1
     """Iterations to simulate."""
     train_s: Annotated[float, Field(ge=0)] | None = None
-    """Seconds of an optimizer step with its weight update. None: 0, or with `planner.calibration`
+    """Seconds of an optimizer step with its weight update. If null, 0, or with `planner.calibration`
     as measured."""
     load_s: Annotated[float, Field(ge=0)] | None = None
     """Seconds in which an engine loads new weights; running requests then recompute their context.
-    None: 0, or with `planner.calibration` as measured."""
+    If null, 0, or with `planner.calibration` as measured."""
     tool_slots: AtLeastOne | None = None
-    """Concurrent actions. None: no limit."""
+    """Concurrent actions. If null, no limit."""
     noise: bool = False
     """Draw the seconds of engines around the predicted ones, with the residuals of measured
     kernels; the same seed draws the same."""

@@ -53,7 +53,7 @@ class OwnOr:
 
     @property
     def words(self) -> str:
-        """What the field allows."""
+        """The allowed values in words."""
         shipped = f"one of {', '.join(self.names)}, or " if self.names else ""
         return f"{shipped}{FORM} of your own"
 

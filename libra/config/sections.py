@@ -34,7 +34,7 @@ from libra.errors import EngineError, pip_install
 
 
 class RolloutSection(Section):
-    """How trajectories are generated."""
+    """Generation of trajectories."""
 
     engine: Annotated[str, OwnOr(("transformers", "vllm"))] = "transformers"
     """Inference engine of a rollout worker: transformers in the worker's own process, vLLM in its
@@ -57,24 +57,24 @@ class RolloutSection(Section):
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
     """KV cache of one engine, in GiB; with vllm of each tensor-parallel rank. If it is smaller than
     all slots need at `max_context_tokens`, turns wait until their context fits (vllm: late requests
-    are preempted and recomputed), and contexts kept between turns are evicted. None: enough for all
+    are preempted and recomputed), and contexts kept between turns are evicted. If null, enough for all
     slots; with vllm on a GPU what `gpu_memory_utilization` leaves."""
     kv_host_gib: Annotated[float, Field(gt=0)] | None = None
     """Host memory of one engine, in GiB, for the KV of trajectories between two turns. Contexts
     that were evicted from the KV cache return from there, and a trajectory that changes its home
     takes its KV along where that is expected to be quicker than computing it again. Never used
     across versions; all engines of a machine together may not have more than its memory. Needs
-    engine transformers; for vllm see `engine_args`. None: KV is computed again."""
+    engine transformers; for vllm see `engine_args`. If null, KV is computed again."""
     tool_format: Literal["hermes", "qwen3_coder"] | None = None
     """How the model writes tool calls: "hermes" (JSON; Hermes, Qwen2.5, Qwen3) or "qwen3_coder"
-    (XML; Qwen3-Coder, Qwen3.5). None: the environment's own format, by default "hermes"."""
+    (XML; Qwen3-Coder, Qwen3.5). If null, the environment's own format, by default "hermes"."""
     max_new_tokens: AtLeastOne = 64
     """Maximum tokens of one turn; a turn that reaches it ends its trajectory as "length"."""
     chunk_tokens: AtLeastOne | None = None
     """Maximum tokens of one quantum: a longer turn parks after so many, and waits in the queue for
     a slot to go on, with the same tokens as in one piece. So long turns neither hold a slot while
     others wait for it, nor stay on an engine that others have left; each part costs a record and a
-    report. An engine of your own must declare ``continues_turns``. None: a turn is one quantum."""
+    report. An engine of your own must declare ``continues_turns``. If null, a turn is one quantum."""
     max_turns: AtLeastOne = 12
     """Maximum turns of a trajectory."""
     max_context_tokens: AtLeastOne = 1024
@@ -103,14 +103,14 @@ class EngineGroup(Section):
     tp: AtLeastOne = 1
     """Tensor-parallel degree of their engines."""
     threads: AtLeastOne | None = None
-    """Torch threads per engine, or per tensor-parallel rank. None: `cluster.threads`."""
+    """Torch threads per engine, or per tensor-parallel rank. If null, `cluster.threads`."""
     slots: AtLeastOne | None = None
-    """Concurrent generations of one of them. None: `rollout.slots`."""
+    """Concurrent generations of one of them. If null, `rollout.slots`."""
     count: AtLeastOne = 1
     """Number of such workers."""
     min_pass_s: Annotated[float, Field(gt=0)] | None = None
     """Minimum seconds of a forward pass (transformers); a faster pass waits. It emulates engines of
-    different speeds on one machine, for measurements and tests. None: no minimum."""
+    different speeds on one machine, for measurements and tests. If null, no minimum."""
 
 
 class ClusterSection(Section):
@@ -118,7 +118,7 @@ class ClusterSection(Section):
 
     scheduler: Annotated[str, Field(min_length=1)] | None = None
     """Address of a running Dask scheduler, as tls://HOST:PORT, or the cluster.json that `libra
-    cluster slurm` wrote. None: the run starts a local cluster of processes."""
+    cluster slurm` wrote. If null, the run starts a local cluster of processes."""
     rollout_workers: AtLeastOne = 1
     """Rollout workers of a local cluster or of `libra cluster slurm`, one engine each. A given
     scheduler has its own workers."""
@@ -136,14 +136,14 @@ class ClusterSection(Section):
     worker changes its role."""
     drain_timeout_s: Annotated[float, Field(gt=0)] | None = None
     """Drain time of a role change, in seconds: running generations of the worker may finish. Then
-    it aborts them, and other workers generate those turns again. None: no limit."""
+    it aborts them, and other workers generate those turns again. If null, no limit."""
     tool_workers: AtLeastOne = 1
     """Workers that run tools and graders, of a local cluster or of `libra cluster slurm`. A given
     scheduler has its own."""
     tool_workers_most: AtLeastOne | None = None
     """Tool workers that there may be: where actions wait for long, more than `tool_workers` are
     started, on this machine or as jobs of Slurm, and where they idle those are ended
-    (docs/tools.md). Not with sessions or an agent. None: `tool_workers`, always."""
+    (docs/tools.md). Not with sessions or an agent. If null, `tool_workers`, always."""
     tool_slots: AtLeastOne = 64
     """Concurrent actions of one tool worker."""
     tool_supply: dict[Literal["cores", "memory_gib", "gpus"], AtLeastOne] = {}
@@ -151,7 +151,7 @@ class ClusterSection(Section):
     8, gpus: 1}`. Without cores and memory: those of its machine, which tool workers of a local
     cluster share evenly; without GPUs: none."""
     threads: AtLeastOne | None = None
-    """Torch threads per worker. None: the number of cores."""
+    """Torch threads per worker. If null, the number of cores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where training replicas and transformers engines compute. auto: on the first GPU that the
     worker sees (CUDA_VISIBLE_DEVICES), else on the CPU. cuda: an error if a worker sees none. vLLM
@@ -169,7 +169,7 @@ class ClusterSection(Section):
 
 
 class ObserveSection(Section):
-    """What a run displays and records besides the trajectories."""
+    """Displays and records of a run besides its trajectories."""
 
     trackers: Annotated[tuple[Annotated[str, OwnOr(("tensorboard", "wandb"))], ...], Field(strict=False)] = (
         "tensorboard",
@@ -189,7 +189,7 @@ class ObserveSection(Section):
 
 
 class StoreSection(Section):
-    """What stays on disk."""
+    """Files that stay on disk."""
 
     keep_versions: AtLeastOne = 3
     """Weight versions kept on disk besides those in use."""
@@ -198,7 +198,7 @@ class StoreSection(Section):
 
 
 class WeightsSection(Section):
-    """How engines get new weights."""
+    """The way of new weights to the engines."""
 
     transfer: Literal["shared", "peer"] = "shared"
     """"shared": engines read the run directory. "peer": each rollout worker fetches a version over
@@ -207,14 +207,14 @@ class WeightsSection(Section):
 
 
 class WatchdogSection(Section):
-    """What happens when a run makes no progress: no quantum, group, step or other task finishes."""
+    """Reaction to a run without progress: no quantum, group, step or other task finishes."""
 
     timeout_s: Annotated[float, Field(ge=1)] | Literal["auto"] | None = "auto"
     """Seconds without progress after which the watchdog names the stalled task, worker and stage,
     and writes the worker's stacks to `stacks/` in the run directory. "auto": 10 times what tasks of
     the stalled kind usually take in this run, at least 60 s and at least the time-outs of its tools
     and graders; 600 s for a kind that was not seen three times yet. A number is the limit for all
-    kinds; set it above the longest optimizer step or tool call. None: no watchdog."""
+    kinds; set it above the longest optimizer step or tool call. If null, no watchdog."""
     restart: bool = False
     """Restart the stalled worker. Committed quanta of its trajectories are kept; the quantum in
     flight runs again."""
@@ -230,7 +230,7 @@ class SlurmJobs(Section):
     """Jobs of one role; each is one Dask worker."""
 
     partition: str | None = None
-    """Partition to submit them to. None: Slurm's default."""
+    """Partition to submit them to. If null, Slurm's default."""
     gpus: AtLeastZero = 0
     """GPUs of each job (--gres=gpu:N). For an entry of `cluster.engines` a number above 0 means its
     tensor-parallel degree."""
@@ -275,7 +275,7 @@ class SlurmSection(Section):
     setup: list[str] = []
     """Shell lines at the beginning of each job, e.g. ["module load cuda/12.8"]."""
     python: str | None = None
-    """Python of the jobs. None: the one that runs `libra`, which all nodes must then have at the
+    """Python of the jobs. If null, the one that runs `libra`, which all nodes must then have at the
     same path."""
     jobs: dict[Role, SlurmJobs] = {}
     """Jobs of each role, one for each of its workers in section `cluster`; a lost one is submitted

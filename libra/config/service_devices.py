@@ -28,7 +28,7 @@ class Place(Enum):
 
 def place_of_services(num_gpus: int, of_others: int, *, on_cores: bool = False) -> Place | None:
     """Where services with models compute, on a machine or cluster with ``num_gpus`` GPUs of which
-    engines, training and a teacher of its own take ``of_others``; None: they have too few, and
+    engines, training and a teacher of its own take ``of_others``; If null, they have too few, and
     services share what there is."""
     if on_cores:
         return Place.CORES
@@ -75,7 +75,7 @@ def service_workers(config: RunSections) -> int:
 
 
 def teacher_model(config: RunSections) -> str | None:
-    """The teacher's model, its own or that of its service, named as ``model.path`` is; None: there
+    """The teacher's model, its own or that of its service, named as ``model.path`` is; If null, there
     is no teacher."""
     teacher = config.distil.teacher
     if not isinstance(teacher, dict):

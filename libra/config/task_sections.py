@@ -55,11 +55,11 @@ class ModelSection(Section):
     """Number format of the weights in engines and trainer."""
     master_dtype: Literal["float32"] | None = "float32"
     """Number format of the weights that the optimizer updates, and of its moments; the model in
-    training and the published weights are these, rounded to `dtype`. None: `dtype`; with bfloat16,
+    training and the published weights are these, rounded to `dtype`. If null, `dtype`; with bfloat16,
     learning rates below 1e-4 then lose most updates."""
     loader: OwnPart | None = None
     """A `libra.model_loader.ModelLoader` of your own, which builds model and tokenizer from the
-    directory, for trainer and transformers engines. None: transformers builds them."""
+    directory, for trainer and transformers engines. If null, transformers builds them."""
 
 
 class EnvironmentSection(Section):
@@ -91,7 +91,7 @@ class CheckpointSection(Section):
     RUN/checkpoints."""
 
     every: AtLeastZero | None = None
-    """Steps between checkpoints; the last step always writes one. 0: only the last. None: at each
+    """Steps between checkpoints; the last step always writes one. 0: only the last. If null, at each
     evaluation (`evaluation.every`), or every 10 steps without evaluations. A checkpoint holds the
     weights and twice as much optimizer state; the trainer's memory holds a copy of it while it is
     written."""
@@ -109,7 +109,7 @@ class EvaluationSection(Section):
     every: AtLeastZero = 0
     """Evaluate also after every n-th iteration. 0: only first and last."""
     temperature: Annotated[float, Field(ge=0)] | None = None
-    """Sampling temperature of the evaluation. None: that of `rollout`."""
+    """Sampling temperature of the evaluation. If null, that of `rollout`."""
 
 
 class PolicySection(Section):
@@ -143,13 +143,13 @@ class AgentSection(Section):
     function: OwnPart | None = None
     """A Python function that is called for each trajectory, as "module:attribute". It takes by name
     any of prompt, messages, facts, base_url, api_key and the columns of a row, and may be async.
-    None: there is no agent, or it is a `command`."""
+    If null, there is no agent, or it is a `command`."""
     command: Annotated[str, Field(min_length=1)] | None = None
     """A command line that is started for each trajectory, e.g. "python agent.py". It reads the task
-    as JSON from its standard input; its result is the last line that it prints. None: there is no
+    as JSON from its standard input; its result is the last line that it prints. If null, there is no
     agent, or it is a `function`."""
     venv: Annotated[Path, Field(strict=False)] | None = None
-    """Virtual environment of the agent, whose packages need not fit Libra's. None: Libra's own."""
+    """Virtual environment of the agent, whose packages need not fit Libra's. If null, Libra's own."""
     env: VariableNames = ()
     """Names of environment variables that agents are given beside those that they always have
     (docs/security.md), e.g. `[SEARCH_API_KEY]`. Each must be set where workers run."""
@@ -187,7 +187,7 @@ class ServiceEntry(Section):
 
     model: Annotated[str, Field(min_length=1)] | None = None
     """Model, named as `model.path` is. It stays in the worker's memory, and is restored to the
-    device when it is asked. None: the service is a plain function."""
+    device when it is asked. If null, the service is a plain function."""
     function: Annotated[str, OwnOr(MODEL_FUNCTIONS)] = "judge"
     """What it answers. judge: the probability that the model says yes. logprob: the mean
     log-probability of the completion. score: the number of a reward model with one label. embed:
@@ -213,7 +213,7 @@ class ServicesSection(Section):
     """Services by name, e.g. `{judge: {model: Qwen/Qwen3-4B}}` (docs/rewards.md)."""
     device_gib: Annotated[float, Field(gt=0)] | None = None
     """Memory for their weights on the device of a worker. If they do not fit together, those used
-    longest ago are evicted, and restored when they are asked again. None: all of a CPU's; on a GPU
+    longest ago are evicted, and restored when they are asked again. If null, all of a CPU's; on a GPU
     90 % of what is free when the run starts."""
 
 
@@ -221,12 +221,12 @@ OverAge = Literal["wait", "drop", "mask", "correct"]
 
 
 class StalenessSection(Section):
-    """How old what a step consumes may be, how much is generated ahead of it, and what happens to
+    """Age of the tokens in a step, amount generated ahead of it, and what happens to
     what comes too late."""
 
     window: Annotated[int, Field(ge=2)] | None = None
     """Weight versions alive at once: the newest, and all since the oldest that a group being
-    generated has tokens of. A batch waits for the groups that would widen it. None: no bound of its
+    generated has tokens of. A batch waits for the groups that would widen it. If null, no bound of its
     own (`over_age` wait leaves `run.eta` + 1)."""
     versions: Literal["many", "one"] = "many"
     """Weight versions in one trajectory. many: engines take new weights at once, and their
@@ -269,7 +269,7 @@ class DistilSection(Section):
     """Model to learn from, named as `model.path` is: a directory, a Hugging Face id, or libra/NAME.
     It has the tokenizer of the student. A worker of its own holds it. `{service: NAME}`: the model
     of a service of `services.named` with function teach, which lives on the tool workers with the
-    others. None: there is none."""
+    others. If null, there is none."""
     divergence: KLDirection = "forward"
     """What is made small, token by token on what the student wrote. forward: KL(teacher ||
     student), which covers all that the teacher may say. reverse: KL(student || teacher), which
@@ -293,5 +293,5 @@ class DistilSection(Section):
 
     @property
     def service(self) -> str | None:
-        """The service that is the teacher; None: it is none, or there is no teacher."""
+        """The service that is the teacher; If null, it is none, or there is no teacher."""
         return self.teacher["service"] if isinstance(self.teacher, dict) else None

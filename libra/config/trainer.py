@@ -65,7 +65,7 @@ class TrainerSection(Section):
     lora_rank: AtLeastOne | None = None
     """Train adapters of this rank (LoRA) instead of all weights; versions and checkpoints hold the
     merged model, and CHECKPOINT/adapter the adapters in the format of peft. Needs `offload` false
-    and no `cluster.hybrid_workers`. None: all weights."""
+    and no `cluster.hybrid_workers`. If null, all weights."""
     lora_args: dict[str, Any] = LoraArgs().model_dump(mode="json")
     """`alpha`: the product of the adapters is multiplied by alpha / `lora_rank`. `targets`: linear
     layers with adapters, by the last part of their name, e.g. {targets: [q_proj, v_proj]}; empty:
@@ -90,7 +90,7 @@ class TrainerSection(Section):
     whose rewards differ, in the order of the batch. The others stand by in place of groups without
     signal (DAPO's dynamic sampling, with the candidates generated beforehand), and count in no
     denominator; all are generated to their end, so that short ones are not preferred. If fewer have
-    a signal, these train. Without `streaming`. None: all groups."""
+    a signal, these train. Without `streaming`. If null, all groups."""
     no_signal: Literal["warn", "stop"] = "warn"
     """After a batch from which nothing can be learned, because no member has an advantage: every
     trajectory failed, or no group has rewards that differ. warn: say so, with the first cause.
@@ -142,11 +142,11 @@ class TrainerSection(Section):
     tokens, or whole sequences by their mean, sum or max (`reduce`; for ratio of the logarithms)."""
     off_policy_threshold: float | None = None
     """Leave sequences of negative advantage out of the loss if their mean of log p(engine) - log
-    p(now) is above this many nats (DeepSeek-V3.2). None: none."""
+    p(now) is above this many nats (DeepSeek-V3.2). If null, none."""
     m2po_threshold: Annotated[float, Field(ge=0)] | None = None
     """Leave the fewest tokens out of the loss that bring the mean square of log p(now) - log
     p(engine) over the minibatch down to this (M2PO: 0.04), the largest first and only those that
-    the advantage pushes further away. Costs a forward pass per optimizer step. None: none."""
+    the advantage pushes further away. Costs a forward pass per optimizer step. If null, none."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """(preset) Weight of the KL term to the model of `model.path`. 0: no reference model is loaded."""
     kl_estimator: KLEstimator = "k3"
@@ -160,7 +160,7 @@ class TrainerSection(Section):
     kl_target: Annotated[float, Field(gt=0)] | None = None
     """Adapt the coefficient of `kl_in_reward`, which begins at `kl_coef`, so that the mean KL per
     token approaches this many nats: after each batch it changes by a share of at most 0.2 x
-    trajectories / 10000. None: it stays."""
+    trajectories / 10000. If null, it stays."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus, in units of loss per nat."""
     epochs: AtLeastOne = 1
@@ -179,12 +179,12 @@ class TrainerSection(Section):
     mismatch_alarm: Annotated[float, Field(gt=0)] | None = None
     """Alarm if the mean |log p(rollout) - log p(trainer)| of a step, over tokens sampled from the
     trained weights, is above this many nats, in all or for one engine or length class. float32 has
-    about 1e-6, bfloat16 about 0.01. None: above 1e-3 (float32) or 0.1 (bfloat16), plus
+    about 1e-6, bfloat16 about 0.01. If null, above 1e-3 (float32) or 0.1 (bfloat16), plus
     -log(`rollout.top_p`), by which engines record more."""
     mismatch_k3_alarm: Annotated[float, Field(gt=0)] | None = None
     """The same for the k3 estimate of KL(rollout | trainer) of these tokens, in nats: about half
     the mean square of the gap, so that few large gaps count. float32 has about 1e-12, bfloat16
-    about 1e-4; 1e-3 is far from both. None: it is only recorded."""
+    about 1e-4; 1e-3 is far from both. If null, it is only recorded."""
     mismatch_action: Literal["warn", "pause", "stop"] = "stop"
     """What either alarm does: a line on terminal and page; end the run after this step (`libra
     resume` continues it); or end it before this step."""

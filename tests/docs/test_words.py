@@ -7,8 +7,8 @@ PATTERNS = re.compile(
     r"\bthose of\b|\bthat of\b|\bis told\b|\bsays\b|\bNone:|^\s*(?:What |Of |How )[a-z]|\bis no [a-z]|\ballowed is\b|\bwhatever\b",
     re.MULTILINE,
 )
-REACHED = 0
-LONG_LINES = 0
+REACHED = 68
+LONG_LINES = 959
 
 
 def texts(repository):

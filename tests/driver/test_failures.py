@@ -179,7 +179,7 @@ def test_a_run_that_cannot_learn_stops_where_that_is_asked(make_config, client):
         run(config, environment=Constant(), client=client)
     warned = config.model_copy(update={"trainer": config.trainer.model_copy(update={"no_signal": "warn"})})
     (values,) = run(warned, environment=Constant(), client=client, resume=True).iterations
-    assert (values["iteration"], values["groups_without_signal"], values["frac_reward_zero_std"]) == (2, 2, 1.0)
+    assert (values["iteration"], values["groups_without_signal"], values["frac_reward_zero_std"]) == (3, 2, 1.0)
     assert (values["reward_std"], values["reward_group_min"], values["reward_group_max"]) == (0.0, 0.5, 0.5)
 
 

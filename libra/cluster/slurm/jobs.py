@@ -59,7 +59,7 @@ def worker_specs(
     config: RunConfig, directory: Path, security: Security | None, number: Mapping[str, int] | None = None
 ) -> dict[str, dict[str, Any]]:
     """An `OwnJob` and its options for each worker by name, for `distributed.SpecCluster`;
-    ``number`` of each role, None: those of section ``cluster``.
+    ``number`` of each role, by default from section ``cluster``.
 
     ``directory`` is the absolute ``slurm.dir``; ``security`` must name files that the jobs can
     read.
