@@ -44,7 +44,8 @@ class Discipline:
         (`systems.streamed_batches`).
     streaming : bool
         A group is trained on as soon as its batch has taken it; False: when the batch is complete.
-    roles : Roles core_trainers : bool
+    roles : Roles
+    core_trainers : bool
         Whether some GPUs always train; False: all generate, and train together.
     order : str
         Ordering of trajectories (`libra.policy.ORDERINGS`, ``oracle``, or ``seer``).

@@ -160,7 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks systems", description=__doc__)
     parser.add_argument("config", metavar="CONFIG", help="as of libra simulate")
     parser.add_argument("overrides", nargs="*", metavar="SECTION.NAME=VALUE")
-    parser.add_argument("--against", default=ALL, metavar="all|NAME,...", help="systems (benchmarks/systems/disciplines.py lists them)")
+    systems = "systems (benchmarks/systems/disciplines.py lists them)"
+    parser.add_argument("--against", default=ALL, metavar="all|NAME,...", help=systems)
     parser.add_argument("--gpus", metavar="N,...", help="numbers of GPUs; default: those of the run")
     parser.add_argument("--seeds", type=int, default=5, help="seeds that are scored")
     parser.add_argument("--from-run", type=Path, metavar="RUN", help="with the trajectories of this run")

@@ -178,9 +178,10 @@ class SoftwareRepair(Environment):
         """Replaces a piece of one line in a file of the library.
 
         Args:
-            line: The number of the line, as it is shown now. old: The piece to replace; where it is
-            first in the line. new: What comes in its place. path: The file. Without one, the file
-            of the function that the question shows, or the only file.
+            line: The number of the line, as it is shown now.
+            old: The piece to replace; where it is first in the line.
+            new: What comes in its place.
+            path: The file. Without one, the file of the function that the question shows, or the only file.
         """
         files = self._files(trajectory_state)
         if not path and (self.show == "function" or len(files) == 1):

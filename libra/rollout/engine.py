@@ -134,9 +134,8 @@ class EngineFactory(Protocol):
     """A user's ``rollout.engine``: a class or function that makes an engine, not started.
 
     Its attribute ``tp_degrees``, e.g. ``(1, 2, 4)``, has the tensor-parallel degrees of its
-    engines; by default
-    1. If its attribute ``continues_turns`` is true, its engines heed `TurnRequest.generated`, as
-       ``rollout.chunk_tokens`` needs.
+    engines, by default 1 alone. If its attribute ``continues_turns`` is true, its engines heed
+    `TurnRequest.generated`, as ``rollout.chunk_tokens`` needs.
 
     It gets the further options that it takes by name: ``tp`` (if it declares degrees), ``dtype``
     ("float32" or "bfloat16"), ``threads`` (of torch, optional), ``kv_cache_gib`` (by default enough for
