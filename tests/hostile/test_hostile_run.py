@@ -62,7 +62,7 @@ def test_a_hostile_model_does_not_end_its_run_and_a_resume_goes_on(hostile_model
         "model": {"path": str(hostile_model)},
         "rollout": {"max_new_tokens": 3, "max_turns": 3},
         "trainer": {"prompts": 2, "group_size": 8},
-        "observe": {"tensorboard": True},
+        "observe": {"trackers": ["tensorboard"]},
     }
     config = make_config(run={"iterations": 1}, **sections)
     first = run(config, environment=Hostile(), client=client)
