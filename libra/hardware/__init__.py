@@ -1,6 +1,6 @@
 """Seconds and bytes of models on GPUs: rooflines, corrected by measured tables where there are profiles."""
 
-from libra.hardware.engine import EngineSeconds, ModelOnGPU, Overhead, engine_seconds
+from libra.hardware.engine_seconds import EngineSeconds, ModelOnGPU, Overhead, engine_seconds
 from libra.hardware.gpus import GPU, known_gpus, load_gpu
 from libra.hardware.rooflines import Efficiencies
 from libra.hardware.shapes import ModelShape, known_models, load_shape

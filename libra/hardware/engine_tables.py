@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from libra.errors import ConfigError
-from libra.hardware.engine import EngineSeconds, MeasuredEngine
+from libra.hardware.engine_seconds import EngineSeconds, MeasuredEngine
 from libra.types import EngineCapacity, StepSeconds
 
 CONTEXT_GRAIN = 256

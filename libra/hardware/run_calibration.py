@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from libra.errors import ConfigError
-from libra.hardware.engine import MeasuredEngine
+from libra.hardware.engine_seconds import MeasuredEngine
 from libra.types import StepSeconds
 
 SCHEMA = 1

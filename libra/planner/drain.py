@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from libra.errors import PlanError
-from libra.hardware.engine import MeasuredEngine
+from libra.hardware.engine_seconds import MeasuredEngine
 from libra.planner.cost import ManySeconds, TrajectoryTotals
 from libra.planner.planning_problem import Floats, Ints
 from libra.types import StepSeconds

@@ -9,7 +9,7 @@ import pytest
 
 from libra.cli.main import main
 from libra.facts import WorkerWithdrawn
-from libra.hardware.engine import MeasuredEngine
+from libra.hardware.engine_seconds import MeasuredEngine
 from libra.hardware.engine_tables import EngineTables
 from libra.hardware.run_calibration import QuantumOverhead, read_calibration
 from libra.policy import make_ordering

@@ -47,6 +47,6 @@ def test_only_a_job_of_our_name_is_cancelled(site, tmp_path):
 def test_a_start_that_sbatch_refuses_ends_with_its_words(site, tmp_path):
     site("echo 'sbatch: error: --mem is not allowed here' >&2; exit 1")
     config = config_from_dict({"slurm": {"host": "127.0.0.1"}, "cluster": {"dashboard_port": 0}})
-    with pytest.raises(ClusterError, match=r"--mem is not allowed here; .* slurm_\w+\.skip=\[--mem\]"):
+    with pytest.raises(ClusterError, match=r"--mem is not allowed here; .* slurm\.jobs\.\w+\.skip=\[--mem\]"):
         asyncio.run(service_process.serve(config, tmp_path))
     assert not (tmp_path / "cluster.json").exists()

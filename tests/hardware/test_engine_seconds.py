@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from libra.errors import ConfigError
 from libra.hardware import Efficiencies, ModelOnGPU, Overhead, engine_seconds
-from libra.hardware.engine import Grid
+from libra.hardware.engine_seconds import Grid
 
 ENGINES = {
     (gpu, tp): engine_seconds(gpu, "Qwen3-14B", tp) for gpu in ("A100-80G", "A800-80G", "H100-80G") for tp in (1, 4)
