@@ -151,7 +151,7 @@ class RunCheckpoints:
     def __init__(self, spec: RunSpec, result: Callable[[Future[Any], int], Any]) -> None:
         self._spec, self._result = spec, result
         keep = spec.config.checkpoint
-        self._kept = KeptCheckpoints(spec.checkpoints_dir, keep=keep.keep, keep_best=True)
+        self._kept = KeptCheckpoints(spec.checkpoints_dir, keep=keep.keep)
         self.newest: Path | None = newest(spec.checkpoints_dir)
         self._saving: deque[tuple[int, Future[Any]]] = deque()
         self._pruned = 0  # batches whose group records are removed

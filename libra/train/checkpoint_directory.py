@@ -41,13 +41,13 @@ _REMOVED, _REPLACING = ".gone", ".new"
 class KeptCheckpoints:
     """The ``checkpoints`` directory of one run, which need not exist yet.
 
-    The last ``keep`` are kept, and with ``keep_best`` the best one, linked as ``best``. Scores written
+    The last ``keep`` are kept, and the best one, linked as ``best``. Scores written
     by an earlier start of the run count.
     """
 
-    def __init__(self, directory: Path, *, keep: int, keep_best: bool) -> None:
+    def __init__(self, directory: Path, *, keep: int) -> None:
         assert keep >= 1, "the configuration allows 1 or more"
-        self.directory, self.keep, self.keep_best = directory, keep, keep_best
+        self.directory, self.keep = directory, keep
         self._scores = self._read_scores()
 
     def score(self, step: int, reward: float) -> None:
@@ -71,7 +71,7 @@ class KeptCheckpoints:
         there = complete(self.directory)
         if not there:
             return []
-        best = self.best() if self.keep_best else None
+        best = self.best()
         kept = {*there[-self.keep :], *([best] if best is not None else [])}
         removed = [path for path in there if path not in kept]
         try:

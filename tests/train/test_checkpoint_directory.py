@@ -24,24 +24,24 @@ def names(directory):
 SCORES = st.lists(st.none() | st.sampled_from([0.0, 0.5, 1.0, float("nan")]), min_size=1, max_size=12)
 
 
-@given(scores=SCORES, keep=st.integers(1, 4), keep_best=st.booleans(), restarts=st.sets(st.integers(0, 11)))
-def test_the_last_and_the_best_stay_and_nothing_else(scores, keep, keep_best, restarts, tmp_path_factory):
+@given(scores=SCORES, keep=st.integers(1, 4), restarts=st.sets(st.integers(0, 11)))
+def test_the_last_and_the_best_stay_and_nothing_else(scores, keep, restarts, tmp_path_factory):
     directory = tmp_path_factory.mktemp("run") / "checkpoints"
-    kept = KeptCheckpoints(directory, keep=keep, keep_best=keep_best)
+    kept = KeptCheckpoints(directory, keep=keep)
     best = None
     for step, reward in enumerate(scores, start=1):
         if step in restarts:
-            kept = KeptCheckpoints(directory, keep=keep, keep_best=keep_best)
+            kept = KeptCheckpoints(directory, keep=keep)
         make(directory, step)
         if reward is not None:
             kept.score(step, reward)
             if reward == reward and (best is None or reward >= best[0]):
                 best = (reward, step)
         kept.tidy()
-        expected = set(range(max(1, step - keep + 1), step + 1)) | ({best[1]} if keep_best and best else set())
+        expected = set(range(max(1, step - keep + 1), step + 1)) | ({best[1]} if best else set())
         assert names(directory) == [checkpoint_name(s) for s in sorted(expected)]
         link = directory / BEST
-        assert link.is_symlink() == bool(keep_best and best)
+        assert link.is_symlink() == bool(best)
         if link.is_symlink():
             assert link.readlink() == Path(checkpoint_name(best[1]))  # relative, not dangling
         assert kept.tidy() == []
@@ -56,7 +56,7 @@ def test_what_a_killed_process_left_is_finished_by_the_next(tmp_path, monkeypatc
     def die(*_, **__):
         raise Killed
 
-    kept = KeptCheckpoints(tmp_path, keep=1, keep_best=True)
+    kept = KeptCheckpoints(tmp_path, keep=1)
     for step, reward in ((1, 0.1), (2, 0.9), (3, 0.2), (4, 0.3)):
         make(tmp_path, step)
         kept.score(step, reward)
@@ -65,7 +65,7 @@ def test_what_a_killed_process_left_is_finished_by_the_next(tmp_path, monkeypatc
         with pytest.raises(Killed):
             kept.tidy()
     assert {"step-000002", "step-000004"} <= set(names(tmp_path))
-    heir = KeptCheckpoints(tmp_path, keep=1, keep_best=True)
+    heir = KeptCheckpoints(tmp_path, keep=1)
     heir.tidy()
     assert names(tmp_path) == ["step-000002", "step-000004"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [BEST, "scores.json", "step-000002", "step-000004"]
@@ -76,7 +76,7 @@ def test_what_is_being_written_is_left_alone_and_no_directory_is_in_order(tmp_pa
     for step in (1, 2):
         make(tmp_path, step)
     (tmp_path / ".step-000003.abc.tmp").mkdir()
-    KeptCheckpoints(tmp_path, keep=1, keep_best=True).tidy()
+    KeptCheckpoints(tmp_path, keep=1).tidy()
     assert sorted(p.name for p in tmp_path.iterdir()) == [".step-000003.abc.tmp", "scores.json", "step-000002"]
-    kept = KeptCheckpoints(tmp_path / "nothing", keep=1, keep_best=True)
+    kept = KeptCheckpoints(tmp_path / "nothing", keep=1)
     assert kept.tidy() == [] and kept.best() is None and not (tmp_path / "nothing").exists()
