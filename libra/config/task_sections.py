@@ -117,7 +117,7 @@ class PolicySection(Section):
 
     name: Annotated[str, OwnOr(POLICIES)] = "cmlfq"
     """cmlfq: by forecasts of remaining tokens, learned from what tools return; without measured
-    skill, least attained service first. fifo: first come, first served. mlfq: least attained
+    skill by arrival, or for objective stream least attained service first. fifo: first come, first served. mlfq: least attained
     service first. docs/scheduling.md compares them. Your own: `libra.policy.Ordering`."""
     objective: Literal["makespan", "stream"] = "makespan"
     """For cmlfq. makespan: longest forecast first, so that the iteration ends soon. stream:

@@ -23,7 +23,7 @@ from libra.errors import ConfigError
 from libra.hardware.engine_seconds import MeasuredEngine
 from libra.types import StepSeconds
 
-SCHEMA = 1
+SCHEMA = 2
 """Layout of a calibration file."""
 UNBOUNDED_TOKENS = 2**40
 """KV memory of an engine that declared none."""

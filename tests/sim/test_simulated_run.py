@@ -183,7 +183,7 @@ def test_a_calibration_of_something_else_is_refused_with_both_sides(run, libra, 
     old = tmp_path / "old.json"
     old.write_text(json.dumps({**json.loads(file.read_text()), "schema": 0}))
     code, _, err = libra(command, "libra/quickstart", f"planner.calibration={old}")
-    assert code == 2 and "schema 0, and this Libra reads 1" in err
+    assert code == 2 and "schema 0, and this Libra reads" in err
 
 
 def test_bins_keep_the_mean_and_the_spread():

@@ -172,7 +172,7 @@ def _become_program(request):
         try:
             sys.stdout.flush()
             sys.stderr.flush()
-        except BaseException:
+        except BaseException:  # the program may have closed or replaced its own streams; only its exit code counts
             pass
         os._exit(code & 255)
 
