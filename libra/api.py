@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from libra.config import RunConfig, config_from_dict, load_config
-from libra.config.effect_conditions import Situation
-from libra.config.effects import ignored_settings, warning_lines
+from libra.config.effects import Situation, ignored_settings, warning_lines
 from libra.config.load import check_unchanged
 from libra.driver.damage import refuse_damaged
 from libra.driver.early_checks import check_early, check_main, first_line, named, run_directory

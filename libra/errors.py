@@ -202,7 +202,7 @@ class NothingToLearn(TrainError):
 
 
 class MismatchAlarm(TrainError):
-    """Log-probabilities of rollout and trainer, under the same weights, are further apart than ``trainer.mismatch_alarm``."""
+    """Log-probabilities of rollout and trainer, under the same weights, are further apart than ``trainer.mismatch_args``."""
 
 
 class CheckpointError(TrainError):

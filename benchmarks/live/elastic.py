@@ -98,7 +98,7 @@ def drifted(directory: str, iterations: int, stretch: int) -> Ran:
     rows = []
     # With more slots one engine of so small a model would be as fast as two.
     apply = (
-        "planner.replan=true", "planner.apply=true", "planner.change_cost_s=1.0", "rollout.slots=8", "rollout.max_turns=4",
+        "planner.replan=apply", "planner.change_cost_s=1.0", "rollout.slots=8", "rollout.max_turns=4",
         "rollout.max_new_tokens=48",
     )  # fmt: skip
     with session(directory, "drift", iterations, stretch, *apply, long_chars=DRIFT_CHARS) as run:

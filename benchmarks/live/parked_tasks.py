@@ -179,7 +179,6 @@ async def parked(
     waiting: int,
     *,
     policy: str = "cmlfq",
-    event_log: bool = True,
     workers: int = 0,
     slots: int = 16,
     generation_s: float = 0.0,
@@ -208,7 +207,7 @@ async def parked(
             plugin = scheduler.plugins[LibraPlugin.name]
             sections = {
                 "policy": {"name": policy}, "environment": {"name": "parked"}, "trainer": {"prompts": 1},
-                "watchdog": {"timeout_s": None}, "observe": {"event_log": event_log},
+                "watchdog": {"timeout_s": None},
             }  # fmt: skip
             plugin.register_run(RunRegistration(RUN, 0, str(directory), sections))
         names = [

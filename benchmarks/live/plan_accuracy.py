@@ -54,7 +54,7 @@ def run(directory: Path, iterations: int, eta: int, seed: int) -> tuple[list[Ste
     iterations."""
     changes = (
         f"run.name=accuracy_{seed}", f"run.dir={directory}", f"run.iterations={iterations}", f"run.eta={eta}",
-        f"run.seed={seed}", "planner.replan=true", f"cluster.engines={ENGINES}", "trainer.prompts=32", *QUIET,
+        f"run.seed={seed}", "planner.replan=advise", f"cluster.engines={ENGINES}", "trainer.prompts=32", *QUIET,
     )  # fmt: skip
     with Session(load_config(str(QUICKSTART), changes)) as session:
         for values in session.iterations():

@@ -161,7 +161,6 @@ async def measure(options: argparse.Namespace) -> dict[str, Figure]:
     figures["scheduler_us_per_quantum_inline"] = Figure(inline_us, "us", "lower")
     figures["scheduler_over_bare_inline"] = Figure(inline_us / bare_us, "ratio", "lower", GOAL_OVER_BARE)
     figures["scheduler_us_per_quantum_fifo"] = Figure(await quantum_us(options, policy="fifo"), "us", "lower")
-    figures["scheduler_us_per_quantum_no_log"] = Figure(await quantum_us(options, event_log=False), "us", "lower")
     median, slowest, load = await delays(options, **MODERATE)
     figures["signal_to_order_ms"] = Figure(median, "ms", "lower")
     figures["signal_to_order_ms_p99"] = Figure(slowest, "ms", "lower")

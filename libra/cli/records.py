@@ -302,7 +302,7 @@ def diagnose(run_dir: Path, above: float | None, tokens: int, as_json: bool) -> 
     """Say where engine and trainer of RUN begin to disagree: step, version, engines, tokens, and the layer.
 
     Read are the records of its steps, its version checks and its tokens. The threshold is --above, else
-    trainer.mismatch_k3_alarm, else 100 times k3 of the first steps. The layer is known where an engine failed a check: in runs
+    trainer.mismatch_args.k3, else 100 times k3 of the first steps. The layer is known where an engine failed a check: in runs
     with a mismatch alarm engines are checked again before they leave a version. Exit code 1 if a step is above.
 
     \b
@@ -352,7 +352,7 @@ def lines(found: Diagnosis) -> Iterator[str]:
             "sampling, KV cache, attention and types"
         )
     elif not found.layers:
-        yield "layers: not known, no engine was checked again; set trainer.mismatch_k3_alarm, and engines are"
+        yield "layers: not known, no engine was checked again; set trainer.mismatch_args.k3, and engines are"
 
 
 def _layer(layer: LayerFinding) -> str:

@@ -125,7 +125,7 @@ def event_log_path(run_dir: Path, command: str = "replay") -> Path:
     if any(run_dir.glob("events/*.jsonl*")):
         hint = f"it is gone, and only older parts are left in events; type libra doctor {shell_path(run_dir)}"
     elif (run_dir / "config.resolved.yaml").is_file():
-        hint = "its event log was removed, or it ran with observe.event_log=false"
+        hint = "its event log was removed"
     raise RunDirectoryError(f"{run_dir}: no events.jsonl; {hint}")
 
 

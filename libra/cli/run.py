@@ -87,7 +87,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
     \b
     libra resume runs/quickstart_0131_142501
     libra resume runs/my_run --from-checkpoint 20
-    libra resume runs/my_run planner.replan=true
+    libra resume runs/my_run planner.replan=advise
     libra resume runs/my_run run.iterations=100 --scheduler tls://HOST:8786
     """
     if (run_dir / "config.resolved.yaml").is_file():

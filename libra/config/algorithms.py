@@ -22,7 +22,7 @@ AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-me
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 OldLogp = Literal["behaviour", "proximal", "exact", "version", "ewma"]
 CorrectionAction = Literal["none", "truncate", "mask"]
-LayoutName = Literal["ddp", "fsdp2"]
+LayoutName = Literal["ddp", "fsdp2", "fsdp2_offload"]
 Divergence = Literal["tv", "kl"]
 RejectMetric = Literal["none", "ratio", "k1", "k2", "k3", "k3-reverse", "binary-kl"]
 RejectLevel = Literal["token", "sequence"]
@@ -139,13 +139,30 @@ class LoraArgs(Section):
     targets: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
 
+class KLArgs(Section):
+    """Arguments of ``trainer.kl_coef``."""
+
+    estimator: KLEstimator = "k3"
+    in_reward: bool = False
+    target: Annotated[float, Field(gt=0)] | None = None
+
+
+class MismatchArgs(Section):
+    """Thresholds of the mismatch alarm in nats."""
+
+    mean: Annotated[float, Field(gt=0)] | None = None
+    k3: Annotated[float, Field(gt=0)] | None = None
+
+
 class RejectArgs(Section):
-    """Arguments of ``trainer.reject``."""
+    """Arguments of ``trainer.reject``, and two masks beside it."""
 
     level: RejectLevel = "token"
     reduce: RejectReduce = "mean"
     low: float | None = None
     high: float | None = None
+    off_policy: float | None = None
+    m2po: Annotated[float, Field(ge=0)] | None = None
 
 
 LOSS_ARGS: Mapping[str, type[Section]] = MappingProxyType({
@@ -251,23 +268,23 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "Few samples per prompt; an unbiased gradient.",
             "RLOO, arXiv:2402.14740",
             "The paper's plain REINFORCE is clipped (0.2) here, which is the same on samples of the current weights. "
-            "Its KL penalty in the reward is off; `trainer.kl_coef=0.05 trainer.kl_in_reward=true trainer.kl_estimator=k1` "
-            "turns it on.",
+            "Its KL penalty in the reward is off; `trainer.kl_coef=0.05 trainer.kl_args.in_reward=true "
+            "trainer.kl_args.estimator=k1` turns it on.",
         ),
         "reinforce_pp": Algorithm(
             Preset(advantage="reinforce_pp", normalize_std=False),
             "Rewards whitened over all tokens of the batch; the group plays no part.",
             "One sample per prompt (`trainer.group_size=1`), many prompts.",
             "REINFORCE++, arXiv:2501.03262",
-            "Its KL penalty in the reward is off; `trainer.kl_coef=0.01 trainer.kl_in_reward=true trainer.kl_estimator=k1` "
-            "turns it on.",
+            "Its KL penalty in the reward is off; `trainer.kl_coef=0.01 trainer.kl_args.in_reward=true "
+            "trainer.kl_args.estimator=k1` turns it on.",
         ),
         "reinforce_pp_baseline": Algorithm(
             Preset(advantage="reinforce_pp_baseline", normalize_std=False),
             "The group's mean as baseline, the deviation of the whole batch as scale.",
             "Groups whose own deviation is noise: few samples, or nearly all alike.",
             "REINFORCE++, arXiv:2501.03262",
-            "Its KL loss is off; `trainer.kl_coef=1e-5 trainer.kl_estimator=k2` turns it on.",
+            "Its KL loss is off; `trainer.kl_coef=1e-5 trainer.kl_args.estimator=k2` turns it on.",
         ),
         "opo": Algorithm(
             Preset(advantage="opo", normalize_std=False, loss="reinforce", aggregation="seq-mean-token-sum"),

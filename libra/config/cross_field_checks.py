@@ -156,8 +156,6 @@ def _schedules(config: RunSections) -> Iterator[str]:
 
 def _planner(config: RunSections) -> Iterator[str]:
     planner = config.planner
-    if planner.apply and not planner.replan:
-        yield "planner.apply: true, but without planner.replan there is no plan to apply; type planner.replan=true"
     median, last = planner.lengths["generated_p50_tokens"], planner.lengths["generated_p99_tokens"]
     if last < median:
         yield (

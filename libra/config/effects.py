@@ -13,33 +13,114 @@ is checked against that command.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from libra.config.algorithms import DEFAULT_ALGORITHM, LOSS_ARGS, preset_values
-from libra.config.effect_conditions import (
-    GPU,
-    LOCAL,
-    NO_CLIENT,
-    CommandName,
-    Need,
-    Situation,
-    above,
-    either,
-    given,
-    is_,
-    is_not,
-    missing,
-    own,
-    without,
-)
 from libra.config.field_help import sections
 from libra.config.sections import RunSections
 from libra.config.service_devices import asked_models, service_models
 from libra.config.streaming import GROUP_ADVANTAGES
 from libra.config.yaml_text import one_line_yaml
+
+CommandName = Literal["run", "plan", "simulate", "slurm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Facts that decide whether a setting has an effect, besides the configuration.
+
+    Attributes
+    ----------
+    command : {"run", "plan", "simulate", "slurm"} or None
+        The command that is about to read it (``slurm``: `libra cluster slurm`). If null, none yet (`libra config`).
+    typed : frozenset of str
+        Dotted names given for this very command: overrides, or keyword arguments of `libra.train`.
+    options : frozenset of str
+        Options of the command that replace a setting, e.g. "--workload".
+    client : bool
+        A connected Dask client was given.
+    """
+
+    command: CommandName | None = None
+    typed: frozenset[str] = frozenset()
+    options: frozenset[str] = frozenset()
+    client: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One condition: ``fields`` it reads (empty: the command or the machine), ``text`` to type, and
+    whether it is ``met``."""
+
+    fields: tuple[str, ...]
+    text: str
+    met: Callable[[RunSections, Situation], bool]
+
+
+def value_of(config: RunSections, name: str) -> Any:
+    """The value of a dotted name."""
+    section, _, key = name.partition(".")
+    return getattr(getattr(config, section), key)
+
+
+def is_(name: str, *values: object) -> Need:
+    """The field has one of these values."""
+    text = " or ".join(f"{name}={one_line_yaml(value)}" for value in values)
+    return Need((name,), text, lambda config, _: value_of(config, name) in values)
+
+
+def is_not(name: str, *values: object) -> Need:
+    """The field has none of these values."""
+    text = f"a {name} other than {' and '.join(one_line_yaml(value) for value in values)}"
+    return Need((name,), text, lambda config, _: value_of(config, name) not in values)
+
+
+def own(name: str) -> Need:
+    """The field names a part of the user's own, which may read the setting."""
+    return Need((name,), f"a {name} of your own", lambda config, _: ":" in str(value_of(config, name)))
+
+
+def above(name: str, bound: float) -> Need:
+    """The field is larger than ``bound``; None is not."""
+    text = f"{name} above {bound:g}"
+    return Need((name,), text, lambda config, _: (value_of(config, name) or 0) > bound)
+
+
+def given(name: str) -> Need:
+    """The field is not None, and no empty list."""
+    return Need((name,), f"a value of {name}", lambda config, _: value_of(config, name) not in (None, (), [], {}))
+
+
+def missing(name: str) -> Need:
+    """The field is None, or an empty list."""
+    text = f"no {name}"
+    return Need((name,), text, lambda config, _: value_of(config, name) in (None, (), [], {}))
+
+
+def either(*needs: Need) -> Need:
+    """At least one of ``needs``."""
+    return Need(
+        tuple(name for need in needs for name in need.fields),
+        ", or ".join(need.text for need in needs),
+        lambda config, situation: any(need.met(config, situation) for need in needs),
+    )
+
+
+def without(*options: str) -> Need:
+    """None of these options of the command is given."""
+    return Need((), f"no {' or '.join(options)}", lambda _, situation: not situation.options & set(options))
+
+
+NO_CLIENT = Need((), "no client, whose cluster is used as it is", lambda _, situation: not situation.client)
+LOCAL = Need(
+    ("cluster.scheduler",),
+    "a local cluster (no --scheduler and no client: a cluster that is there brings its own workers)",
+    lambda config, situation: config.cluster.scheduler is None and not situation.client,
+)
+"""Workers are started for the run."""
 
 Reading = Mapping[CommandName, tuple[Need, ...]]
 """The commands that read a setting, with the conditions under which each does."""
@@ -64,7 +145,7 @@ def _plan(*needs: Need) -> Reading:
 
 def _planned(*needs: Need) -> Reading:
     """Read by `libra plan`, and by a run that plans before or after it starts."""
-    return {"plan": needs, "run": (*needs, either(is_("planner.replan", True), is_("planner.layout", "auto")))}
+    return {"plan": needs, "run": (*needs, either(is_not("planner.replan", "off"), is_("planner.layout", "auto")))}
 
 
 def _simulated(*needs: Need) -> Reading:
@@ -74,6 +155,16 @@ def _simulated(*needs: Need) -> Reading:
 _LEARNS = above("trainer.lr", 0)
 _CORRECTS = is_not("trainer.correction", "none")
 _REJECTS = is_not("trainer.reject", "none")
+_M2PO = Need(
+    ("trainer.reject_args",),
+    "trainer.reject_args.m2po",
+    lambda config, _: config.trainer.reject_args["m2po"] is not None,
+)
+_MASKS = Need(
+    ("trainer.reject_args",),
+    "trainer.reject_args.off_policy",
+    lambda config, _: config.trainer.reject_args["off_policy"] is not None,
+)
 _HAS_KL = above("trainer.kl_coef", 0)
 _SCALES = either(is_("trainer.advantage", "grpo"), own("trainer.advantage"))
 _TEACHES = given("distil.teacher")
@@ -94,7 +185,11 @@ _STREAMS = (
     is_("trainer.epochs", 1),
     is_("trainer.minibatches", 1),
     is_("trainer.advantage", *GROUP_ADVANTAGES),
-    missing("trainer.m2po_threshold"),
+    Need(
+        ("trainer.reject_args",),
+        "no trainer.reject_args.m2po",
+        lambda config, _: config.trainer.reject_args["m2po"] is None,
+    ),
 )
 _REPLICAS = either(above("cluster.train_workers", 1), is_("planner.layout", "auto"))
 _VLLM = is_("rollout.engine", "vllm")
@@ -146,9 +241,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("run", "seed", {"run": (), "plan": (_TRACED,), "simulate": ()}),
     ("run", "eta", _of("run", "plan", "simulate")),
     ("distil", "teacher", _of("run", "plan", "simulate", "slurm")),
-    ("distil", "divergence estimator reward_coef", _run(_TEACHES)),
-    ("distil", "top_k", _run(_TEACHES, is_("distil.estimator", "top_k"))),
-    ("distil", "samples", _run(_TEACHES, is_("distil.estimator", "sampled"))),
+    ("distil", "divergence estimator tokens reward_coef", _run(_TEACHES)),
     ("distil", "wait_s", _of("run", "plan", "simulate", needs=(_TEACHES,))),
     ("staleness", "versions", _run(above("run.eta", 0))),
     ("staleness", "engines", _run(above("run.eta", 0), is_("staleness.versions", "one"), _SEVERAL_ENGINES)),
@@ -192,7 +285,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "advantage", _of("run", "plan")),
     ("trainer", "lora_rank", _run()),
     ("trainer", "lora_args", _run(given("trainer.lora_rank"))),
-    ("trainer", "mismatch_alarm mismatch_k3_alarm mismatch_action dispatch no_signal", _run()),
+    ("trainer", "mismatch_args mismatch_action dispatch no_signal", _run()),
     ("trainer", "prompts group_size", _of("run", "plan", "simulate")),
     ("trainer", "kl_coef entropy_coef epochs minibatches max_row_tokens logit_chunk_tokens", _of("run", "plan")),
     ("trainer", "micro_batch_tokens gradient_checkpointing", _of("run", "plan")),
@@ -200,13 +293,11 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("trainer", "normalize_std", _run(_SCALES)),
     ("trainer", "old_logp", {"run": (either(is_not("trainer.loss", "reinforce"), _CORRECTS, _REJECTS),), "plan": ()}),
     ("trainer", "loss_args", _run(is_not("trainer.loss", "reinforce"))),
-    ("trainer", "reject off_policy_threshold", _run()),
-    ("trainer", "m2po_threshold", _of("run", "plan")),
-    ("trainer", "reject_args", _run(_REJECTS)),
+    ("trainer", "reject", _run()),
+    ("trainer", "reject_args", {"run": (either(_REJECTS, _M2PO, _MASKS),), "plan": ()}),
     ("trainer", "correction", _run(is_not("trainer.old_logp", "behaviour"))),
     ("trainer", "correction_args", _run(_CORRECTS)),
-    ("trainer", "kl_estimator kl_in_reward", _run(_HAS_KL)),
-    ("trainer", "kl_target", _run(_HAS_KL, is_("trainer.kl_in_reward", True))),
+    ("trainer", "kl_args", _run(_HAS_KL)),
     ("trainer", "gamma", _run(is_("trainer.advantage", "reinforce_pp"))),
     ("trainer", "routes", _run()),
     ("trainer", "layout", {"run": (_REPLICAS,), "plan": ()}),
@@ -222,7 +313,6 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
             "plan": (is_not("trainer.streaming", "off"),),
         },
     ),
-    ("trainer", "offload", {"run": (is_("trainer.layout", "fsdp2"), _REPLICAS, GPU), "plan": ()}),
     ("checkpoint", "every keep", _run()),
     ("evaluation", "prompts", _run()),
     ("evaluation", "every temperature", _run(above("evaluation.prompts", 0))),
@@ -252,7 +342,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("cluster", "tool_slots dashboard_port dashboard_names", {"run": (LOCAL,), "slurm": ()}),
     ("cluster", "device", {"run": (), "plan": (either(_SERVICE_TEACHES, _HAS_ASKED_MODELS),)}),
     ("cluster", "tool_supply", _run()),
-    ("observe", "trackers event_log progress callbacks", _run()),
+    ("observe", "trackers progress callbacks", _run()),
     ("store", "keep_versions keep_journals", _run()),
     ("weights", "transfer", _run()),
     ("watchdog", "timeout_s", _run()),
@@ -263,11 +353,10 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("simulation", "iterations", _simulated(_DRAWN)),
     ("planner", "layout", _of("run", "slurm")),
     ("planner", "planned replan", _run()),
-    ("planner", "apply", _run(is_("planner.replan", True))),
     (
         "planner",
         "change_cost_s",
-        {**_run(either(is_("planner.replan", True), is_not("trainer.turning", "off"))), "plan": ()},
+        {**_run(either(is_not("planner.replan", "off"), is_not("trainer.turning", "off"))), "plan": ()},
     ),
     ("planner", "gpu", {**_planned(), "simulate": (missing("planner.calibration"),)}),
     ("planner", "calibration", {**_planned(), "simulate": ()}),

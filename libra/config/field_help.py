@@ -18,7 +18,7 @@ from libra.config.sections import RunSections
 from libra.config.yaml_text import one_line_yaml as one_line_yaml  # also read from here
 
 MERGED = frozenset({
-    *(("trainer", f"{name}_args") for name in ("loss", "correction", "reject", "lora", "adam", "late")),
+    *(("trainer", f"{name}_args") for name in ("loss", "correction", "reject", "lora", "adam", "late", "kl", "mismatch")),
     ("environment", "args"), ("slurm", "jobs"), ("rollout", "engine_args"), ("planner", "lengths"), ("cluster", "tool_supply"),
     ("observe", "callbacks"),
 })  # fmt: skip

@@ -319,8 +319,7 @@ FREE_FIELDS = (
     "rollout.engine_args",
     "trainer.max_row_tokens",
     "trainer.micro_batch_tokens",
-    "trainer.mismatch_alarm",
-    "trainer.mismatch_k3_alarm",
+    "trainer.mismatch_args",
     "trainer.mismatch_action",
     "trainer.no_signal",
 )

@@ -123,13 +123,10 @@ class PlannerSection(Section):
     """The plan behind the settings of `cluster` and `trainer`, as `libra plan --write` and `layout`
     auto write it. A run on another model or other hardware is refused. If null, they are not planned."""
 
-    replan: bool = False
+    replan: Literal["off", "advise", "apply"] = "off"
     """In a run, plan again after each iteration: fit the cost model to it, and log any better plan.
-    Without `planner.apply` nothing changes."""
-    apply: bool = False
-    """Apply accepted plans during the run: slots of engines and bucket boundaries, and with
-    `cluster.hybrid_workers` also the roles of workers and the degrees of engines. Needs
-    `planner.replan`."""
+    advise: nothing changes. apply: apply accepted plans during the run: slots of engines and bucket
+    boundaries, and with `cluster.hybrid_workers` also the roles of workers and the degrees of engines."""
     change_cost_s: Annotated[float, Field(ge=0)] = 18.8
     """Assumed seconds that a role change, or a change of engines' GPUs, costs until one of its kind
     has been measured. The tail of a streamed step assumes three loads of a version, at most this

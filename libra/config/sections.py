@@ -177,9 +177,6 @@ class ObserveSection(Section):
     """Experiment trackers that get metrics, settings and sample texts: `tensorboard`, `wandb`
     (`pip install wandb`; it uploads only with WANDB_MODE=online), or `module:Class`, such as
     `examples.trackers:MLflow` in a checkout (`libra.observe.metrics.Tracker`)."""
-    event_log: bool = True
-    """Write every scheduling event and decision to events.jsonl; its older lines are kept
-    compressed in events/."""
     progress: bool = True
     """Show live progress in the terminal."""
     callbacks: dict[Literal["on_iteration", "on_batch", "on_evaluation"], OwnPart] = {}

@@ -91,4 +91,4 @@ def draws_of_student(config: RunSections) -> bool:
 
 def extra_draws(config: RunSections) -> int:
     """Tokens that an engine draws for each place beside the generated one (``TurnRequest.draws``)."""
-    return config.distil.samples - 1 if draws_of_student(config) else 0
+    return config.distil.tokens - 1 if draws_of_student(config) else 0

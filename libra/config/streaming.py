@@ -28,10 +28,10 @@ def streaming_obstacle(config: RunSections) -> str | None:
             f"one batch takes {passes} optimizer steps, and all but the first need the whole batch; type trainer.epochs=1 "
             "trainer.minibatches=1"
         )
-    if trainer.m2po_threshold is not None:
+    if trainer.reject_args["m2po"] is not None:
         return (
-            f"trainer.m2po_threshold={trainer.m2po_threshold:g} chooses among all tokens of the batch; type "
-            "trainer.m2po_threshold=null"
+            f"trainer.reject_args.m2po={trainer.reject_args['m2po']:g} chooses among all tokens of the batch; type "
+            "trainer.reject_args.m2po=null"
         )
     if trainer.late != "off":
         return f"trainer.late={trainer.late} looks for rewards when a batch is complete; type trainer.late=off"
@@ -70,8 +70,8 @@ def turning_obstacle(config: RunSections) -> str | None:
         return "the only engine has to generate; type cluster.rollout_workers=2 or more"
     if (tp := max((group.tp for group in cluster.engines), default=config.rollout.tp)) > 1:
         return f"an engine of {tp} GPUs would train with one of them; type rollout.tp=1, or cluster.engines with tp 1"
-    if config.planner.apply:
-        return "the planner would move the same workers; type planner.apply=false"
+    if config.planner.replan == "apply":
+        return "the planner would move the same workers; type planner.replan=advise"
     return None
 
 

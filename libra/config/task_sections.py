@@ -275,15 +275,14 @@ class DistilSection(Section):
     student), which covers all that the teacher may say. reverse: KL(student || teacher), which
     leaves out what the teacher would not say."""
     estimator: DistilEstimator = "top_k"
-    """How it is computed without the whole vocabulary. top_k: over the teacher's `top_k` likeliest
-    tokens and "any other" as one more, without noise. sampled: without bias from `samples` tokens
-    per place, drawn by the teacher (forward) or by the student as it generates (reverse; the log
-    ratio is computed anew when training, and weighed by the change since: AsyncOPD)."""
-    top_k: AtLeastOne = 64
-    """For `estimator` top_k: tokens of the teacher's distribution that are kept for each place."""
-    samples: AtLeastOne = 64
-    """For `estimator` sampled: tokens drawn for each place (m). With `divergence` reverse 1 is the
-    generated token itself; more need `rollout.engine` transformers."""
+    """Estimate of the divergence without the whole vocabulary. top_k: over the teacher's likeliest
+    `tokens` and "any other" as one more, without noise. sampled: without bias from `tokens` per place,
+    drawn by the teacher (forward) or by the student as it generates (reverse; the log ratio is computed
+    anew when training, and weighed by the change since: AsyncOPD)."""
+    tokens: AtLeastOne = 64
+    """Tokens of each place that the estimator uses: the likeliest k, or m drawn ones. With `estimator`
+    sampled and `divergence` reverse 1 is the generated token itself; more need `rollout.engine`
+    transformers."""
     reward_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the policy loss, from rewards, beside the divergence. 0: rewards are only reported."""
     wait_s: Annotated[float, Field(ge=0)] = 600.0

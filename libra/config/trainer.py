@@ -19,11 +19,12 @@ from libra.config.algorithms import (
     AlgorithmName,
     CorrectionAction,
     CorrectionArgs,
-    KLEstimator,
+    KLArgs,
     LateArgs,
     LayoutName,
     LoraArgs,
     LossName,
+    MismatchArgs,
     OldLogp,
     RejectArgs,
     RejectMetric,
@@ -36,7 +37,7 @@ FEWEST_MISMATCH_TOKENS = 64
 long right tail."""
 ROUNDING_NATS: Final = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |log p(rollout) - log p(trainer)| that rounding explains, ten to a thousand times what is
-measured (`mismatch_alarm`)."""
+measured (`mismatch_args`)."""
 
 
 class TrainerSection(Section):
@@ -64,8 +65,8 @@ class TrainerSection(Section):
     own: `libra.train.own_parts.LRSchedule`."""
     lora_rank: AtLeastOne | None = None
     """Train adapters of this rank (LoRA) instead of all weights; versions and checkpoints hold the
-    merged model, and CHECKPOINT/adapter the adapters in the format of peft. Needs `offload` false
-    and no `cluster.hybrid_workers`. If null, all weights."""
+    merged model, and CHECKPOINT/adapter the adapters in the format of peft. Not with `layout`
+    fsdp2_offload, nor with `cluster.hybrid_workers`. If null, all weights."""
     lora_args: dict[str, Any] = LoraArgs().model_dump(mode="json")
     """`alpha`: the product of the adapters is multiplied by alpha / `lora_rank`. `targets`: linear
     layers with adapters, by the last part of their name, e.g. {targets: [q_proj, v_proj]}; empty:
@@ -138,29 +139,23 @@ class TrainerSection(Section):
     either direction (binary-kl). p(trainer) is that of `old_logp`; for behaviour, of the weights in
     training. Rejected tokens still count in the denominators."""
     reject_args: dict[str, Any] = RejectArgs().model_dump(mode="json")
-    """`low` and `high`: smallest and largest value that is kept; null: no bound. `level`: leave out
-    tokens, or whole sequences by their mean, sum or max (`reduce`; for ratio of the logarithms)."""
-    off_policy_threshold: float | None = None
-    """Leave sequences of negative advantage out of the loss if their mean of log p(engine) - log
-    p(now) is above this many nats (DeepSeek-V3.2). If null, none."""
-    m2po_threshold: Annotated[float, Field(ge=0)] | None = None
-    """Leave the fewest tokens out of the loss that bring the mean square of log p(now) - log
-    p(engine) over the minibatch down to this (M2PO: 0.04), the largest first and only those that
-    the advantage pushes further away. Costs a forward pass per optimizer step. If null, none."""
+    """For `reject`: `low` and `high` are the smallest and largest value that is kept, null: no bound;
+    `level`: leave out tokens, or whole sequences by their mean, sum or max (`reduce`; for ratio of the
+    logarithms). With or without `reject`, `off_policy` leaves out sequences of negative advantage whose
+    mean of log p(engine) - log p(now) is above this many nats (DeepSeek-V3.2), and `m2po` the fewest
+    tokens that bring the mean square of log p(now) - log p(engine) over the minibatch down to this (M2PO:
+    0.04), the largest first and only those that the advantage pushes further away, at the cost of a
+    forward pass per optimizer step; null: off."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """(preset) Weight of the KL term to the model of `model.path`. 0: no reference model is loaded."""
-    kl_estimator: KLEstimator = "k3"
-    """Estimator of the KL term. With +, the value is the estimator's and the gradient is that of
-    k2, which is the gradient of the divergence."""
-    kl_in_reward: bool = False
-    """Subtract `kl_coef` x KL estimate from the reward of each token, before advantages are
-    computed, instead of a term of the loss (`advantage` rloo and reinforce_pp, as their papers do).
-    The KL is that of the engine's policy at the time it sampled. The advantages in the record of a
-    batch are those without it."""
-    kl_target: Annotated[float, Field(gt=0)] | None = None
-    """Adapt the coefficient of `kl_in_reward`, which begins at `kl_coef`, so that the mean KL per
-    token approaches this many nats: after each batch it changes by a share of at most 0.2 x
-    trajectories / 10000. If null, it stays."""
+    kl_args: dict[str, Any] = KLArgs().model_dump(mode="json")
+    """`estimator` of the KL term: k1, k2, k3, abs or one of them with +, whose value is the estimator's
+    and whose gradient is that k2 has, the gradient of the divergence. `in_reward`: subtract `kl_coef` x KL
+    estimate from the reward of each token, before advantages are computed, instead of a term of the loss
+    (`advantage` rloo and reinforce_pp, as in their papers); the KL is the engine's policy's at the time it
+    sampled, and the advantages in the record of a batch are without it. `target`: adapt the coefficient in
+    the reward, which starts at `kl_coef`, so that the mean KL per token approaches this many nats: after
+    each batch it changes by a share of at most 0.2 x trajectories / 10000; null: it stays."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus, in units of loss per nat."""
     epochs: AtLeastOne = 1
@@ -176,22 +171,21 @@ class TrainerSection(Section):
     logit_chunk_tokens: AtLeastOne = 1024
     """Generated tokens whose logits (times the vocabulary) the trainer holds at once; the backward
     pass recomputes them. Bounds memory; the result changes only by the rounding of sums."""
-    mismatch_alarm: Annotated[float, Field(gt=0)] | None = None
-    """Alarm if the mean |log p(rollout) - log p(trainer)| of a step, over tokens sampled from the
-    trained weights, is above this many nats, in all or for one engine or length class. float32 has
-    about 1e-6, bfloat16 about 0.01. If null, above 1e-3 (float32) or 0.1 (bfloat16), plus
-    -log(`rollout.top_p`), by which engines record more."""
-    mismatch_k3_alarm: Annotated[float, Field(gt=0)] | None = None
-    """The same for the k3 estimate of KL(rollout | trainer) of these tokens, in nats: about half
-    the mean square of the gap, so that few large gaps count. float32 has about 1e-12, bfloat16
-    about 1e-4; 1e-3 is far from both. If null, it is only recorded."""
+    mismatch_args: dict[str, Any] = MismatchArgs().model_dump(mode="json")
+    """Thresholds of the mismatch alarm, over the tokens of a step that were sampled from the trained
+    weights, in all or for one engine or length class. `mean`: mean |log p(rollout) - log p(trainer)| in
+    nats; float32 has about 1e-6, bfloat16 about 0.01; null: 1e-3 (float32) or 0.1 (bfloat16), plus
+    -log(`rollout.top_p`), by which engines record more. `k3`: the k3 estimate of KL(rollout | trainer) in
+    nats, about half the mean square of the gap, so that few large gaps count; float32 has about 1e-12,
+    bfloat16 about 1e-4; null: only recorded."""
     mismatch_action: Literal["warn", "pause", "stop"] = "stop"
     """What either alarm does: a line on terminal and page; end the run after this step (`libra
     resume` continues it); or end it before this step."""
     layout: LayoutName = "ddp"
     """Layout of the model on `cluster.train_workers` replicas: whole on each (ddp), or weights,
     gradients and optimizer state in shards (fsdp2), which needs 1 / replicas of the memory and more
-    network. No effect with one replica."""
+    network. fsdp2_offload keeps the shards in host memory between their uses; on a CPU it is fsdp2. No
+    effect with one replica."""
     late: Literal["off", "correct", "wait", "drop"] = "off"
     """What becomes of a reward that comes later (`libra.Late`, docs/rewards.md). One that is
     there when the batch of its trajectory is made counts in it; else the provisional value counts,
@@ -207,7 +201,7 @@ class TrainerSection(Section):
     """How a step gets its trajectories. "storage": every replica reads the whole batch from the run
     directory. "peer": each replica fetches its slice over the network from the workers that graded
     it, and reads rows that those workers lost from the run directory. It fetches the whole batch if
-    several steps begin with a pass over it (`old_logp`), with `m2po_threshold`, or with
+    several steps begin with a pass over it (`old_logp`), with `reject_args.m2po`, or with
     `exact_logprobs`."""
     routes: Literal["recompute", "replay"] = "recompute"
     """Experts of a mixture of experts in training. recompute: as the trainer's routers choose.
@@ -235,9 +229,6 @@ class TrainerSection(Section):
     (`streaming`) and another engine. auto: where that is so and pays, as for `streaming`. What runs
     on such a worker ends its turn or chunk there first, or stops after `cluster.drain_timeout_s`.
     The result changes only by the rounding of sums."""
-    offload: bool = False
-    """Keep shards in host memory between their uses. Needs `layout` fsdp2; on a CPU it has no
-    effect."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -256,7 +247,9 @@ class TrainerSection(Section):
         made.model_fields_set.difference_update(preset.keys() - given.keys())
         return made
 
-    @field_validator("loss_args", "correction_args", "reject_args", "lora_args", "adam_args", "late_args")
+    @field_validator(
+        "loss_args", "correction_args", "reject_args", "lora_args", "adam_args", "late_args", "kl_args", "mismatch_args"
+    )
     @classmethod
     def _arguments(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         """The arguments of the chosen loss, correction or metric, with defaults. A loss of one's
@@ -269,6 +262,8 @@ class TrainerSection(Section):
             "lora": LoraArgs,
             "adam": AdamArgs,
             "late": LateArgs,
+            "kl": KLArgs,
+            "mismatch": MismatchArgs,
         }
         kind = LOSS_ARGS.get(chosen) if name == "loss" else kinds[name]
         return (

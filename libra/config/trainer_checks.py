@@ -30,11 +30,6 @@ def _trainer(config: RunSections) -> Iterator[str]:
             f"trainer.micro_batch_tokens: a micro-batch of {trainer.micro_batch_tokens} tokens does not hold one row of "
             f"trainer.max_row_tokens={trainer.max_row_tokens}; type trainer.micro_batch_tokens={trainer.max_row_tokens}"
         )
-    if trainer.offload and trainer.layout != "fsdp2":
-        yield (
-            f"trainer.offload: trainer.layout={trainer.layout} has no shards to offload; type trainer.layout=fsdp2, or "
-            "trainer.offload=false"
-        )
 
 
 def _batch(config: RunSections) -> Iterator[str]:
@@ -112,8 +107,8 @@ def _staleness(config: RunSections) -> Iterator[str]:
             "tokens are older than; type trainer.old_logp=proximal trainer.correction=truncate, or staleness.over_age=mask"
         )
     returns = trainer.advantage == "reinforce_pp" and trainer.gamma < 1
-    if section.over_age in ("drop", "mask") and (trainer.kl_in_reward or returns):
-        name = "trainer.kl_in_reward=true" if trainer.kl_in_reward else f"trainer.gamma={trainer.gamma:g}"
+    if section.over_age in ("drop", "mask") and (trainer.kl_args["in_reward"] or returns):
+        name = "trainer.kl_args.in_reward=true" if trainer.kl_args["in_reward"] else f"trainer.gamma={trainer.gamma:g}"
         yield (
             f"staleness.over_age: {section.over_age}, and with {name} the trainer needs all members of the batch for its "
             "advantages; type staleness.over_age=wait"
@@ -165,18 +160,23 @@ def _routes(config: RunSections) -> Iterator[str]:
 
 
 def _token_rewards(config: RunSections) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.kl_in_reward and trainer.advantage not in ("rloo", "reinforce_pp"):
+    trainer, in_reward = config.trainer, config.trainer.kl_args["in_reward"]
+    if in_reward and trainer.advantage not in ("rloo", "reinforce_pp"):
         yield (
-            f"trainer.kl_in_reward: trainer.advantage={trainer.advantage} has no reward per token; type trainer.advantage=rloo (or "
-            "reinforce_pp), or trainer.kl_in_reward=false, which puts the KL into the loss"
+            f"trainer.kl_args: in_reward=true, and trainer.advantage={trainer.advantage} has no reward per token; type "
+            "trainer.advantage=rloo (or reinforce_pp), or trainer.kl_args.in_reward=false, which puts the KL into the loss"
+        )
+    if trainer.kl_args["target"] is not None and not in_reward:
+        yield (
+            f"trainer.kl_args: target={trainer.kl_args['target']:g} adapts the KL in the reward; type "
+            "trainer.kl_args.in_reward=true, or trainer.kl_args.target=null"
         )
     discounted = trainer.gamma < 1 and trainer.advantage == "reinforce_pp"
-    name = "kl_in_reward" if trainer.kl_in_reward else "gamma"
+    name = "kl_args.in_reward=true" if in_reward else f"gamma={trainer.gamma:g}"
     for dropped in ("drop_uniform_groups", "drop_truncated"):
-        if (trainer.kl_in_reward or discounted) and getattr(trainer, dropped):
+        if (in_reward or discounted) and getattr(trainer, dropped):
             yield (
-                f"trainer.{dropped}: true, and with trainer.{name}={str(getattr(trainer, name)).lower()} the trainer needs all "
+                f"trainer.{dropped}: true, and with trainer.{name} the trainer needs all "
                 f"members of the batch for its advantages; type trainer.{dropped}=false"
             )
 
@@ -195,10 +195,10 @@ def _late(config: RunSections) -> Iterator[str]:
             f"trainer.late: correct, and of trainer.minibatches={trainer.minibatches} one might have corrections alone, which "
             "count in no denominator; type trainer.minibatches=1, or trainer.late=wait"
         )
-    if trainer.kl_in_reward:
+    if trainer.kl_args["in_reward"]:
         yield (
-            "trainer.late: correct, and with trainer.kl_in_reward=true the trainer computes advantages of a batch's rewards alone; "
-            "type trainer.kl_in_reward=false, or trainer.late=wait"
+            "trainer.late: correct, and with trainer.kl_args.in_reward=true the trainer computes advantages of a batch's rewards "
+            "alone; type trainer.kl_args.in_reward=false, or trainer.late=wait"
         )
     if (
         trainer.loss == "reinforce"
@@ -240,10 +240,10 @@ def _lora(config: RunSections) -> Iterator[str]:
     trainer, cluster = config.trainer, config.cluster
     if trainer.lora_rank is None:
         return
-    if trainer.offload:
+    if trainer.layout == "fsdp2_offload":
         yield (
-            f"trainer.lora_rank: {trainer.lora_rank} with trainer.offload=true, and gradients of adapters are computed where "
-            "the shards are used; type trainer.offload=false, or trainer.lora_rank=null"
+            f"trainer.lora_rank: {trainer.lora_rank} with trainer.layout=fsdp2_offload, and gradients of adapters are computed "
+            "where the shards are used; type trainer.layout=fsdp2, or trainer.lora_rank=null"
         )
     if cluster.hybrid_workers:
         yield (
@@ -274,10 +274,10 @@ def _distil(config: RunSections) -> Iterator[str]:
             f"distil.estimator: sampled with distil.divergence=reverse draws from all that the student may say, and "
             f"rollout.top_p={rollout.top_p:g} cuts it; type rollout.top_p=1, or distil.estimator=top_k"
         )
-    if distil.samples > 1 and rollout.engine != "transformers":
+    if distil.tokens > 1 and rollout.engine != "transformers":
         yield (
-            f"distil.samples: {distil.samples} tokens for each place are drawn by rollout.engine=transformers only, and it is "
-            f"{rollout.engine}; type distil.samples=1, or distil.estimator=top_k"
+            f"distil.tokens: {distil.tokens} tokens for each place are drawn by rollout.engine=transformers only, and it is "
+            f"{rollout.engine}; type distil.tokens=1, or distil.estimator=top_k"
         )
 
 

@@ -412,7 +412,7 @@ def _newest_started(directory: Path) -> int:
 
 def _logs_events(directory: Path) -> bool:
     config = directory / CONFIG_FILE
-    return config.is_file() and b"event_log: false" not in config.read_bytes()
+    return config.is_file()
 
 
 def _number(line: bytes, name: str) -> int:

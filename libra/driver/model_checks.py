@@ -218,10 +218,10 @@ def check_teacher(config: RunConfig, student: ModelFiles) -> None:
             f"distil.teacher: {named} has another tokenizer than model.path={config.model.path} ({difference}), so that "
             "it cannot score what the student wrote; type a distil.teacher of the same family"
         )
-    if distil.estimator == "top_k" and (most := most_tokens(student, teacher)) is not None and distil.top_k > most:
+    if distil.estimator == "top_k" and (most := most_tokens(student, teacher)) is not None and distil.tokens > most:
         raise ConfigError(
-            f"distil.top_k: {distil.top_k}, and the teacher's vocabulary has {most} tokens that the student has; type "
-            f"distil.top_k={most} or less"
+            f"distil.tokens: {distil.tokens}, and the teacher's vocabulary has {most} tokens that the student has; type "
+            f"distil.tokens={most} or less"
         )
 
 

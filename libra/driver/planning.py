@@ -3,7 +3,7 @@
 1. Each iteration's seconds are predicted before it begins, from what this run measured; the prediction is compared when it ends.
 2. The run does not wait: graphs are submitted before an iteration ends, and changes are requested, not waited for.
 3. Every plan considered is in the event log, accepted or not, and predicted and realised seconds are metrics.
-4. Nothing changes unless ``planner.apply`` allows it; the same plans are considered without it (`libra.driver.replanning`).
+4. Nothing changes unless ``planner.replan`` is apply; the same plans are considered without it (`libra.driver.replanning`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Planning:
         self.replanning = Replanning(
             scheduler,
             ArrangementLoop(run_facts(spec.config, workers_gpu), Replanner(first_cost_s=planner.change_cost_s)),
-            apply=planner.apply,
+            apply=planner.replan == "apply",
             boundaries={str(tp): tokens for tp, tokens in spec.config.policy.boundaries_tokens.items()},
         )
 

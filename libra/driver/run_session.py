@@ -165,7 +165,7 @@ class Session:
         self.checkpoints = RunCheckpoints(start.spec, self.graphs.result)
         exits.callback(self.checkpoints.release)
         self._prompts = start.upcoming_prompts()
-        if start.config.planner.replan:
+        if start.config.planner.replan != "off":
             gpu = "" if self.config.planner.gpu else cluster_gpu(self.client)
             self.planning = Planning(start.spec, self.scheduler, start.upcoming_prompts(), self.metrics.write, gpu)
             self.planning.begin(self.first)

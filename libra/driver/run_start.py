@@ -112,7 +112,7 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
     config = known.config
     spec = _spec(config, request, known.model, started_here=started_here)
     environment = known.environment = spec.make_environment()
-    if config.planner.replan:
+    if config.planner.replan != "off":
         check_runnable(config)
     for name, check in CHECKS.items():
         if name not in BEFORE_ENVIRONMENT:

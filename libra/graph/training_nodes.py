@@ -166,7 +166,7 @@ def summary(
 def alarm_of(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
     """The alarm of a step's mismatch, None if there is none."""
     trainer, step = spec.config.trainer, int(numbers["step"])
-    nats = {"mean_nats": trainer.mismatch_alarm, "k3_nats": trainer.mismatch_k3_alarm}
+    nats = {"mean_nats": trainer.mismatch_args["mean"], "k3_nats": trainer.mismatch_args["k3"]}
     return alarm_text(numbers, step, **nats, rounding_nats=rounding_nats(spec.config))
 
 

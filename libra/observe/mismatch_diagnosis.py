@@ -5,7 +5,7 @@ class, and the tokens with the largest gaps), the version checks in the event lo
 tokens in the store. It recomputes nothing and loads no model.
 
 A step is *above* if k3 of all its tokens, or of an engine or length class with enough of them,
-exceeds a threshold: the given one, ``trainer.mismatch_k3_alarm``, or `FACTOR` times the median of
+exceeds a threshold: the given one, ``trainer.mismatch_args.k3``, or `FACTOR` times the median of
 the first `FIRST_STEPS` steps. The mismatch began at the first such step. Step s trains version s;
 only tokens of version s count in it.
 """
@@ -149,9 +149,9 @@ def _threshold(
 ) -> tuple[float, str]:
     if above is not None:
         return above, "as given"
-    alarm = finite(setting(config, "trainer", "mismatch_k3_alarm"))
+    alarm = finite((setting(config, "trainer", "mismatch_args") or {}).get("k3"))
     if alarm is not None:
-        return alarm, "trainer.mismatch_k3_alarm"
+        return alarm, "trainer.mismatch_args.k3"
     first = [float(record["mismatch_k3"]) for record in list(records.values())[:FIRST_STEPS]]
     return FACTOR * median(first), f"{FACTOR:g} times the median of the first {len(first)} steps"
 

@@ -179,14 +179,14 @@ def trainer_layout(config: RunConfig, workload: TrajectoryTotals) -> Layout:
     master_bytes = None if model.master_dtype is None else DTYPE_BYTES[model.master_dtype]
     several = trainer.epochs * trainer.minibatches > 1
     return Layout(
-        kind=trainer.layout,
+        kind="ddp" if trainer.layout == "ddp" else "fsdp2",
         gradient_checkpointing=trainer.gradient_checkpointing,
         recompute_logprobs=(trainer.old_logp != "behaviour" and several)
         or trainer.old_logp == "ewma"
         or (trainer.old_logp == "version" and config.run.eta > 0)
-        or trainer.m2po_threshold is not None,
+        or trainer.reject_args["m2po"] is not None,
         reference=trainer.kl_coef > 0,
-        offload=trainer.offload,
+        offload=trainer.layout == "fsdp2_offload",
         micro_batch_tokens=trainer.micro_batch_tokens,
         max_row_tokens=trainer.max_row_tokens,
         generated_frac=float(workload.generated_tokens.sum() / workload.final_context_tokens.sum()),

@@ -114,10 +114,10 @@ class LibraPlugin(SchedulerPlugin):
         self.end_run(new.run)
         await self.ended.cleared(new.run)
         path = Path(new.directory) / "events.jsonl"
-        log = await asyncio.to_thread(EventLog, path) if new.settings.observe.event_log else None
+        log = await asyncio.to_thread(EventLog, path)
         has_left = new.client not in self._scheduler.clients
         answer = {"error": f"the driver of run {new.run!r} has left"} if has_left else self.register_run(new, log)
-        if log is not None and "started_s" not in answer:
+        if "started_s" not in answer:
             log.close(wait=False)
         return answer
 
@@ -139,7 +139,7 @@ class LibraPlugin(SchedulerPlugin):
         except ConfigError as error:
             return {"policy": f"{error} (on the scheduler, {process_name()})"}
         self.end_run(new.run)
-        file = log or (EventLog(Path(new.directory) / "events.jsonl") if config.observe.event_log else None)
+        file = log or EventLog(Path(new.directory) / "events.jsonl")
         admission = new.admission()
         if new.learned is not None:
             ordering.restore(json.loads(new.learned))

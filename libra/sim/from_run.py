@@ -159,11 +159,11 @@ def host_pool(record: RunRecord) -> HostPool | None:
 
 def left_out(config: RunConfig) -> str:
     """Parts of a run that its simulation does not have, or repeats from its log, in one line; empty: none."""
-    trainer, rolls = config.trainer, config.planner.replan and config.planner.apply
+    trainer, rolls = config.trainer, config.planner.replan == "apply"
     absent = {
         "engines that keep a version (staleness.versions=one)": config.run.eta > 0
         and config.staleness.versions == "one",
-        "engines of another degree after a change of roles (planner.apply)": rolls,
+        "engines of another degree after a change of roles (planner.replan=apply)": rolls,
     }
     repeated = {
         f"the part of a step after its last group (trainer.streaming={trainer.streaming})": trainer.streaming != "off",

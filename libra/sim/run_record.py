@@ -123,7 +123,7 @@ class RunRecord:
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
         """RunDirectoryError if it is not a run with an event log, StoreError if a line is not of this Libra."""
-        for name, what in (("config.resolved.yaml", "a run"), ("events.jsonl", "a run with observe.event_log=true")):
+        for name, what in (("config.resolved.yaml", "a run"), ("events.jsonl", "a run with an event log")):
             if not (directory / name).is_file():
                 raise RunDirectoryError(f"{directory}: holds no {name}; name the directory of {what}")
         lines = [from_dict(each) for each in read_events(directory / "events.jsonl").events if each.get("name") in READ]

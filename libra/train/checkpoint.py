@@ -177,7 +177,7 @@ def load_checkpoint(directory: Path, replica: ReplicaState) -> None:
     replica.take_weights(weights)
     _take_optimizer(replica, optimizer)
     replica.steps_done = int(facts["steps_done"])
-    if replica.settings.kl_target is not None:
+    if replica.settings.kl_args["target"] is not None:
         replica.gradient.kl.value = float(facts.get("kl_coef", replica.gradient.kl.value))
     replica.last_report = StepReport(**facts["last_report"]) if facts["last_report"] else None
 

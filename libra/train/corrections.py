@@ -182,7 +182,7 @@ def m2po_mask(
     Tokens with the largest squared log ratio (log p_now - log p_behaviour) are masked first, until the
     mean square of the rest is at most ``threshold`` (the paper's 0.04). With ``advantage_N``, only
     tokens that the advantage pushes further away, as in the paper; without it any token (AReaL). The
-    choice depends on all tokens given, so call it on the whole minibatch, as ``trainer.m2po_threshold``
+    choice depends on all tokens given, so call it on the whole minibatch, as ``trainer.reject_args.m2po``
     does.
     """
     mask_N = sequences.mask_N

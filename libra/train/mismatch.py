@@ -205,8 +205,8 @@ def alarm_text(
 ) -> str | None:
     """The alarm of a step's mismatch, None if it is within both thresholds, in all and in each part.
 
-    ``numbers`` are the report's fields ``mismatch_...``; ``mean_nats`` is ``trainer.mismatch_alarm``
-    and ``k3_nats`` is ``trainer.mismatch_k3_alarm``. ``rounding_nats`` replaces a missing
+    ``numbers`` are the report's fields ``mismatch_...``; ``mean_nats`` is ``trainer.mismatch_args.mean``
+    and ``k3_nats`` is ``mismatch_args.k3``. ``rounding_nats`` replaces a missing
     ``mean_nats``; in narrow types, where single tokens are far off, not for fewer than
     `FEWEST_MISMATCH_TOKENS`.
     """
@@ -216,8 +216,8 @@ def alarm_text(
         narrow = rounding_nats > ROUNDING_NATS["float32"]
         mean_nats = None if narrow and numbers["mismatch_tokens"] < FEWEST_MISMATCH_TOKENS else rounding_nats
     checks = (
-        ("mismatch_alarm", "|log p(rollout) - log p(trainer)|", "mean_abs", mean_nats),
-        ("mismatch_k3_alarm", "KL(rollout | trainer) by k3", "k3", k3_nats),
+        ("mismatch_args.mean", "|log p(rollout) - log p(trainer)|", "mean_abs", mean_nats),
+        ("mismatch_args.k3", "KL(rollout | trainer) by k3", "k3", k3_nats),
     )
     for name, what, figure, threshold in checks:
         where, value, tokens = "", float(numbers[f"mismatch_{figure}"]), int(numbers["mismatch_tokens"])
@@ -244,8 +244,8 @@ def raise_alarm(tally: Tally, settings: TrainSettings, step: int) -> None:
     text = alarm_text(
         numbers_of(tally),
         step,
-        mean_nats=settings.mismatch_alarm,
-        k3_nats=settings.mismatch_k3_alarm,
+        mean_nats=settings.mismatch_args["mean"],
+        k3_nats=settings.mismatch_args["k3"],
         rounding_nats=settings.rounding_nats,
     )
     if text is not None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def is_sharded(settings: TrainSettings, group: TrainGroup) -> bool:
     """Whether each replica holds a part of every tensor, so that its passes are collectives."""
-    return settings.layout == "fsdp2" and group.size > 1
+    return settings.layout != "ddp" and group.size > 1
 
 
 def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:

@@ -7,8 +7,8 @@
 With a teacher (``distil``) the policy loss is multiplied by ``reward_coef``, and the divergence from the teacher is added where it
 has scored the token (`libra.train.kl`).
 
-``keep`` is 0 where a mask leaves the token out of the policy loss: ``reject``, ``off_policy_threshold``, or the minibatch's
-``m2po_threshold``. Such a token still counts in the denominator, and in the mean ratio of its sequence. VESPO's weight is inside
+``keep`` is 0 where a mask leaves the token out of the policy loss: ``reject``, ``reject_args.off_policy``, or the minibatch's
+``reject_args.m2po``. Such a token still counts in the denominator, and in the mean ratio of its sequence. VESPO's weight is inside
 its policy loss.
 
 ``old_logp`` defines p_old, and so what the weight corrects:
@@ -83,7 +83,7 @@ class Objective:
         settings = self.settings
         if is_named(settings.loss) or settings.distil is not None:  # which may have a term without the advantage
             return True
-        in_loss = settings.kl_coef > 0 and not settings.kl_in_reward
+        in_loss = settings.kl_coef > 0 and not settings.kl_args["in_reward"]
         return in_loss or settings.entropy_coef > 0 or settings.loss_args.get("log_ratio_coef", 0.0) > 0
 
     def token_losses(
@@ -114,7 +114,7 @@ class Objective:
                 taught_N, of_teacher = self._taught(batch.taught, columns_NK, rest_N)
                 loss_N, sums = loss_N + _once(taught_N, batch), sums | of_teacher
         if reference_logp_N is not None:
-            kl_N = kl_estimate(logp_N, reference_logp_N, settings.kl_estimator, bound=KL_BOUND)
+            kl_N = kl_estimate(logp_N, reference_logp_N, settings.kl_args["estimator"], bound=KL_BOUND)
             loss_N = loss_N + settings.kl_coef * _once(kl_N, batch)
             sums["kl_reference"] = kl_N.detach().sum()
         if settings.entropy_coef:
@@ -227,8 +227,9 @@ class Objective:
             keep_N = keep_N & binary_kl_mask(trainer_N, engine_N, sequences, high=settings.reject_args["high"])
         elif settings.reject != "none":
             ratio_N = trainer_N - engine_N
-            keep_N = keep_N & rejection_mask(ratio_N, sequences, metric=settings.reject, **settings.reject_args)
-        if (threshold := settings.off_policy_threshold) is not None:
+            bounds = {key: settings.reject_args[key] for key in ("level", "reduce", "low", "high")}
+            keep_N = keep_N & rejection_mask(ratio_N, sequences, metric=settings.reject, **bounds)
+        if (threshold := settings.reject_args["off_policy"]) is not None:
             tokens = (logp_N, engine_N, batch.advantage_N, sequences)
             keep_N = keep_N & off_policy_sequence_mask(*tokens, threshold=threshold)
         return keep_N

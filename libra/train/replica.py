@@ -218,7 +218,7 @@ class Replica(ReplicaState):
         old_logp = self.settings.old_logp
         proximal = old_logp not in ("behaviour", "ewma") and self.settings.epochs * self.settings.minibatches > 1
         whole = proximal or old_logp in ("version", "ewma") or self.settings.has_token_rewards
-        whole = whole or self.settings.exact_logprobs or self.settings.m2po_threshold is not None
+        whole = whole or self.settings.exact_logprobs or self.settings.reject_args["m2po"] is not None
         samples = samples_of(trajectories, step, whole=whole)
         tally.add(
             sequences=len(samples),
@@ -364,8 +364,8 @@ class Replica(ReplicaState):
         if self.average is not None:
             self.average.move(self.tensors())
         tally.add(kl_coef=self.gradient.kl.value)
-        if self.settings.kl_target is not None:
-            self.gradient.kl.adapt(self.settings.kl_target, self.settings.kl_horizon)
+        if self.settings.kl_args["target"] is not None:
+            self.gradient.kl.adapt(self.settings.kl_args["target"], self.settings.kl_horizon)
         self.content = None
         content = self.hashed() if self.digests else ""
         if self.hybrids is not None:

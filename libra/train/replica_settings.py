@@ -61,13 +61,13 @@ class TrainSettings(TrainerSection):
     ewma_decay: Annotated[float, Field(ge=0, lt=1)] = 0.889
     """Share of the moving average that stays at each batch; 0.889 looks back over about eight (PPO-EWMA)."""
     kl_horizon: Annotated[float, Field(gt=0)] = 10_000.0
-    """Trajectories over which ``kl_target`` acts."""
+    """Trajectories over which ``kl_args.target`` acts."""
     share_prompts: bool = True
     """Whether samples of a group that fit into one row share one forward pass of their prompt."""
     distil: DistilTerm | None = None
     """The term of a teacher, if there is one."""
     rounding_nats: float | None = None
-    """Mean mismatch that rounding explains, if known; replaces a missing ``mismatch_alarm``."""
+    """Mean mismatch that rounding explains, if known; replaces a missing ``mismatch_args.mean``."""
     exact_logprobs: bool = False
     """``rollout.exact_logprobs``: measure the mismatch by scoring as the engine did, alone and turn by turn."""
 
@@ -100,7 +100,7 @@ class TrainSettings(TrainerSection):
     @property
     def has_token_rewards(self) -> bool:
         """Whether the trainer computes advantages: a KL penalty in the reward, or discounted returns."""
-        penalty = self.kl_in_reward and self.kl_coef > 0
+        penalty = self.kl_args["in_reward"] and self.kl_coef > 0
         return penalty or (self.advantage == "reinforce_pp" and self.gamma < 1)
 
     def of_a_step(self) -> dict[str, Any]:

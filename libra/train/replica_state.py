@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 _SAME_RESULT = {
     "layout",
     "gradient_checkpointing",
-    "offload",
     "max_row_tokens",
     "micro_batch_tokens",
     "logit_chunk_tokens",
@@ -87,7 +86,7 @@ class ReplicaState:
         if settings.gradient_checkpointing:
             checkpoint_activations(model)
         if self.is_sharded:
-            shard(model, self.group, offload=settings.offload)
+            shard(model, self.group, offload=settings.layout == "fsdp2_offload")
         self.average: MovingAverage | None = None
         if settings.old_logp == "ewma":
             self.average = MovingAverage(self.tensors(), settings.ewma_decay)

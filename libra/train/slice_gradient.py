@@ -44,7 +44,7 @@ class SliceGradient:
     """Forward and backward passes of one replica.
 
     ``model`` is on ``device`` and not sharded yet; ``reference`` is the frozen model of the KL term;
-    ``kl`` is the coefficient of the penalty of ``trainer.kl_in_reward``.
+    ``kl`` is the coefficient of the penalty of ``trainer.kl_args.in_reward``.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class SliceGradient:
         )
         logp_N = logp_NK[:, 0]
         reference_logp_N = None
-        if self._reference is not None and not self.settings.kl_in_reward:
+        if self._reference is not None and not self.settings.kl_args["in_reward"]:
             with torch.no_grad():
                 reference_logp_N, _ = self._reference.logp(*batch.inputs)
         loss_N, sums = self.objective.token_losses(
@@ -168,7 +168,7 @@ class SliceGradient:
     def with_token_advantages(self, samples: Sequence[Sample], tally: Tally) -> list[Sample]:
         """``samples``, a batch or a wave of whole groups, with an advantage for each token.
 
-        A token's reward is ``-kl_coef x KL estimate`` (``trainer.kl_in_reward``); the last also has its
+        A token's reward is ``-kl_coef x KL estimate`` (``trainer.kl_args.in_reward``); the last also has its
         trajectory's.
         """
         settings = self.settings
@@ -177,10 +177,10 @@ class SliceGradient:
         lengths = [sample.num_actions for sample in samples]
         mask_ST = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         reward_ST = torch.zeros(mask_ST.shape, dtype=torch.float64)
-        if settings.kl_in_reward and settings.kl_coef > 0:
+        if settings.kl_args["in_reward"] and settings.kl_coef > 0:
             for row, (sample, logp) in enumerate(zip(samples, self.scored(samples, by_reference=True), strict=True)):
                 ours_A, theirs_A = (torch.from_numpy(each).double() for each in (sample.behaviour_logp, logp))
-                kl_A = kl_estimate(ours_A, theirs_A, settings.kl_estimator, bound=KL_BOUND)
+                kl_A = kl_estimate(ours_A, theirs_A, settings.kl_args["estimator"], bound=KL_BOUND)
                 reward_ST[row, : len(kl_A)] = -self.kl.value * kl_A
                 total, count = self.kl.seen
                 self.kl.seen = (total + float(kl_A.mean()), count + 1)
@@ -206,7 +206,7 @@ class SliceGradient:
 
         ``fresh``: the weights have moved since `with_proximal`, so the samples are scored again.
         """
-        threshold = self.settings.m2po_threshold
+        threshold = self.settings.reject_args["m2po"]
         if threshold is None or not samples:
             return list(samples)
         known = [sample.proximal_logp for sample in samples if sample.proximal_logp is not None]

@@ -42,7 +42,7 @@ class StepReport:
     clip_low_frac: float = 0.0  # tokens clipped below, with a negative advantage
     clip_high_frac: float = 0.0  # tokens clipped above, with a positive one
     kl_behaviour: float = 0.0  # from the old policy, nats
-    kl_reference: float = 0.0  # nats; with ``trainer.kl_in_reward`` of the engine's log-probabilities
+    kl_reference: float = 0.0  # nats; with ``trainer.kl_args.in_reward`` of the engine's log-probabilities
     entropy: float = 0.0  # nats
     mismatch_tokens: int = 0  # `libra.train.mismatch`; without any token the figures are None
     mismatch_mean_abs: float | None = None  # nats

@@ -64,7 +64,7 @@ class TeacherModel:
         where = np.flatnonzero(trajectory.is_action)
         distil = self.scoring.distil
         of_student = (distil.estimator, distil.divergence) == ("sampled", "reverse")
-        if not len(where) or where[0] == 0 or (of_student and distil.samples > 1 and trajectory.drawn is None):
+        if not len(where) or where[0] == 0 or (of_student and distil.tokens > 1 and trajectory.drawn is None):
             return None
         own_A = torch.from_numpy(trajectory.token_ids[where].astype(np.int64))
         columns_AK, old = None, None
@@ -115,9 +115,9 @@ class TeacherModel:
             return given_CK.to(logp_CV.device)
         distil = self.scoring.distil
         if distil.estimator == "top_k":
-            return logp_CV.topk(distil.top_k, dim=-1).indices
+            return logp_CV.topk(distil.tokens, dim=-1).indices
         cdf_CV = logp_CV.exp().cumsum(-1)
-        aim_CK = torch.from_numpy(rng.random((len(logp_CV), distil.samples))).to(cdf_CV) * cdf_CV[:, -1:]
+        aim_CK = torch.from_numpy(rng.random((len(logp_CV), distil.tokens))).to(cdf_CV) * cdf_CV[:, -1:]
         return torch.searchsorted(cdf_CV, aim_CK, right=True).clamp_(max=logp_CV.shape[-1] - 1)
 
 

@@ -8,8 +8,7 @@ from click.testing import CliRunner
 from libra.cli.main import cli, main
 from libra.cli.plan_command import fixed_by
 from libra.config import dump_config, load_config
-from libra.config.effect_conditions import Situation
-from libra.config.effects import ignored_settings
+from libra.config.effects import Situation, ignored_settings
 from libra.config.streaming import turns
 from libra.driver.launch_layout import with_way
 from libra.driver.run_session import Session
@@ -69,7 +68,7 @@ def test_a_layout_that_cannot_be_run_is_refused_by_plan_and_run(repository, tmp_
     snapshot_of(config, None, what_if=True)
     tiny = (
         "model.path=libra/tiny-arithmetic",
-        "planner.replan=true",
+        "planner.replan=advise",
         "planner.num_gpus=8",
         f"planner.{wrong}",
         f"run.dir={tmp_path}",
@@ -90,7 +89,7 @@ def test_the_trainer_is_planned_as_it_runs(repository):
     for given, name, value in (
         ("trainer.layout=ddp", "kind", "ddp"),
         ("trainer.gradient_checkpointing=false", "gradient_checkpointing", False),
-        ("trainer.offload=true", "offload", True),
+        ("trainer.layout=fsdp2_offload", "offload", True),
         ("trainer.logit_chunk_tokens=77", "logit_chunk_tokens", 77),
         ("trainer.micro_batch_tokens=9000", "micro_batch_tokens", 9000),
         ("trainer.max_row_tokens=100", "max_row_tokens", 100),

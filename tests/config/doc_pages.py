@@ -83,7 +83,7 @@ make algorithms                                                                 
 
 These keys work with every algorithm: `trainer.kl_coef`, `trainer.entropy_coef`, `trainer.loss_args`,
 `trainer.drop_uniform_groups`, `trainer.drop_truncated`, and the masks `trainer.reject`,
-`trainer.off_policy_threshold` and `trainer.m2po_threshold`. The gradient does not depend on how a step
+`trainer.reject_args` (`off_policy`, `m2po`). The gradient does not depend on how a step
 is cut into micro-batches. [Papers and agreement with other libraries](sources.md) names the code of each
 paper and the functions that were compared.
 """

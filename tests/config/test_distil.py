@@ -4,8 +4,7 @@ import pytest
 
 from libra.cluster.local import device_bindings, num_threads, worker_resources
 from libra.config import config_from_dict
-from libra.config.effect_conditions import Situation
-from libra.config.effects import ignored_settings
+from libra.config.effects import Situation, ignored_settings
 from libra.config.service_devices import extra_draws, teacher_model
 
 OPD = {"algorithm": "opd"}
@@ -51,7 +50,7 @@ def test_a_teacher_that_is_a_service_lives_on_the_first_tool_worker():
 
 
 def test_an_engine_draws_beside_the_generated_token_only_what_the_reverse_divergence_needs():
-    given = {"trainer": OPD, "distil": REVERSE | {"samples": 8}}
+    given = {"trainer": OPD, "distil": REVERSE | {"tokens": 8}}
     assert extra_draws(config_from_dict(given)) == 7
     for change in ({"divergence": "forward"}, {"estimator": "top_k"}):
-        assert extra_draws(config_from_dict({"trainer": OPD, "distil": REVERSE | {"samples": 8} | change})) == 0
+        assert extra_draws(config_from_dict({"trainer": OPD, "distil": REVERSE | {"tokens": 8} | change})) == 0

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from libra.config import RunConfig, config_from_dict, load_config, resolve_model
-from libra.config.effect_conditions import Situation
-from libra.config.effects import READ
+from libra.config.effects import READ, Situation
 from libra.config.field_help import sections
 from libra.config.task_sections import POLICIES
 
@@ -83,7 +82,7 @@ def test_a_run_that_replans_reads_of_the_planner_what_the_table_says():
         run.may_have("vllm", 2)
         run.ratio(1, 2, 4.0, 100.0)
 
-    config = config_from_dict({"planner": {"replan": True}})
+    config = config_from_dict({"planner": {"replan": "advise"}})
     read = {name for name in read_by(replan, config) if name.startswith("planner.")}
     # Whether a run replans its driver asks, and what it starts is asked before it begins.
     assert read | {"planner.replan", "planner.layout", "planner.planned"} == effective(config, "run", "planner.")

@@ -6,8 +6,7 @@ import pytest
 
 from libra.cli.main import main
 from libra.config import config_from_dict, load_config
-from libra.config.effect_conditions import Situation
-from libra.config.effects import READ, ignored_settings, warning_lines
+from libra.config.effects import READ, Situation, ignored_settings, warning_lines
 from libra.config.field_help import field_references
 
 # Another value for each field than its default, where one cannot be made from its type.
@@ -90,11 +89,6 @@ def test_a_file_serves_several_commands_and_what_is_typed_one(tmp_path):
 
 
 def test_machine_client_and_options_count():
-    offload = configured({"trainer.layout": "fsdp2", "cluster.train_workers": 2, "trainer.offload": True})
-    assert not ignored_settings(offload)
-    assert [each.field for each in ignored_settings(offload, Situation("run", has_gpu=lambda: False))] == [
-        "trainer.offload"
-    ]
     workers = configured({"cluster.rollout_workers": 2})
     assert not ignored_settings(workers, Situation("run"))
     typed = frozenset({"cluster.rollout_workers"})
@@ -128,10 +122,12 @@ def test_each_command_says_it_in_one_line_and_goes_on(capsys):
         ("trainer.late=drop & trainer.late_args.versions=3", {"trainer.late_args"}),
         ("trainer.late=correct & trainer.late_args.versions=3", set()),
         ("trainer.late=wait & trainer.late_args.wait_s=3.0", set()),
-        ("trainer.algorithm=opd & distil.teacher=t & distil.estimator=sampled & distil.top_k=8", {"distil.top_k"}),
-        ("trainer.algorithm=opd & distil.teacher=t & distil.samples=8", {"distil.samples"}),
+        ("trainer.algorithm=opd & distil.teacher=t & distil.tokens=8", set()),
+        ("trainer.reject_args.low=0.5", {"trainer.reject_args"}),
+        ("trainer.reject_args.m2po=0.5", set()),
+        ("trainer.kl_args.estimator=k1", {"trainer.kl_args"}),
         ("trainer.algorithm=opd & distil.teacher=t & distil.wait_s=3.0", set()),
-        ("distil.samples=8", {"distil.samples"}),
+        ("distil.tokens=8", {"distil.tokens"}),
         ("staleness.over_age=drop", {"staleness.over_age"}),
         ("run.eta=1 & staleness.over_age=drop", set()),
     ],

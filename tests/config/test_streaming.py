@@ -8,7 +8,7 @@ from libra.config.streaming import MAX_WAVES, enough_groups, most_waves, streami
 
 WHOLE = {
     "epochs": {"epochs": 2}, "minibatches": {"minibatches": 4}, "whitened": {"algorithm": "reinforce_pp"},
-    "scaled": {"advantage": "reinforce_pp_baseline"}, "m2po": {"m2po_threshold": 0.04},
+    "scaled": {"advantage": "reinforce_pp_baseline"}, "m2po": {"reject_args": {"m2po": 0.04}},
     "own": {"advantage": "workflows.own:advantage"}, "late": {"late": "wait"},
 }  # fmt: skip
 """What needs the whole batch; that `on` refuses these is in test_refused."""
@@ -45,7 +45,7 @@ NO_TURNS = {
     "nobody": {"cluster": {"hybrid_workers": 0}},
     "alone": {"cluster": {"rollout_workers": 1, "hybrid_workers": 1}},
     "wide": {"rollout": {"engine": "vllm", "tp": 2}},
-    "planner": {"planner": {"replan": True, "apply": True}},
+    "planner": {"planner": {"replan": "apply"}},
 }
 
 

@@ -92,7 +92,7 @@ def check_scored(session, rows, width):
 def test_the_student_comes_nearer_to_a_teacher_on_a_worker_of_its_own(make_config, teacher, teacher_client):
     trainer = {"streaming": "on", "dispatch": "peer"}
     run, every = {"iterations": 8, "eta": 1}, {"every": 3}
-    config = distilling(make_config, teacher, {"top_k": 16}, run=run, trainer=trainer, checkpoint=every)
+    config = distilling(make_config, teacher, {"tokens": 16}, run=run, trainer=trainer, checkpoint=every)
     with Session(config, client=teacher_client) as session:
         rows = list(session.iterations())
     check_scored(session, rows, 16)
@@ -102,7 +102,7 @@ def test_the_student_comes_nearer_to_a_teacher_on_a_worker_of_its_own(make_confi
 
 @pytest.mark.live
 def test_the_student_comes_nearer_to_a_teacher_that_is_a_service(make_config, teacher):
-    distil = {"estimator": "sampled", "samples": 32, "divergence": "reverse", "teacher": {"service": "oracle"}}
+    distil = {"estimator": "sampled", "tokens": 32, "divergence": "reverse", "teacher": {"service": "oracle"}}
     services = {"named": {"oracle": {"model": str(teacher), "function": "teach", "max_batch": 2}}}
     trainer, run, every = {"group_size": 8}, {"iterations": 8, "eta": 1}, {"every": 3}
     config = distilling(make_config, teacher, distil, run=run, trainer=trainer, checkpoint=every, services=services)
@@ -122,7 +122,7 @@ def test_a_killed_run_goes_on_with_the_same_scores_and_damaged_ones_are_made_aga
     make_config, teacher, tmp_path, repository, monkeypatch
 ):
     monkeypatch.setattr("libra.driver.damage.RECHECK_S", 0.0)
-    config = distilling(make_config, teacher, {"top_k": 8}, run={"iterations": 3}, checkpoint={"every": 2})
+    config = distilling(make_config, teacher, {"tokens": 8}, run={"iterations": 3}, checkpoint={"every": 2})
     file, run = tmp_path / "config.yaml", tmp_path / "demo"
     file.write_text(dump_config(config))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(repository), *filter(None, [os.environ.get("PYTHONPATH")])]))
@@ -192,7 +192,7 @@ def _assert_stored(run, trajectory, taught):
 @pytest.mark.live
 def test_a_batch_trains_without_scores_that_come_late_and_so_does_its_repetition(make_config, teacher, teacher_client):
     """The teacher is stopped until the first batch is trained, which waits for its time; later batches have their scores."""
-    distil = {"top_k": 8, "reward_coef": 1.0, "wait_s": 3.0}
+    distil = {"tokens": 8, "reward_coef": 1.0, "wait_s": 3.0}
     config = distilling(make_config, teacher, distil, run={"iterations": 3}, checkpoint={"every": 0})
     with Session(config, client=teacher_client) as session:
         worker, spec = address_of(teacher_client, "teacher-0"), session.spec
@@ -231,9 +231,9 @@ def test_a_teacher_that_does_not_fit_is_refused_with_what_to_type(make_config, r
     def check(distil, **sections):
         check_teacher(distilling(make_config, another, distil, **sections), student)
 
-    check({"top_k": 259})
+    check({"tokens": 259})
     with pytest.raises(ConfigError, match=r"distil\.top_k=259"):
-        check({"top_k": 260})
+        check({"tokens": 260})
     with pytest.raises(ConfigError, match=r"rollout\.max_context_tokens"):
         check({}, rollout={"max_context_tokens": 2000})
     with pytest.raises(ModelError, match=r"distil\.teacher"):

@@ -16,7 +16,7 @@ from libra.sim.from_run import workload_of_run
 
 
 def test_each_iteration_is_predicted_before_it_compared_after_it_and_changed_by_neither(make_config, client):
-    config = make_config(run={"iterations": 4}, planner={"replan": True}, evaluation={"prompts": 2, "every": 2})
+    config = make_config(run={"iterations": 4}, planner={"replan": "advise"}, evaluation={"prompts": 2, "every": 2})
     predictions, values = [], []
     with Session(config, client=client) as session:
         planning = session.planning

@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_trajectories(make_config, client):
 
 @pytest.mark.parametrize(("action", "published"), [("pause", 1), ("stop", 0)])
 def test_an_alarm_takes_no_further_step_until_the_run_is_resumed(action, published, make_config, client):
-    alarm = {"mismatch_alarm": 1e-12, "mismatch_action": action}
+    alarm = {"mismatch_args": {"mean": 1e-12}, "mismatch_action": action}
     with pytest.raises(MismatchAlarm):
         run(make_config(run={"iterations": 3, "eta": 1}, trainer=alarm), client=client)
     again = make_config(run={"iterations": 3, "eta": 1})

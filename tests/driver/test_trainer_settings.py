@@ -89,7 +89,7 @@ def test_of_remax_the_first_sample_is_greedy_and_the_baseline_of_the_others(make
 
 
 def test_a_run_learns_from_rewards_per_token(make_config, client):
-    kl = {"kl_coef": 0.1, "kl_in_reward": True, "kl_target": 1e-9, "lr": 1e-3}
+    kl = {"kl_coef": 0.1, "kl_args": {"in_reward": True, "target": 1e-9}, "lr": 1e-3}
     trainer = {"algorithm": "reinforce_pp", **kl, "gamma": 0.9, "dispatch": "peer"}
     rows = run(make_config(run={"iterations": 3}, trainer=trainer), client=client).iterations
     assert [row["optimizer_steps"] for row in rows] == [1] * 3

@@ -186,10 +186,10 @@ MACHINE: tuple[Row, ...] = (
     ("rollout.kv_host_gib=1000000", "rollout.kv_host_gib", "1e+06", "rollout.kv_host_gib="),
     ("rollout.max_context_tokens=40", "rollout.max_context_tokens", "40", "rollout.max_context_tokens="),
     (
-        "trainer.algorithm=opd distil.teacher=libra/tiny-arithmetic distil.top_k=1000000",
-        "distil.top_k",
+        "trainer.algorithm=opd distil.teacher=libra/tiny-arithmetic distil.tokens=1000000",
+        "distil.tokens",
         "1000000",
-        "type distil.top_k=",
+        "type distil.tokens=",
     ),
     ("trainer.algorithm=opd distil.teacher=no/where/here", "distil.teacher", "no/where/here", "there is no directory"),
 )

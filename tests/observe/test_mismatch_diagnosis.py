@@ -58,7 +58,7 @@ def test_few_tokens_are_no_sign(make_run):
 
 
 def test_the_threshold_is_the_given_one_or_the_alarm_of_the_run(make_run):
-    run = make_run(*[CALM] * 5, (1e-4, {}), config="trainer: {mismatch_k3_alarm: 1.0e-3}\n")
+    run = make_run(*[CALM] * 5, (1e-4, {}), config="trainer: {mismatch_args: {k3: 1.0e-3}}\n")
     assert diagnose(run).first is None and diagnose(run).threshold == 1e-3
     assert diagnose(run, above=1e-5).first == 5
     done = CliRunner().invoke(cli, ["diagnose", str(run)])

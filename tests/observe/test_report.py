@@ -68,7 +68,7 @@ def test_a_run_without_anything_has_a_sentence_in_each_section_and_no_frame(pric
         assert name == "settings" or 'class="missing"' in body, name
     assert "data-root-id" not in page
     assert "bokeh" not in page
-    assert "observe.event_log=false" in unescape(page)
+    assert "has not started" in unescape(page)
     assert numbers_in(page)["busy", "bare"] == "–"
 
 

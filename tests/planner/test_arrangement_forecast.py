@@ -25,7 +25,7 @@ def calibration(path, seconds, model=MODEL):
 
 def config(**planner):
     return config_from_dict(
-        {"model": {"path": MODEL}, "rollout": {"engine": "vllm"}, "planner": {"replan": True, **planner}}
+        {"model": {"path": MODEL}, "rollout": {"engine": "vllm"}, "planner": {"replan": "advise", **planner}}
     )
 
 

@@ -15,7 +15,7 @@ OTHERS = {"remax", "reinforce_pp_baseline", "opd"}
 VARIANTS = {
     **{name: (name, {}) for name in sorted(ALGORITHMS.keys() - OTHERS)},
     "entropy": ("dapo", {"entropy_coef": 0.1}),
-    "k2": ("gspo", {"kl_coef": 0.1, "kl_estimator": "k2+"}),
+    "k2": ("gspo", {"kl_coef": 0.1, "kl_args": {"estimator": "k2+"}}),
     "dual_clip": ("grpo", {"loss_args": {"dual_clip": 1.5}}),
     "two_factors": ("dapo", {"old_logp": "exact", "correction": "truncate", "correction_args": {"level": "sequence"}}),
     "vespo_weighted": ("vespo", {"old_logp": "proximal", "correction": "truncate"}),
@@ -27,7 +27,7 @@ VARIANTS = {
         {"reject": "ratio", "reject_args": {"level": "sequence", "reduce": "sum", "low": 0.9, "high": 2.0}},
     ),
     "reject_binary": ("gspo", {"reject": "binary-kl", "reject_args": {"high": 1e-4}}),
-    "off_policy": ("cispo", {"off_policy_threshold": 0.01}),
+    "off_policy": ("cispo", {"reject_args": {"off_policy": 0.01}}),
     "geometric": ("ppo_decoupled", {"correction_args": {"level": "geometric", "low": 0.5, "high": 1.5}}),
 }
 
@@ -99,7 +99,7 @@ def written_out(settings, tokens, rows):
         loss = loss * weight
     loss = loss * kept(settings, tokens, rows, old)
     if settings.kl_coef:
-        kl = kl_estimate(logp, tokens["reference"], settings.kl_estimator, bound=10.0)
+        kl = kl_estimate(logp, tokens["reference"], settings.kl_args["estimator"], bound=10.0)
         loss = loss + settings.kl_coef * kl
     loss = loss - settings.entropy_coef * tokens["entropy"]
     horizon = settings.loss_divisor if settings.aggregation == "seq-mean-token-sum-norm" else None
@@ -113,11 +113,13 @@ def kept(settings, tokens, rows, old):
     if settings.reject == "binary-kl":
         keep = keep & corrections.binary_kl_mask(trainer, engine, rows, high=settings.reject_args["high"])
     elif settings.reject != "none":
-        args = {"metric": settings.reject} | settings.reject_args
+        args = {key: settings.reject_args[key] for key in ("level", "reduce", "low", "high")} | {
+            "metric": settings.reject
+        }
         keep = keep & corrections.rejection_mask(trainer - engine, rows, **args)
-    if settings.off_policy_threshold is not None:
+    if settings.reject_args["off_policy"] is not None:
         tokens_of = (now, engine, tokens["advantage"], rows)
-        keep = keep & corrections.off_policy_sequence_mask(*tokens_of, threshold=settings.off_policy_threshold)
+        keep = keep & corrections.off_policy_sequence_mask(*tokens_of, threshold=settings.reject_args["off_policy"])
     return keep
 
 
@@ -198,7 +200,7 @@ def test_m2po_chooses_over_the_whole_minibatch_whatever_its_micro_batches(replic
     reports = []
     for tokens in (64, 10_000):
         layout = {"max_row_tokens": 1, "micro_batch_tokens": tokens, "minibatches": 2}
-        model = replica(torch.float64, m2po_threshold=0.004, lr=3e-3, **layout)
+        model = replica(torch.float64, reject_args={"m2po": 0.004}, lr=3e-3, **layout)
         near(model, batch, score, np.random.default_rng(0))
         reports.append(model.step(batch, 0))
     many, one = reports

@@ -97,7 +97,7 @@ def whole_logp(teacher, one):
 
 
 def test_a_teacher_keeps_its_likeliest_tokens_and_the_rest_as_one(model_dir, trajectory):
-    teacher, one = teacher_of(model_dir, top_k=7), trajectory(4)
+    teacher, one = teacher_of(model_dir, tokens=7), trajectory(4)
     taught = teacher.score(one, np.random.default_rng(0))
     assert taught is not None and taught.rest_logp is not None and taught.old_logp is None
     whole_AV = whole_logp(teacher, one)
@@ -107,13 +107,13 @@ def test_a_teacher_keeps_its_likeliest_tokens_and_the_rest_as_one(model_dir, tra
     np.testing.assert_allclose(np.exp(taught.rest_logp), 1 - top.values.exp().sum(-1), atol=1e-6)
     own = whole_AV.gather(1, torch.from_numpy(one.token_ids[one.is_action].astype(np.int64))[:, None])[:, 0]
     np.testing.assert_allclose(taught.own_logp, own, atol=1e-5)
-    everything = teacher_of(model_dir, top_k=48).score(one, np.random.default_rng(0))
+    everything = teacher_of(model_dir, tokens=48).score(one, np.random.default_rng(0))
     assert everything is not None and np.isneginf(everything.rest_logp).all()
 
 
 def test_a_teacher_draws_from_its_own_distribution_and_scores_what_the_student_drew(model_dir, trajectory):
     one = trajectory(4)
-    teacher = teacher_of(model_dir, estimator="sampled", samples=4000)
+    teacher = teacher_of(model_dir, estimator="sampled", tokens=4000)
     taught = teacher.score(one, np.random.default_rng(0))
     again = teacher.score(one, np.random.default_rng(0))
     assert taught is not None and again is not None and taught.token_ids.tolist() == again.token_ids.tolist()
@@ -121,7 +121,7 @@ def test_a_teacher_draws_from_its_own_distribution_and_scores_what_the_student_d
     for drawn, logp_V in zip(taught.token_ids, whole_AV, strict=True):
         frequency = np.bincount(drawn, minlength=48) / 4000
         np.testing.assert_allclose(frequency, logp_V.exp(), atol=0.04)
-    reverse = teacher_of(model_dir, estimator="sampled", samples=3, divergence="reverse")
+    reverse = teacher_of(model_dir, estimator="sampled", tokens=3, divergence="reverse")
     assert reverse.score(one, np.random.default_rng(0)) is None  # nothing was drawn
     count = one.num_action_tokens
     ids = np.arange(2 * count, dtype=np.int32).reshape(count, 2) % 48
@@ -136,10 +136,10 @@ def test_a_teacher_draws_from_its_own_distribution_and_scores_what_the_student_d
 
 
 DISTIL = {
-    "reverse": ({"top_k": 6, "divergence": "reverse"}, {}),
-    "sampled": ({"estimator": "sampled", "samples": 6}, {}),
-    "drawn by the student": ({"estimator": "sampled", "samples": 1, "divergence": "reverse"}, {}),
-    "with rewards": ({"top_k": 6, "reward_coef": 0.5}, {"entropy_coef": 0.1}),
+    "reverse": ({"tokens": 6, "divergence": "reverse"}, {}),
+    "sampled": ({"estimator": "sampled", "tokens": 6}, {}),
+    "drawn by the student": ({"estimator": "sampled", "tokens": 1, "divergence": "reverse"}, {}),
+    "with rewards": ({"tokens": 6, "reward_coef": 0.5}, {"entropy_coef": 0.1}),
 }
 
 
@@ -167,13 +167,13 @@ def test_a_step_is_that_of_one_sequence_at_a_time_however_it_is_packed(case, mod
     assert packed.kl_teacher == pytest.approx(alone.kl_teacher, abs=1e-12) and packed.kl_teacher != 0
     left_out = batch[3].num_action_tokens / sum(each.num_action_tokens for each in batch)
     assert packed.taught_frac == pytest.approx(1 - left_out)
-    has_top = "top_k" in distil
+    has_top = "estimator" not in distil
     assert (0 < packed.top_k_student_frac < 1 and 0 < packed.top_k_teacher_frac < 1) == has_top
 
 
 @pytest.mark.parametrize("case", ["forward", *DISTIL])
 def test_a_model_distilled_from_itself_stays_as_it_is(case, model_dir, replica, batch, score):
-    distil, _ = DISTIL.get(case, ({"top_k": 6}, {}))
+    distil, _ = DISTIL.get(case, ({"tokens": 6}, {}))
     teacher, term = teacher_of(model_dir, torch.float32, **distil), {"divergence": distil.get("divergence", "forward")}
     one = replica(distil=term | {"rounding_nats": 1e-3}, temperature=0.7)
     before = [weight.clone() for weight in one.weights().values()]

@@ -26,7 +26,7 @@ OF_TWO_CORES = {
     "old weights, fsdp2": {"old_logp": "version", "layout": "fsdp2"},
     "moving average": {"old_logp": "ewma"},
     "KL in the reward, fsdp2": {
-        "advantage": "rloo", "kl_coef": 0.5, "kl_in_reward": True, "kl_target": 0.01, "kl_horizon": 20.0, "layout": "fsdp2",
+        "advantage": "rloo", "kl_coef": 0.5, "kl_args": {"in_reward": True, "target": 0.01}, "kl_horizon": 20.0, "layout": "fsdp2",
     },
 }  # fmt: skip
 ADAPTERS = {"lora_rank": 2, "lora_args": {"alpha": 8.0, "targets": ("q_proj", "down_proj")}}
@@ -102,7 +102,7 @@ def test_what_a_step_needs_from_all_of_its_batch_is_that_of_one_replica(cast, mo
     """Old policies, the mask over a minibatch, the baseline of a group and the adapted coefficient."""
     settings = OF_TWO_CORES[case]
     if "old_logp" in settings:
-        settings = settings | {"correction": "truncate", "minibatches": 2, "m2po_threshold": 1.0}
+        settings = settings | {"correction": "truncate", "minibatches": 2, "reject_args": {"m2po": 1.0}}
     alone = process.Recorded(str(model_dir), settings | {"layout": "ddp"})
     assert ask_all(cast[:2], "new", settings=settings) == [None, None]
     for k in range(3):

@@ -98,6 +98,6 @@ def test_bfloat16_weights_are_the_rounded_sum(random_model):
 def test_what_cannot_have_adapters_is_refused(random_model):
     with pytest.raises(TrainError, match="q_pro"):
         replica(random_model, lora_args={"targets": ("q_pro",)})
-    for more in ({"trainer": {"lora_rank": 4, "layout": "fsdp2", "offload": True}}, {"cluster": {"hybrid_workers": 1}}):
+    for more in ({"trainer": {"lora_rank": 4, "layout": "fsdp2_offload"}}, {"cluster": {"hybrid_workers": 1}}):
         with pytest.raises(ConfigError):
             config_from_dict({"trainer": {"lora_rank": 4}} | more)

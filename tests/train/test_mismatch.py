@@ -94,8 +94,8 @@ def test_no_alarm_at_the_threshold_or_without_one():
     numbers = {"mismatch_mean_abs": 0.05, "mismatch_max_abs": 1.0, "mismatch_k3": 0.002, "mismatch_tokens": 10}
     assert alarm_text(numbers, 0, mean_nats=0.05, k3_nats=0.002) is None
     assert alarm_text(numbers, 0) is alarm_text(numbers, 0, rounding_nats=0.01) is None  # in bfloat16 of so few tokens
-    assert "mismatch_alarm" in alarm_text(numbers | {"mismatch_tokens": 64}, 0, rounding_nats=0.01)
-    assert "mismatch_alarm" in alarm_text(numbers, 0, rounding_nats=1e-3)
+    assert "mismatch_args.mean" in alarm_text(numbers | {"mismatch_tokens": 64}, 0, rounding_nats=0.01)
+    assert "mismatch_args.mean" in alarm_text(numbers, 0, rounding_nats=1e-3)
     assert "step 0" in alarm_text(numbers, 0, mean_nats=0.04, k3_nats=0.001)
     assert "k3" in alarm_text(numbers, 0, mean_nats=0.05, k3_nats=0.001)
 

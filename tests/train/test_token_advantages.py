@@ -11,7 +11,7 @@ from libra.train.advantages import reinforce_pp, rloo
 from libra.train.step_report import Tally
 from libra.types import TrajectoryId
 
-RLOO = {"mismatch_action": "warn", "algorithm": "rloo", "kl_coef": 0.2, "kl_in_reward": True, "group_size": 4}
+RLOO = {"mismatch_action": "warn", "algorithm": "rloo", "kl_coef": 0.2, "kl_args": {"in_reward": True}, "group_size": 4}
 
 
 def of_run(**trainer):
@@ -29,7 +29,9 @@ def groups_of(batch, size):
 
 @pytest.mark.parametrize(("algorithm", "estimator"), [("rloo", "k1"), ("reinforce_pp", "k3")])
 def test_a_penalty_in_the_reward_is_that_of_the_library(model_dir, batch, score, algorithm, estimator):
-    settings = of_run(**{**RLOO, "algorithm": algorithm, "kl_estimator": estimator, "gamma": 0.95})
+    settings = of_run(
+        **{**RLOO, "algorithm": algorithm, "kl_args": {"in_reward": True, "estimator": estimator}, "gamma": 0.95}
+    )
     model = Replica(model_dir, settings, dtype=torch.float64)
     samples = [sample_of(one, 0) for one in groups_of(batch, 4)]
     reference = score(model, samples)
@@ -61,7 +63,9 @@ def test_groups_of_equal_rewards_learn_from_the_penalty_and_the_loss_has_no_seco
     for one in groups_of(batch, 4):
         one.reward, one.advantage = 1.0, 0.0
     with_penalty, without = (
-        Replica(model_dir, of_run(**{**RLOO, "kl_in_reward": inside, "kl_coef": coefficient}), dtype=torch.float64)
+        Replica(
+            model_dir, of_run(**{**RLOO, "kl_args": {"in_reward": inside}, "kl_coef": coefficient}), dtype=torch.float64
+        )
         for inside, coefficient in ((True, 0.2), (False, 0.0))
     )
     report = with_penalty.step(batch, 0)
@@ -72,7 +76,9 @@ def test_groups_of_equal_rewards_learn_from_the_penalty_and_the_loss_has_no_seco
 
 
 def test_the_coefficient_follows_its_target_and_a_checkpoint(model_dir, batch, tmp_path):
-    settings = of_run(**RLOO, kl_target=1e-3).model_copy(update={"kl_horizon": 60.0})
+    settings = of_run(**{**RLOO, "kl_args": {"in_reward": True, "target": 1e-3}}).model_copy(
+        update={"kl_horizon": 60.0}
+    )
     model = Replica(model_dir, settings, dtype=torch.float64)
     groups_of(batch, 4)
     seen = [model.step(batch, step).kl_coef for step in range(3)]
@@ -90,7 +96,9 @@ def test_the_coefficient_follows_its_target_and_a_checkpoint(model_dir, batch, t
     assert ours.kl_coef == theirs.kl_coef == pytest.approx(0.2 * grown**3)
     assert ours.digest == theirs.digest and model.gradient.kl.value == other.gradient.kl.value
     low = Replica(
-        model_dir, of_run(**RLOO, kl_target=100.0).model_copy(update={"kl_horizon": 60.0}), dtype=torch.float64
+        model_dir,
+        of_run(**{**RLOO, "kl_args": {"in_reward": True, "target": 100.0}}).model_copy(update={"kl_horizon": 60.0}),
+        dtype=torch.float64,
     )
     low.step(batch, 0)
     assert low.gradient.kl.value == pytest.approx(0.2 * (1 - 0.2 * len(batch) / 60))
@@ -98,7 +106,10 @@ def test_the_coefficient_follows_its_target_and_a_checkpoint(model_dir, batch, t
 
 def test_waves_of_whole_groups_have_the_penalty_of_the_batch(model_dir, batch):
     groups_of(batch, 4)
-    whole, waves = (Replica(model_dir, of_run(**RLOO, kl_target=1e-3), dtype=torch.float64) for _ in range(2))
+    whole, waves = (
+        Replica(model_dir, of_run(**{**RLOO, "kl_args": {"in_reward": True, "target": 1e-3}}), dtype=torch.float64)
+        for _ in range(2)
+    )
     report = whole.step(batch, 0)
     for part in (batch[:4], batch[4:]):
         waves.accumulate(part, 0)

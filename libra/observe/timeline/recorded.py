@@ -132,7 +132,7 @@ class RecordedTimeline(Timeline):
         A damaged log is read up to the damage.
         """
         if not path.is_file():
-            return f"there is no event log ({path.name}): the run has observe.event_log=false, or has not begun"
+            return f"there is no event log ({path.name}): the run has not started"
         try:
             for line in read_log(path, self.num_facts + 1):
                 self.add(line)

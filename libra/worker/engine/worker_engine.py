@@ -47,7 +47,7 @@ class WorkerEngine:
             store=context.weights.store,
             scratch=Path(context.worker.local_directory),
             one_model=ONE_MODEL_AT_A_TIME,
-            recheck=alarms.mismatch_alarm is not None or alarms.mismatch_k3_alarm is not None,
+            recheck=any(alarms.mismatch_args.values()),
         )
         self.kv: KVTransfers | None = None
         self._ahead: tuple[int, ...] | None = None  # rank of the best waiting generation, as the scheduler knows it

@@ -145,7 +145,7 @@ class GangMember:
         trainer, newest = self.trainer, self.context.weights.store.latest()
         known = [trainer.replica.steps_done if trainer.has_replica else 0, newest.number if newest is not None else 0]
         steps = max(max(taken) for taken in group.gather(known))
-        if not trainer.has_replica or trainer.replica.settings.layout == "fsdp2":
+        if not trainer.has_replica or trainer.replica.settings.layout != "ddp":
             trainer.make_replica(group)
         replica, checkpoints = trainer.replica, trainer.checkpoints
         replica.group = group
