@@ -4,7 +4,7 @@ BENCHMARKS = {
     name: folder
     for folder, names in {
         "live": "start rollout_overhead durability weight_sync priority_rewrite cmlfq_cost plan_memory plan_accuracy "
-        "live_placement repair_lengths pipeline_live gateway sandbox elastic dispatch", "learning": "async_learning late",
+        "live_placement repair_lengths pipeline_live gateway sandbox elastic", "learning": "async_learning",
         "virtual": "planner cost_model pipeline actions length_skill", "systems": "systems", "peers": "vs_trl",
         "": "gpu",
     }.items()

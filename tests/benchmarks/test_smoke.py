@@ -132,16 +132,6 @@ def test_forecasters_are_scored_on_tasks_that_they_have_not_seen():
 
 
 @pytest.mark.live
-def test_the_published_reductions_of_late_rewards():
-    from benchmarks.learning.late import DELAYS, PUBLISHED, bias_figures
-
-    figures = bias_figures()
-    for delay, published in zip(DELAYS, PUBLISHED, strict=True):
-        assert figures[f"bias_reduction_{delay}"].value == pytest.approx(published, abs=0.005)
-    assert figures["exact_law_error"].value < 1e-12
-
-
-@pytest.mark.live
 def test_loops_in_emulated_time_keep_their_bound_and_repeat_themselves(tmp_path):
     import asyncio
 

@@ -14,8 +14,8 @@ from distributed import Client
 from whole_run import address_of
 
 import factories
-from benchmarks.learning.late_runs import killed_in_step
 from damaged_run import cut, flip, set_committed
+from killed_runs import killed_in_step
 from libra.cluster.connection import present_workers
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict, dump_config
@@ -125,7 +125,10 @@ def test_a_killed_run_goes_on_with_the_same_scores_and_damaged_ones_are_made_aga
     config = distilling(make_config, teacher, {"tokens": 8}, run={"iterations": 3}, checkpoint={"every": 2})
     file, run = tmp_path / "config.yaml", tmp_path / "demo"
     file.write_text(dump_config(config))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(repository), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([str(repository), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    )
     killed_in_step(file, 1)  # driver, trainer and teacher are killed in the midst of it
     assert batch_path(run / "batches", 1).exists()
     written = {path.name: path.stat().st_mtime_ns for path in (run / "teacher").glob("*.scores")}
