@@ -318,7 +318,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
             "Log-probabilities weighted by a smooth function of the whole answer's ratio, which falls on both sides of its peak.",
             "Off-policy batches of long answers, where products of ratios explode and clips cut too much.",
             "VESPO, arXiv:2602.10693",
-            "Exponents and bounds are those of TRL (`trainer.loss_args`).",
+            "Exponents and bounds as in TRL (`trainer.loss_args`).",
         ),
         "opd": Algorithm(
             Preset(normalize_std=False),

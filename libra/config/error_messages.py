@@ -71,7 +71,7 @@ _EXAMPLES: Mapping[str, str] = {
     "services.named": "{judge: {model: Qwen/Qwen3-4B}}",
     "environment.tools": "{mcp: python my_server.py}",
 }
-"""What to type for mappings whose default, an empty one, says nothing."""
+"""Examples for mappings whose default is empty."""
 
 
 def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
@@ -91,7 +91,7 @@ def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
     if error["type"] == "value_error":
         return f"{name}{where}: {_without_name(str(error['ctx']['error']), name)}"
     field = inner_reference(path) or field
-    return f"{name}{where}: got {got}; allowed is {field.allowed}; {_advice(field, error['input'])}"
+    return f"{name}{where}: got {got}; allowed: {field.allowed}; {_advice(field, error['input'])}"
 
 
 def _argument_message(error: ArgumentError, path: tuple[str, ...], origins: Origins) -> str:
@@ -105,7 +105,7 @@ def _argument_message(error: ArgumentError, path: tuple[str, ...], origins: Orig
         return f"unknown key {name}{where}: {error.owner} has {f'the keys {keys}' if keys else 'no keys'}{meant}"
     field = reference_of(name, error.kind.model_fields[key])
     return (
-        f"{name}{where}: got {_shown(report['input'])}; allowed is {field.allowed}; {_advice(field, report['input'])}"
+        f"{name}{where}: got {_shown(report['input'])}; allowed: {field.allowed}; {_advice(field, report['input'])}"
     )
 
 

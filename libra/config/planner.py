@@ -116,34 +116,35 @@ class PlannerSection(Section):
     only if it plans."""
 
     layout: Literal["configured", "auto"] = "configured"
-    """Layout that a run starts. configured: that of section `cluster`. auto: before any worker
+    """Layout that a run starts. configured: as in section `cluster`. auto: before any worker
     starts, the run plans for its model, trainer and batch, and takes `cluster.train_workers`,
     `cluster.engines`, `policy.boundaries_tokens` and `trainer.micro_batch_tokens` from the plan."""
     planned: Annotated[PlannedLayout | None, PlainValidator(_planned), PlainSerializer(msgspec.to_builtins)] = None
-    """The plan behind the settings of `cluster` and `trainer`, as `libra plan --write` and `layout`
-    auto write it. A run on another model or other hardware is refused. If null, they are not planned."""
+    """The plan behind the settings of `cluster` and `trainer`, written by `libra plan --write` and
+    `layout` auto. It is refused for another model or other hardware. If null, the settings are not
+    planned."""
 
     replan: Literal["off", "advise", "apply"] = "off"
-    """In a run, plan again after each iteration: fit the cost model to it, and log any better plan.
-    advise: nothing changes. apply: apply accepted plans during the run: slots of engines and bucket
-    boundaries, and with `cluster.hybrid_workers` also the roles of workers and the degrees of engines."""
+    """Compare plans again after each iteration, with a cost model fitted to the run. advise: log a
+    better plan. apply: also carry out accepted plans: slots of engines and bucket boundaries, and
+    with `cluster.hybrid_workers` the roles of workers and the degrees of engines."""
     change_cost_s: Annotated[float, Field(ge=0)] = 18.8
-    """Assumed seconds that a role change, or a change of engines' GPUs, costs until one of its kind
-    has been measured. The tail of a streamed step assumes three loads of a version, at most this
-    much. The default is what the Libra paper reports for both directions together (Qwen3-14B on
-    A800). A plan is applied if it gains one and a half times its cost in the remaining iterations,
-    or if the next iterations would not fit into KV memory."""
+    """Assumed seconds of a role change, or of a change of engines' GPUs, until one of its kind has
+    been measured; the default is the Libra paper's figure for both directions together (Qwen3-14B
+    on A800). A plan is applied if it gains one and a half times its cost in the remaining
+    iterations, or if the next iterations would not fit into KV memory. The tail of a streamed step
+    assumes three loads of a version, at most this much."""
     gpu: Annotated[str, Field(min_length=1)] | None = None
-    """GPU of every machine: a name of `libra/hardware/gpus`, or the path of a datasheet. If null, for
-    `layout` auto the GPU of this machine, else A800-80G."""
+    """GPU of every machine: a name in `libra/hardware/gpus`, or the path of a datasheet. If null,
+    this machine's GPU for `layout` auto, else A800-80G."""
     calibration: Annotated[Path, Field(strict=False)] | None = None
-    """File that `libra calibrate RUN --save` wrote: engines have the seconds measured in that run
-    instead of the GPU's tables, and training is scaled to its steps; `tp` loses the degrees that
-    were not measured. Its weight update replaces `update_s` if that is not given. It must be of the
-    model in `model.path`. If null, the GPU's tables."""
+    """File that `libra calibrate RUN --save` wrote. Engines then take the seconds measured in that
+    run instead of the GPU's tables, training is scaled to the run's steps, `tp` loses the degrees
+    that were not measured, and the measured weight update is the default of `update_s`. The file
+    must be of the model in `model.path`. If null, the GPU's tables."""
     num_gpus: AtLeastOne | None = None
-    """GPUs to divide between training and rollout. If null, for `layout` auto those of this machine
-    (without a GPU: its cores divided by `cluster.threads`), else 8."""
+    """GPUs to divide between training and rollout. If null, 8, or for `layout` auto this machine's
+    (without a GPU: its cores divided by `cluster.threads`)."""
     tp: Annotated[list[AtLeastOne], Field(min_length=1)] = [1, 2, 4, 8]
     """Tensor-parallel degrees an engine may have; each must divide the next, and the last one the
     GPUs of a machine."""
@@ -158,7 +159,8 @@ class PlannerSection(Section):
     a gradient, which a run's metrics have as `forwarded_sequences` over `trajectories`."""
     update_s: Annotated[float, Field(ge=0)] | None = None
     """Seconds from a step's end until engines serve its weights; with `run.eta` at 1 or more and
-    one GPU in training beside the next step. If null, 10, or with `calibration` as measured."""
+    one training GPU, they overlap with the next step. If null, 10, or as measured with
+    `calibration`."""
     fixed_train_gpus: AtLeastOne | None = None
     """Exact number of GPUs for training, one worker each (`cluster.train_workers`). If null, the best
     number."""
@@ -186,13 +188,13 @@ class SimulationSection(Section):
     iterations: AtLeastOne = 1
     """Iterations to simulate."""
     train_s: Annotated[float, Field(ge=0)] | None = None
-    """Seconds of an optimizer step with its weight update. If null, 0, or with `planner.calibration`
-    as measured."""
+    """Seconds of an optimizer step with its weight update. If null, 0, or as measured with
+    `planner.calibration`."""
     load_s: Annotated[float, Field(ge=0)] | None = None
     """Seconds in which an engine loads new weights; running requests then recompute their context.
-    If null, 0, or with `planner.calibration` as measured."""
+    If null, 0, or as measured with `planner.calibration`."""
     tool_slots: AtLeastOne | None = None
     """Concurrent actions. If null, no limit."""
     noise: bool = False
-    """Draw the seconds of engines around the predicted ones, with the residuals of measured
+    """Draw the seconds of engines around the predicted ones, from the residuals of measured
     kernels; the same seed draws the same."""

@@ -61,7 +61,7 @@ class OwnOr:
         """``given``, if it is allowed."""
         if given in self.names or _NAMED.fullmatch(given):
             return given
-        raise PydanticCustomError("own_part", "it is no name of a part")
+        raise PydanticCustomError("own_part", "not the name of a part")
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self.check, handler(source))

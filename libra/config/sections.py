@@ -44,9 +44,9 @@ class RolloutSection(Section):
     """Tensor-parallel degree of an engine (vllm, or one of your own that declares it). The resource
     TP of a worker, or an entry of `cluster.engines`, overrides it."""
     keep_kv: bool = False
-    """Keep the KV cache of the older weights when weights change while requests run (vllm). This
-    costs no time; tokens generated afterwards attend to stale KV, and each is recorded with its
-    KV's version. false: running requests recompute their context."""
+    """Keep the KV cache of the older weights when weights change while requests run (vllm). Running
+    requests then lose no time; their later tokens attend to stale KV, and each token is recorded
+    with the version of its KV. false: running requests recompute their context."""
     slots: AtLeastOne = 64
     """Concurrent generations of one engine."""
     engine_args: dict[str, Any] = {}
@@ -60,21 +60,21 @@ class RolloutSection(Section):
     are preempted and recomputed), and contexts kept between turns are evicted. If null, enough for all
     slots; with vllm on a GPU what `gpu_memory_utilization` leaves."""
     kv_host_gib: Annotated[float, Field(gt=0)] | None = None
-    """Host memory of one engine, in GiB, for the KV of trajectories between two turns. Contexts
-    that were evicted from the KV cache return from there, and a trajectory that changes its home
-    takes its KV along where that is expected to be quicker than computing it again. Never used
-    across versions; all engines of a machine together may not have more than its memory. Needs
-    engine transformers; for vllm see `engine_args`. If null, KV is computed again."""
+    """Host memory of one engine, in GiB, for the KV of trajectories between two turns. Evicted
+    contexts return from there, and a trajectory that moves to another engine takes its KV along
+    where a transfer is expected to be quicker than a recomputation. KV is never used across
+    versions, and all engines of a machine together may not exceed its memory. Needs engine
+    transformers; for vllm see `engine_args`. If null, KV is computed again."""
     tool_format: Literal["hermes", "qwen3_coder"] | None = None
-    """How the model writes tool calls: "hermes" (JSON; Hermes, Qwen2.5, Qwen3) or "qwen3_coder"
+    """Format in which the model writes tool calls: "hermes" (JSON; Hermes, Qwen2.5, Qwen3) or "qwen3_coder"
     (XML; Qwen3-Coder, Qwen3.5). If null, the environment's own format, by default "hermes"."""
     max_new_tokens: AtLeastOne = 64
     """Maximum tokens of one turn; a turn that reaches it ends its trajectory as "length"."""
     chunk_tokens: AtLeastOne | None = None
-    """Maximum tokens of one quantum: a longer turn parks after so many, and waits in the queue for
-    a slot to go on, with the same tokens as in one piece. So long turns neither hold a slot while
-    others wait for it, nor stay on an engine that others have left; each part costs a record and a
-    report. An engine of your own must declare ``continues_turns``. If null, a turn is one quantum."""
+    """Maximum tokens of one quantum: a longer turn parks after so many and waits in the queue for a
+    slot; its tokens are the same as in one piece. Long turns then do not hold a slot while others
+    wait, and can leave a busy engine; each part costs a record and a report. An engine of your own
+    must declare ``continues_turns``. If null, a turn is one quantum."""
     max_turns: AtLeastOne = 12
     """Maximum turns of a trajectory."""
     max_context_tokens: AtLeastOne = 1024
@@ -88,13 +88,13 @@ class RolloutSection(Section):
     benchmarks."""
     speculate: bool = False
     """Draft tokens from the other samples of a group while few sequences generate, as many as pay
-    off by measurement. A drafted token is kept where it equals the one sampled, so the tokens are
-    the same. Needs engine transformers; for vllm see `engine_args`."""
+    off by measurement. A drafted token is kept where it equals the sampled one, so the tokens do
+    not change. Needs engine transformers; for vllm see `engine_args`."""
     exact_logprobs: bool = False
-    """Record the log-probability of each generation scored alone and uncached, as the trainer
-    scores it. The mismatch figures are then exactly 0 for equal weights. Costs a forward pass of
-    the whole context per turn, in the engine and in the trainer. Needs engine transformers, top_p 1
-    and a temperature above 0."""
+    """Score each generation once more, alone and uncached, as the trainer scores it, and record
+    those log-probabilities. The mismatch figures are then exactly 0 for equal weights. Costs a
+    forward pass of the whole context per turn, in the engine and in the trainer. Needs engine
+    transformers, top_p 1 and a temperature above 0."""
 
 
 class EngineGroup(Section):
@@ -135,29 +135,29 @@ class ClusterSection(Section):
     the core replicas, or lend their GPUs. A given scheduler must have as many with HYBRID=1. 0: no
     worker changes its role."""
     drain_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """Drain time of a role change, in seconds: running generations of the worker may finish. Then
-    it aborts them, and other workers generate those turns again. If null, no limit."""
+    """Longest time, in seconds, for which a role change waits for the worker's running generations.
+    Then they are aborted, and other workers generate those turns again. If null, no limit."""
     tool_workers: AtLeastOne = 1
     """Workers that run tools and graders, of a local cluster or of `libra cluster slurm`. A given
     scheduler has its own."""
     tool_workers_most: AtLeastOne | None = None
-    """Tool workers that there may be: where actions wait for long, more than `tool_workers` are
-    started, on this machine or as jobs of Slurm, and where they idle those are ended
-    (docs/tools.md). Not with sessions or an agent. If null, `tool_workers`, always."""
+    """Upper limit of tool workers: more than `tool_workers` are started while actions wait for
+    long, on this machine or as jobs of Slurm, and ended when they idle (docs/tools.md). Not with
+    sessions or an agent. If null, always `tool_workers`."""
     tool_slots: AtLeastOne = 64
     """Concurrent actions of one tool worker."""
     tool_supply: dict[Literal["cores", "memory_gib", "gpus"], AtLeastOne] = {}
-    """What one tool worker has for tools that declare `cores`, `memory_gib` or `gpu`, e.g. `{cores:
-    8, gpus: 1}`. Without cores and memory: those of its machine, which tool workers of a local
+    """Resources of one tool worker for tools that declare `cores`, `memory_gib` or `gpu`, e.g. `{cores:
+    8, gpus: 1}`. Without cores and memory: its machine's, which tool workers of a local
     cluster share evenly; without GPUs: none."""
     threads: AtLeastOne | None = None
     """Torch threads per worker. If null, the number of cores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where training replicas and transformers engines compute. auto: on the first GPU that the
-    worker sees (CUDA_VISIBLE_DEVICES), else on the CPU. cuda: an error if a worker sees none. vLLM
-    engines compute on what their installation is for."""
+    """Device of training replicas and transformers engines. auto: the first GPU that the worker
+    sees (CUDA_VISIBLE_DEVICES), else the CPU. cuda: an error if a worker sees none. vLLM engines
+    use the device that their installation is for."""
     dashboard_port: Annotated[int, Field(ge=0, le=65535)] = 8787
-    """Port of Dask's dashboard with the Libra page. 0, or if this one is taken: any free port,
+    """Port of Dask's dashboard with the Libra page. 0, or a port that is taken: any free port,
     which the run prints."""
     dashboard_names: Annotated[
         tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...], Field(strict=False)
@@ -189,7 +189,7 @@ class StoreSection(Section):
     """Files that stay on disk."""
 
     keep_versions: AtLeastOne = 3
-    """Weight versions kept on disk besides those in use."""
+    """Weight versions to keep on disk beside those in use."""
     keep_journals: bool = False
     """Keep the per-quantum records of trajectories after their group is committed."""
 
@@ -198,9 +198,9 @@ class WeightsSection(Section):
     """The way of new weights to the engines."""
 
     transfer: Literal["shared", "peer"] = "shared"
-    """"shared": engines read the run directory. "peer": each rollout worker fetches a version over
-    the network from the nearest worker that has it, into its own directory; for workers that cannot
-    read the run directory."""
+    """Transport of new weights to the engines. shared: engines read the run directory. peer: each
+    rollout worker fetches a version over the network from the nearest worker that has it, into its
+    own directory; for workers that cannot read the run directory."""
 
 
 class WatchdogSection(Section):
@@ -208,10 +208,10 @@ class WatchdogSection(Section):
 
     timeout_s: Annotated[float, Field(ge=1)] | Literal["auto"] | None = "auto"
     """Seconds without progress after which the watchdog names the stalled task, worker and stage,
-    and writes the worker's stacks to `stacks/` in the run directory. "auto": 10 times what tasks of
-    the stalled kind usually take in this run, at least 60 s and at least the time-outs of its tools
-    and graders; 600 s for a kind that was not seen three times yet. A number is the limit for all
-    kinds; set it above the longest optimizer step or tool call. If null, no watchdog."""
+    and writes the worker's stacks to `stacks/` in the run directory. auto: 10 times the usual time
+    of such tasks in this run, at least 60 s and the time-outs of its tools and graders; 600 s for a
+    kind that was seen less than three times. A number is the limit for all kinds; set it above the
+    longest optimizer step or tool call. If null, no watchdog."""
     restart: bool = False
     """Restart the stalled worker. Committed quanta of its trajectories are kept; the quantum in
     flight runs again."""
@@ -267,8 +267,8 @@ class SlurmSection(Section):
     """Directory for its certificates, logs and cluster.json. All nodes must see it, and only its
     owner should read it."""
     host: str | None = None
-    """Name or address at which the jobs reach the scheduler, which runs where `up` is typed. None:
-    the machine's address."""
+    """Name or address at which the jobs reach the scheduler, which runs where `up` is typed. If null, the
+    machine's address."""
     setup: list[str] = []
     """Shell lines at the beginning of each job, e.g. ["module load cuda/12.8"]."""
     python: str | None = None

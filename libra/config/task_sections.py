@@ -21,8 +21,8 @@ class RunSection(Section):
     """The run as a whole: its directory, its length, and how stale its data may be."""
 
     name: str | None = None
-    """Name of the run: 1-63 letters, digits, '_' or '.', beginning with a letter or digit. None:
-    the name of the configuration file and the time of the start."""
+    """Name of the run: 1-63 letters, digits, '_' or '.', beginning with a letter or digit. If
+    null, the name of the configuration file and the time of the start."""
     dir: Annotated[Path, Field(strict=False)] = Path("runs")
     """Directory that holds runs; this one is written to `dir`/`name`, which must not hold a run
     yet."""
@@ -31,13 +31,13 @@ class RunSection(Section):
     iterations: AtLeastOne = 50
     """Iterations (optimizer batches) to run."""
     eta: AtLeastZero = 0
-    """Staleness bound, in weight versions: how far behind the newest weights a consumed token may
-    be. 0: synchronous. Section `staleness` has what belongs to it."""
+    """Staleness bound: the largest number of weight versions by which a trained token may be behind
+    the newest weights. 0: synchronous. Section `staleness` refines it."""
     from_checkpoint: Annotated[Path, Field(strict=False)] | None = None
-    """Checkpoint whose weights become version 0 and whose optimizer state is continued (`libra run
-    --from`); steps count from 0. A Hugging Face directory without trainer.json gives its weights
-    only. `model.path` stays the reference of `kl_coef` and must have the same architecture. None:
-    start from `model.path`."""
+    """Checkpoint that gives version 0 its weights, and the optimizer its state (`libra run
+    --from`); steps count from 0. A Hugging Face directory without trainer.json gives only weights.
+    The reference model of `kl_coef` stays `model.path`, which must have the same architecture. If
+    null, the run starts from `model.path`."""
 
     @field_validator("name")
     @classmethod
@@ -54,9 +54,9 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in engines and trainer."""
     master_dtype: Literal["float32"] | None = "float32"
-    """Number format of the weights that the optimizer updates, and of its moments; the model in
-    training and the published weights are these, rounded to `dtype`. If null, `dtype`; with bfloat16,
-    learning rates below 1e-4 then lose most updates."""
+    """Number format of the weights and moments that the optimizer updates. They are rounded to
+    `dtype` for training and publication. If null, `dtype`; with bfloat16, learning rates below 1e-4
+    then lose most updates."""
     loader: OwnPart | None = None
     """A `libra.model_loader.ModelLoader` of your own, which builds model and tokenizer from the
     directory, for trainer and transformers engines. If null, transformers builds them."""
@@ -71,19 +71,19 @@ class EnvironmentSection(Section):
     """Keyword arguments of its constructor. A file or a command line that changes `name` starts
     from empty `args`."""
     quotas: dict[str, str | int] = {}
-    """Limits that tools name with `quota`, over all workers, e.g. `{search: 10/s}`: calls per s,
-    min or h, or, as a bare number, calls at once. Calls beyond it wait."""
+    """Limits over all workers, by the names that tools give in `quota`, e.g. `{search: 10/s}`:
+    calls per s, min or h, or, as a bare number, concurrent calls. Further calls wait."""
     retries: AtLeastZero = 5
-    """Times that a tool, a reward or a service is tried again after its API has refused a call with
-    HTTP 429 or `libra.errors.RateLimited`. The first wait takes up to a second, each further one
-    twice as long, and at least as long as the API asks for (Retry-After)."""
+    """Retries of a tool, reward or service whose API refused a call with HTTP 429 or
+    `libra.errors.RateLimited`. The first wait takes up to a second, each further one twice as long,
+    and never less than the API asks for (Retry-After)."""
     tools: dict[Literal["mcp"], Annotated[str, Field(min_length=1)]] = {}
-    """Tool servers, whose tools come beside the environment's own: `{mcp: COMMAND}` starts COMMAND
-    once on each worker and speaks MCP on its standard input and output."""
+    """Tool servers beside the environment's own tools: `{mcp: COMMAND}` starts COMMAND once on each
+    worker and speaks MCP on its standard input and output."""
     tools_env: VariableNames = ()
-    """Names of environment variables that tool servers are given beside those that they always have
-    (docs/security.md), e.g. `[SEARCH_API_KEY]`. Each must be set where workers run, and where the
-    run is started."""
+    """Names of further environment variables for tool servers (docs/security.md lists those they
+    always get), e.g. `[SEARCH_API_KEY]`. Each must be set where workers run, and where the run is
+    started."""
 
 
 class CheckpointSection(Section):
@@ -96,9 +96,9 @@ class CheckpointSection(Section):
     weights and twice as much optimizer state; the trainer's memory holds a copy of it while it is
     written."""
     keep: AtLeastOne = 2
-    """Newest checkpoints to keep, beside the best, which `checkpoints/best` names: by mean reward
-    on the held-out questions with `evaluation.every`, else by the mean training reward of the
-    iteration."""
+    """Newest checkpoints to keep, beside the best, which `checkpoints/best` links to: best by mean
+    reward on the held-out questions with `evaluation.every`, else by the mean training reward of
+    the iteration."""
 
 
 class EvaluationSection(Section):
@@ -109,7 +109,7 @@ class EvaluationSection(Section):
     every: AtLeastZero = 0
     """Evaluate also after every n-th iteration. 0: only first and last."""
     temperature: Annotated[float, Field(ge=0)] | None = None
-    """Sampling temperature of the evaluation. If null, that of `rollout`."""
+    """Sampling temperature of the evaluation. If null, `rollout.temperature`."""
 
 
 class PolicySection(Section):
@@ -124,16 +124,16 @@ class PolicySection(Section):
     complete one group after the other, so that a step can begin while other groups generate
     (`run.eta` of 1 or more)."""
     patience: AtLeastOne = 200_000
-    """Starvation bound, counted in parkings (a trajectory begins to wait for a slot). A trajectory
-    is served next after this many further parkings for its kind of slot, plus one for each
-    trajectory that already waited when it parked. The default equals five thousand trajectories of
-    forty turns. With a small number every trajectory is overdue, and the order is first come, first
-    served. Not for fifo; for a policy of your own if it takes it."""
+    """Starvation bound, in parkings (a trajectory parks when it starts to wait for a slot). A
+    trajectory is served next after this many further parkings for its kind of slot, plus one for
+    each trajectory that already waited when it parked. The default equals five thousand
+    trajectories of forty turns. With a small number every trajectory is overdue, and the order is
+    first come, first served. Not for fifo; a policy of your own may take it."""
     boundaries_tokens: dict[Literal["tp1", "tp2", "tp4", "tp8"], Annotated[float, Field(gt=0)]] = {}
-    """For cmlfq: generated tokens up to which a trajectory begins on engines of a tensor-parallel
-    degree, e.g. {"tp1": 3000, "tp2": 12000}; longer ones begin on higher degrees. `libra plan`
-    prints these boundaries of its buckets. They are followed if a slot is free there and no other
-    engine would finish a quarter sooner. Empty: load alone decides."""
+    """For cmlfq: forecast tokens up to which a trajectory starts on engines of a tensor-parallel
+    degree, e.g. {"tp1": 3000, "tp2": 12000}; longer ones start on higher degrees. `libra plan`
+    prints these boundaries of its buckets. They hold where a slot is free and no other engine would
+    finish a quarter sooner. Empty: only load decides."""
 
 
 class AgentSection(Section):
@@ -141,27 +141,27 @@ class AgentSection(Section):
     Anthropic's API, and ends."""
 
     function: OwnPart | None = None
-    """A Python function that is called for each trajectory, as "module:attribute". It takes by name
-    any of prompt, messages, facts, base_url, api_key and the columns of a row, and may be async.
-    If null, there is no agent, or it is a `command`."""
+    """A Python function that is called for each trajectory, as "module:attribute". Its parameters
+    may be prompt, messages, facts, base_url, api_key and the columns of a row; it may be async. If
+    null, there is no agent, or `command` is one."""
     command: Annotated[str, Field(min_length=1)] | None = None
     """A command line that is started for each trajectory, e.g. "python agent.py". It reads the task
-    as JSON from its standard input; its result is the last line that it prints. If null, there is no
-    agent, or it is a `function`."""
+    as JSON from its standard input; the last line that it prints is its result. If null, there is
+    no agent, or `function` is one."""
     venv: Annotated[Path, Field(strict=False)] | None = None
     """Virtual environment of the agent, whose packages need not fit Libra's. If null, Libra's own."""
     env: VariableNames = ()
-    """Names of environment variables that agents are given beside those that they always have
-    (docs/security.md), e.g. `[SEARCH_API_KEY]`. Each must be set where workers run."""
+    """Names of further environment variables for agents (docs/security.md lists those they always
+    get), e.g. `[SEARCH_API_KEY]`. Each must be set where workers run."""
     timeout_s: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds after its start at which an agent is killed; its trajectory fails with class
-    `timeout`. Time in which the model writes or other trajectories have its slot counts."""
+    `timeout`. Waiting for the model or for a slot counts."""
     idle_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that an agent may work without asking the model; then it is killed, as by
-    `timeout_s`."""
+    """Longest time between two requests of an agent to the model, in seconds; then it is killed, as
+    by `timeout_s`."""
     concurrency: AtLeastOne = 256
-    """Agents that exist at once on one tool worker. Of these, `cluster.tool_slots` may work at
-    once; those that wait for the model take no slot."""
+    """Agents that exist at once on one tool worker. At most `cluster.tool_slots` of them work at
+    once; an agent that waits for the model takes no slot."""
 
     @property
     def given(self) -> bool:
@@ -170,13 +170,13 @@ class AgentSection(Section):
 
 
 MODEL_FUNCTIONS = ("judge", "logprob", "score", "embed", "teach")
-"""What a service with a model can be asked without code of one's own (docs/rewards.md)."""
+"""Functions of a service that need only its model (docs/rewards.md)."""
 
 
 def _named(name: str) -> str:
     if re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,62}", name) is None:
         raise ValueError(
-            f"{name!r} is no name of a service, which is a letter and at most 62 letters, digits, - and _; type e.g. "
+            f"{name!r} is not the name of a service: a letter and at most 62 letters, digits, - and _; type e.g. "
             "services.named={judge: {model: Qwen/Qwen3-4B}}"
         )
     return name
@@ -189,10 +189,10 @@ class ServiceEntry(Section):
     """Model, named as `model.path` is. It stays in the worker's memory, and is restored to the
     device when it is asked. If null, the service is a plain function."""
     function: Annotated[str, OwnOr(MODEL_FUNCTIONS)] = "judge"
-    """What it answers. judge: the probability that the model says yes. logprob: the mean
+    """Its answer. judge: the model's probability of "yes". logprob: the mean
     log-probability of the completion. score: the number of a reward model with one label. embed:
-    the mean of the last hidden states. teach: what a teacher says of each generated token, for
-    `distil.teacher` alone. Your own: `f(inputs, **args)`, or with a `model` `f(model, tokenizer,
+    the mean of the last hidden states. teach: a teacher's log-probs of each generated token, for
+    `distil.teacher` only. Your own: `f(inputs, **args)`, or with a `model` `f(model, tokenizer,
     inputs, **args)`, which returns one value for each input."""
     args: dict[str, Any] = {}
     """Further keyword arguments of `function`."""
@@ -212,9 +212,9 @@ class ServicesSection(Section):
     named: dict[Annotated[str, AfterValidator(_named)], ServiceEntry] = {}
     """Services by name, e.g. `{judge: {model: Qwen/Qwen3-4B}}` (docs/rewards.md)."""
     device_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory for their weights on the device of a worker. If they do not fit together, those used
-    longest ago are evicted, and restored when they are asked again. If null, all of a CPU's; on a GPU
-    90 % of what is free when the run starts."""
+    """Memory for the weights of services on a worker's device. If they do not fit together, the
+    least recently used ones are evicted, and restored for their next request. If null, all memory
+    of a CPU; 90 % of a GPU's free memory at the start of the run."""
 
 
 OverAge = Literal["wait", "drop", "mask", "correct"]
@@ -239,12 +239,11 @@ class StalenessSection(Section):
     of the trajectories, rounded (DORA); the engine of a version with the fewest trajectories gives
     them to others of that version with room, with their KV if `rollout.kv_host_gib` is set."""
     over_age: OverAge = "wait"
-    """What happens to a group that would be consumed beyond the bound. wait: it does not come to
-    that, because batches wait for late groups. Otherwise no batch waits, and the batch that takes
-    it leaves it out as a whole (drop), leaves its tokens beyond the bound out (mask), or trains on
-    all of it, with the ratio that the algorithm corrects by (correct). What is left out counts in
-    no denominator. Needs `run.eta` above 0 and `trainer.streaming` off: groups of a streamed step
-    are never over age."""
+    """Treatment of a group with tokens older than the bound. wait: batches wait for late groups, so
+    that none gets too old. With the others no batch waits: drop leaves the group out of its batch,
+    mask leaves out its tokens beyond the bound, and correct trains on all of it, weighed by the
+    algorithm's ratio. What is left out counts in no denominator. Needs `run.eta` above 0 and
+    `trainer.streaming` off: groups of a streamed step are never over age."""
 
 
 KLDirection = Literal["forward", "reverse"]
@@ -257,7 +256,7 @@ def _teacher(value: object) -> object:
         return value
     got = one_line_yaml(value)
     raise ValueError(
-        f"got {got}; allowed is the name of a model (a directory, a Hugging Face id or libra/NAME), or a mapping with the key "
+        f"got {got}; allowed: the name of a model (a directory, a Hugging Face id or libra/NAME), or a mapping with the key "
         "service; type e.g. distil.teacher=MODEL, or distil.teacher={service: NAME} for one of services.named"
     )
 
@@ -266,14 +265,14 @@ class DistilSection(Section):
     """On-policy distillation (`trainer.algorithm` opd): docs/distillation.md."""
 
     teacher: Annotated[str | dict[str, str] | None, BeforeValidator(_teacher)] = None
-    """Model to learn from, named as `model.path` is: a directory, a Hugging Face id, or libra/NAME.
-    It has the tokenizer of the student. A worker of its own holds it. `{service: NAME}`: the model
-    of a service of `services.named` with function teach, which lives on the tool workers with the
-    others. If null, there is none."""
+    """Teacher model, named as `model.path` is: a directory, a Hugging Face id, or libra/NAME. It
+    needs the student's tokenizer, and gets a worker of its own. `{service: NAME}`: the model of a
+    service of `services.named` with function teach, on the tool workers. If null, there is no
+    teacher."""
     divergence: KLDirection = "forward"
-    """What is made small, token by token on what the student wrote. forward: KL(teacher ||
-    student), which covers all that the teacher may say. reverse: KL(student || teacher), which
-    leaves out what the teacher would not say."""
+    """Divergence to minimise, token by token on the student's own text. forward: KL(teacher ||
+    student), which covers everything the teacher may write. reverse: KL(student || teacher), which
+    drops what the teacher would not write."""
     estimator: DistilEstimator = "top_k"
     """Estimate of the divergence without the whole vocabulary. top_k: over the teacher's likeliest
     `tokens` and "any other" as one more, without noise. sampled: without bias from `tokens` per place,
@@ -284,11 +283,11 @@ class DistilSection(Section):
     sampled and `divergence` reverse 1 is the generated token itself; more need `rollout.engine`
     transformers."""
     reward_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the policy loss, from rewards, beside the divergence. 0: rewards are only reported."""
+    """Weight of the policy loss beside the divergence. 0: rewards are only reported."""
     wait_s: Annotated[float, Field(ge=0)] = 600.0
-    """Seconds that a batch waits for trajectories that the teacher has not scored yet; then it
-    trains without them, and with `reward_coef` above 0 their rewards still count. 0: it does not
-    wait."""
+    """Longest time, in seconds, for which a batch waits for the teacher's scores. Trajectories
+    without scores then train by their rewards only (`reward_coef` above 0), or not at all. 0: no
+    waiting."""
 
     @property
     def service(self) -> str | None:

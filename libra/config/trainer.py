@@ -52,17 +52,17 @@ class TrainerSection(Section):
     """Trajectories per prompt (G); their mean reward is the baseline."""
     resample: AtLeastZero = 1
     """Retries of a trajectory that failed for a reason other than the model, and of a failed
-    grading. After that the group closes with the members it has; `docs/failures.md` has the rules."""
+    grading. Then the group closes without that member (`docs/failures.md`)."""
     lr: Annotated[float, Field(ge=0)] = 1e-4
     """Learning rate after warm-up. 0: measure without training."""
     adam_args: dict[str, Any] = AdamArgs().model_dump(mode="json")
-    """Of AdamW: decay rates of both moments (`betas`), decoupled `weight_decay`, and the norm to
-    which the gradient is clipped (`max_grad_norm`)."""
+    """AdamW's decay rates of both moments (`betas`), its decoupled `weight_decay`, and the norm to
+    which gradients are clipped (`max_grad_norm`)."""
     warmup_steps: AtLeastZero = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     lr_schedule: Annotated[str, OwnOr(("constant",))] = "constant"
-    """Factor of the learning rate at each step, which the warm-up multiplies too. constant: 1. Your
-    own: `libra.train.own_parts.LRSchedule`."""
+    """Factor of the learning rate at each step, on top of the warm-up. constant: 1. Your own:
+    `libra.train.own_parts.LRSchedule`."""
     lora_rank: AtLeastOne | None = None
     """Train adapters of this rank (LoRA) instead of all weights; versions and checkpoints hold the
     merged model, and CHECKPOINT/adapter the adapters in the format of peft. Not with `layout`
@@ -80,22 +80,21 @@ class TrainerSection(Section):
     """(preset) Divide advantages by the standard deviation of their group (GRPO); false leaves the
     centred reward (Dr. GRPO). For `advantage` grpo."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """For `advantage` reinforce_pp: discount per generated token, of the reward at the end of a
-    trajectory and of what follows a token in general. Below 1 every token has an advantage of its
-    own."""
+    """For `advantage` reinforce_pp: discount per generated token. Below 1 every token has an
+    advantage of its own."""
     drop_uniform_groups: bool = False
-    """Leave groups whose rewards are all equal out of the step, means included. `train_prompts`
-    replaces them."""
+    """Leave groups whose rewards are all equal out of the step and its means. With `train_prompts`
+    spare groups replace them."""
     train_prompts: AtLeastOne | None = None
-    """Groups of a batch that train: of the `prompts` groups that are generated, the first so many
-    whose rewards differ, in the order of the batch. The others stand by in place of groups without
-    signal (DAPO's dynamic sampling, with the candidates generated beforehand), and count in no
-    denominator; all are generated to their end, so that short ones are not preferred. If fewer have
-    a signal, these train. Without `streaming`. If null, all groups."""
+    """Groups of a batch that train: the first of the `prompts` generated groups whose rewards
+    differ, in the order of the batch. The others are spares for groups without signal (DAPO's
+    dynamic sampling, with the candidates generated beforehand) and count in no denominator. All are
+    generated to their end, so that short ones are not preferred. If fewer groups have a signal,
+    only these train. Not with `streaming`. If null, all groups train."""
     no_signal: Literal["warn", "stop"] = "warn"
-    """After a batch from which nothing can be learned, because no member has an advantage: every
-    trajectory failed, or no group has rewards that differ. warn: say so, with the first cause.
-    stop: also end the run after three such batches in a row."""
+    """Reaction to a batch in which no member has an advantage, because every trajectory failed or
+    no group has rewards that differ. warn: a line with the first cause. stop: also end the run
+    after three such batches in a row."""
     drop_truncated: bool = False
     """Exclude truncated trajectories ("length") from the step; they still count in the baseline of
     their group."""
@@ -119,15 +118,15 @@ class TrainerSection(Section):
     old_logp: OldLogp = "behaviour"
     """(preset) Denominator of the probability ratio: the engine's recorded log-probability
     (behaviour), the trainer's at the start of the step (proximal), the trainer's for tokens of the
-    weights being trained and the engine's for stale ones (exact), the trainer's under the weights
-    that sampled each token (version), or under a moving average of the weights (ewma). All but the
-    first cost a forward pass if one batch takes several optimizer steps. version also costs one of
+    newest weights and the engine's for stale ones (exact), the trainer's under the weights that
+    sampled each token (version), or under a moving average of the weights (ewma). All but the first
+    cost a forward pass if one batch takes several optimizer steps. version also costs a pass over
     the stale tokens, and keeps the weights of `run.eta` versions before the newest checkpoint and
-    of all since, unless `rollout.exact_logprobs` has the engines record them; ewma costs one of the
-    batch, and a copy of the weights in memory and checkpoints."""
+    of all since, unless engines record exact log-probabilities (`rollout.exact_logprobs`). ewma
+    costs a pass over the batch, and a copy of the weights in memory and checkpoints."""
     correction: CorrectionAction = "none"
-    """(preset) A token's importance weight (trainer over engine) outside its bounds
-    (`correction_args`) becomes the bound (truncate) or 0 (mask). none: no weights. Not with
+    """(preset) Treatment of a token's importance weight (trainer over engine) outside the bounds in
+    `correction_args`: set to the bound (truncate) or to 0 (mask). none: no weights. Not with
     `old_logp` behaviour."""
     correction_args: dict[str, Any] = preset_values(DEFAULT_ALGORITHM)["correction_args"]
     """(preset) `level`: the weight is the ratio of the token, the product over its sequence, or the
@@ -136,7 +135,7 @@ class TrainerSection(Section):
     """Leave tokens out of the loss where trainer and engine disagree, with d = log p(trainer) - log
     p(engine): outside the bounds of `reject_args` lies e^d (ratio), d (k1), d^2/2 (k2), e^d - 1 - d
     (k3), e^-d - 1 + d (k3-reverse), or above `high` the KL divergence of "this token or another" in
-    either direction (binary-kl). p(trainer) is that of `old_logp`; for behaviour, of the weights in
+    either direction (binary-kl). p(trainer) follows `old_logp`; for behaviour it is the weights' in
     training. Rejected tokens still count in the denominators."""
     reject_args: dict[str, Any] = RejectArgs().model_dump(mode="json")
     """For `reject`: `low` and `high` are the smallest and largest value that is kept, null: no bound;
@@ -150,7 +149,7 @@ class TrainerSection(Section):
     """(preset) Weight of the KL term to the model of `model.path`. 0: no reference model is loaded."""
     kl_args: dict[str, Any] = KLArgs().model_dump(mode="json")
     """`estimator` of the KL term: k1, k2, k3, abs or one of them with +, whose value is the estimator's
-    and whose gradient is that k2 has, the gradient of the divergence. `in_reward`: subtract `kl_coef` x KL
+    and whose gradient is k2's, the gradient of the divergence. `in_reward`: subtract `kl_coef` x KL
     estimate from the reward of each token, before advantages are computed, instead of a term of the loss
     (`advantage` rloo and reinforce_pp, as in their papers); the KL is the engine's policy's at the time it
     sampled, and the advantages in the record of a batch are without it. `target`: adapt the coefficient in
@@ -179,7 +178,7 @@ class TrainerSection(Section):
     nats, about half the mean square of the gap, so that few large gaps count; float32 has about 1e-12,
     bfloat16 about 1e-4; null: only recorded."""
     mismatch_action: Literal["warn", "pause", "stop"] = "stop"
-    """What either alarm does: a line on terminal and page; end the run after this step (`libra
+    """Reaction to either alarm: a line on terminal and page; end the run after this step (`libra
     resume` continues it); or end it before this step."""
     layout: LayoutName = "ddp"
     """Layout of the model on `cluster.train_workers` replicas: whole on each (ddp), or weights,
@@ -187,18 +186,19 @@ class TrainerSection(Section):
     network. fsdp2_offload keeps the shards in host memory between their uses; on a CPU it is fsdp2. No
     effect with one replica."""
     late: Literal["off", "correct", "wait", "drop"] = "off"
-    """What becomes of a reward that comes later (`libra.Late`, docs/rewards.md). One that is
-    there when the batch of its trajectory is made counts in it; else the provisional value counts,
-    or the trajectory is left out where it has none. Then correct: the reward counts in the next
-    batch after it came, as the difference that it makes to the advantages of its group, times
-    e^(-delay / 50 versions) and the clipped ratio of the loss (RAC). wait: batches wait for it, up
-    to `late_args.wait_s`. drop: it is dropped. off: such a reward is a failure of class reward."""
+    """Treatment of a reward that comes later (`libra.Late`, docs/rewards.md). A reward that is
+    there when its batch is made counts in it. Otherwise the provisional value counts, or the
+    trajectory is left out where it has none; afterwards correct: the reward counts in the next
+    batch, as the difference that it makes to the advantages of its group, times e^(-delay / 50
+    versions) and the clipped ratio of the loss (RAC). wait: batches wait for the reward, up to
+    `late_args.wait_s`. drop: the reward is dropped. off: a late reward is a failure of class
+    reward."""
     late_args: dict[str, Any] = LateArgs().model_dump(mode="json")
-    """`versions`, for `late` correct: for which a trained group waits for its rewards; later ones are
-    dropped, and group records are kept as long. `wait_s`, for `late` wait: seconds that a batch waits
-    for rewards of its members; then the provisional values count."""
+    """`versions`, for `late` correct: versions after which a late reward is dropped; group records
+    are kept as long. `wait_s`, for `late` wait: seconds that a batch waits for the rewards of its
+    members before it takes the provisional values."""
     dispatch: Literal["storage", "peer"] = "storage"
-    """How a step gets its trajectories. "storage": every replica reads the whole batch from the run
+    """Source of a step's trajectories. "storage": every replica reads the whole batch from the run
     directory. "peer": each replica fetches its slice over the network from the workers that graded
     it, and reads rows that those workers lost from the run directory. It fetches the whole batch if
     several steps begin with a pass over it (`old_logp`), with `reject_args.m2po`, or with
@@ -215,20 +215,20 @@ class TrainerSection(Section):
     streaming: Literal["off", "auto", "on"] = "off"
     """Add up the gradient of a batch in waves of complete groups while its other groups are
     generated. Needs one optimizer step per batch and advantages of a group alone. auto: where that
-    is so and pays, as `planner.planned` says and then each measured step. A batch then is the
+    is so and pays, by `planner.planned` and then by each measured step. A batch then is the
     groups of its own iteration, also with `run.eta` above 0, unless `batches` says otherwise. The
     result changes only by the rounding of sums."""
     batches: Literal["own", "first_come"] = "own"
-    """Groups of a batch whose step is streamed (`streaming`), with `run.eta` above 0: those of its
-    own iteration, or what is complete first, of any iteration. Places are kept then for groups
-    whose tokens would become older than `run.eta` allows. Without `streaming` a batch takes the
-    oldest of what is complete."""
+    """Groups of a streamed batch (`streaming`) with `run.eta` above 0. own: the groups of its
+    iteration. first_come: the first complete ones of any iteration, with places kept for groups
+    that would otherwise exceed `run.eta`. Without `streaming` a batch takes the oldest complete
+    groups."""
     turning: Literal["off", "auto", "on"] = "off"
     """Let workers of `cluster.hybrid_workers` train for the open step while the tail of its rollout
     fits on the other engines, and generate again for the next rollout. Needs streamed steps
-    (`streaming`) and another engine. auto: where that is so and pays, as for `streaming`. What runs
-    on such a worker ends its turn or chunk there first, or stops after `cluster.drain_timeout_s`.
-    The result changes only by the rounding of sums."""
+    (`streaming`) and another engine. auto: where that is possible and pays, as for `streaming`.
+    Generations on such a worker end their turn or chunk first, or stop after
+    `cluster.drain_timeout_s`. The result changes only by the rounding of sums."""
 
     @model_validator(mode="wrap")
     @classmethod
