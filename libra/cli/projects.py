@@ -106,7 +106,7 @@ def warn_of_ignored(
 
 
 def _machine_has_gpu() -> bool:
-    from libra.cluster.fork_server import may_have_gpu
+    from libra.cluster.hardware_inventory import may_have_gpu
 
     if sys.platform == "linux" and not may_have_gpu():
         return False

@@ -3,6 +3,7 @@ tool worker has for its tools."""
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import sys
@@ -23,6 +24,9 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 DRIVER, NODES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 CPU = "cpu"
 """Name of a machine without a GPU."""
+GPU_FILES = ("/proc/driver/nvidia", "/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/accel*")
+"""Files of the drivers of NVIDIA, AMD, Windows' Linux, and other accelerators. No process reaches a
+GPU without one."""
 MEMORY_SLACK_FRAC = 0.15
 """Largest difference between the memory that a driver reports and the datasheet's: error correction
 and the driver take a part."""
@@ -51,10 +55,13 @@ class Machine:
         return self.num_gpus or max(self.cores // (threads or self.cores), 1)
 
 
+def may_have_gpu() -> bool:
+    """Whether this machine has a file of a GPU's driver (Linux). Without one torch finds none."""
+    return any(glob.glob(pattern) for pattern in GPU_FILES)  # noqa: PTH207  of absolute paths
+
+
 def this_machine() -> Machine:
     """The machine that this process is on, as torch sees it."""
-    from libra.cluster.fork_server import may_have_gpu
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if sys.platform == "linux" and not may_have_gpu():
         return Machine(CPU, 0, cores)

@@ -20,16 +20,16 @@ from distributed.deploy.cluster import Cluster
 from tornado.ioloop import PeriodicCallback
 
 from libra import keys
-from libra.cluster import fork_server, page_names
+from libra.cluster import page_names
 from libra.cluster.connection import new_security
-from libra.cluster.fork_server import sigint_blocked
 from libra.cluster.hardware_inventory import this_machine
 from libra.cluster.settings import DASK_SETTINGS, GUARD
-from libra.cluster.worker_process import LOG_VARIABLE, inherited_environment, worker_environment
+from libra.cluster.worker_process import LOG_VARIABLE, begin_forking, inherited_environment, worker_environment
 from libra.config import RunConfig
 from libra.config.service_devices import Place, place_of_services, service_models
 from libra.errors import ClusterError
 from libra.policy.liveness import Backoff
+from libra.processes.fork_server import sigint_blocked, take_over
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class ElasticTools:
     async def look(self) -> bool:
         """Follow what the scheduler orders now; whether descriptions of workers have changed."""
         plugin = self._cluster.scheduler.plugins.get("libra")
-        if plugin is None:  # no run has come yet
+        if plugin is None or self._most == self._least:  # no run has come yet, or none may be added
             return False
         order = plugin.trajectories.tool_workers.look(self._least, self._most)
         if order is None:
@@ -330,9 +330,8 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
     port = page_port(config.cluster.dashboard_port)
     logging.getLogger("distributed").setLevel(logging.WARNING)  # it logs a line per connection and worker
     inherited = inherited_environment(config)
-    forked = fork_server.begin(config, inherited)
-    if forked:
-        fork_server.take_over()
+    if forked := begin_forking(config):
+        take_over()
     # Before the process is spawned: glibc and OpenMP read their variables once, when they are loaded.
     dask.config.set(
         {
