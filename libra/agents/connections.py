@@ -12,8 +12,10 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import socket
+from functools import partial
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 import httptools
 
@@ -28,8 +30,8 @@ _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
 class Exchange:
-    """One request and its answer. ``headers`` has the `Handler.read_headers`; ``mine`` belongs to
-    the handler."""
+    """One request and its answer. ``headers`` has the `HttpServer.read_headers`; ``mine`` belongs to
+    the server."""
 
     __slots__ = ("begun", "chunked", "connection", "done", "headers", "keep", "method", "mine", "parts", "size", "url")
 
@@ -45,7 +47,7 @@ class Exchange:
 
     def body(self) -> bytes:
         """Bytes of the request's body."""
-        return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+        return b"".join(self.parts)
 
     def answer(self, status: int, body: bytes, kind: bytes = b"application/json", more: bytes = b"") -> None:
         """Write the whole answer; ``more`` are header lines."""
@@ -82,24 +84,45 @@ class Exchange:
         self.connection.answered(self)
 
 
-class Handler(Protocol):
-    """Answers the requests of its connections. Each of these methods may answer at once."""
+class HttpServer:
+    """Serves on ``host``, at a free ``port``. Subclasses answer the requests; each method may answer at once."""
 
-    connections: set[Connection]
-    max_connections: int
     read_headers: frozenset[bytes]
+
+    def __init__(self, host: str, max_connections: int) -> None:
+        self.host, self.port, self.max_connections = host, 0, max_connections
+        self.connections = set[Connection]()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Begin to serve."""
+        made, loop = partial(Connection, self), asyncio.get_running_loop()
+        self._server = await loop.create_server(made, self.host, 0, family=socket.AF_INET, backlog=2048)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Stop serving; answers under way are sent."""
+        if self._server is not None:
+            self._server.close()
+        await asyncio.sleep(0)  # answers that are there are written
+        for each in list(self.connections):
+            each.transport.close()
 
     def arrived(self, exchange: Exchange) -> None:
         """The head of a request has come."""
+        raise NotImplementedError
 
     def complete(self, exchange: Exchange) -> None:
         """The body has come, too."""
+        raise NotImplementedError
 
     def refuse(self, exchange: Exchange, refused: RequestRefused) -> None:
         """Answer with an error."""
+        raise NotImplementedError
 
     def gone(self, exchange: Exchange) -> None:
         """The client has gone before its answer was written."""
+        raise NotImplementedError
 
 
 class Connection(asyncio.Protocol):
@@ -107,39 +130,45 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
         self._parser = httptools.HttpRequestParser(self)
         self._unread = 0  # bytes since the end of the last request, or the last part of a body
         self._reading: Exchange | None = None  # the request whose end has not come
         self._open: Exchange | None = None  # the request whose head has come, and that has no answer
 
-    @property
-    def idle(self) -> bool:
-        """Whether no request has begun."""
-        return self._reading is None and self._open is None
+    def write(self, data: bytes) -> None:
+        """Write to the client, if it is still there."""
+        if not self.transport.is_closing():
+            self.transport.write(data)
+
+    def answered(self, exchange: Exchange) -> None:
+        """The answer of the open request has been written."""
+        self._open = None
+        if not exchange.keep:
+            self.transport.close()
 
     # ---------------------------------------------------------------- for the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        others = self._handler.connections
-        crowded = len(others) >= self._handler.max_connections
-        spare = next((each for each in others if each.idle), None) if crowded else None
+        others = self._server.connections
+        if len(others) >= self._server.max_connections:
+            idle = next((each for each in others if each._reading is None and each._open is None), None)
+            if idle is not None:
+                idle.transport.abort()
+            else:
+                exchange = self._open = Exchange(self)
+                exchange.keep = False
+                told = "this gateway has too many connections; try again"
+                self._server.refuse(exchange, RequestRefused(told, status=503, code="overloaded"))
         others.add(self)
-        if spare is not None:
-            spare.transport.abort()
-        elif crowded:
-            exchange = self._open = Exchange(self)
-            exchange.keep = False
-            told = RequestRefused("this gateway has too many connections; try again", status=503, code="overloaded")
-            self._handler.refuse(exchange, told)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._handler.connections.discard(self)
+        self._server.connections.discard(self)
         if self._open is not None:
-            self._handler.gone(self._open)
+            self._server.gone(self._open)
             self._open.end()
 
     def data_received(self, data: bytes) -> None:
@@ -175,7 +204,7 @@ class Connection(asyncio.Protocol):
         if self._reading is None:
             return
         name = name.lower()
-        if name in self._handler.read_headers:
+        if name in self._server.read_headers:
             self._reading.headers[name] = value
         elif name == b"expect" and value.lower() == b"100-continue":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -191,9 +220,9 @@ class Connection(asyncio.Protocol):
         self._open = exchange
         if upgrade:
             told = "upgrade: HTTP/1.1 is spoken here, and nothing else; send the request without this header"
-            self._handler.refuse(exchange, RequestRefused(told, "upgrade"))
+            self._server.refuse(exchange, RequestRefused(told, "upgrade"))
         else:
-            self._handler.arrived(exchange)
+            self._server.arrived(exchange)
 
     def on_body(self, body: bytes) -> None:
         self._unread = 0
@@ -204,23 +233,10 @@ class Connection(asyncio.Protocol):
         exchange.size += len(body)
         if exchange.size > MAX_BODY_BYTES:
             told = f"the body has more than {MAX_BODY_BYTES:,} bytes"
-            self._handler.refuse(exchange, RequestRefused(told, status=413, code="request_too_large"))
+            self._server.refuse(exchange, RequestRefused(told, status=413, code="request_too_large"))
 
     def on_message_complete(self) -> None:
         exchange, self._reading = self._reading, None
         self._unread = 0
         if exchange is not None and not exchange.done:
-            self._handler.complete(exchange)
-
-    # ---------------------------------------------------------------- for the exchanges
-
-    def write(self, data: bytes) -> None:
-        """Write to the client, if it is still there."""
-        if not self.transport.is_closing():
-            self.transport.write(data)
-
-    def answered(self, exchange: Exchange) -> None:
-        """The answer of the open request has been written."""
-        self._open = None
-        if not exchange.keep:
-            self.transport.close()
+            self._server.complete(exchange)

@@ -2,8 +2,8 @@
 
 A request waits in its trajectory's `Session` until a quantum has answered it. What comes in is
 hostile until checked: bodies have a bounded size and depth, connections a bounded number, and
-tokens have 128 bits. The gateway looks tokens up by their digest, so the time of a look-up gives
-nothing away. Paths::
+tokens have 128 bits. The gateway finds tokens by their digest, so the time of a look-up reveals
+nothing. Paths::
 
     /t/<token>/v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /inference/v1/generate, /reward, /end
 
@@ -13,15 +13,13 @@ The token may come as Bearer or x-api-key instead of in the path.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import math
 import re
 import secrets
-import socket
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,16 +28,14 @@ from urllib.parse import unquote
 import msgspec
 
 from libra.agents.agent_session import LONG, Ended, Pending, Session, as_float, by_size
-from libra.agents.chat_dialect import read_chat, read_generate, sse, stream_chat, write_chat, write_generate
+from libra.agents.dialects import DIALECTS, Dialect, refusal, sse
 from libra.agents.messages import ModelRequest, Reply
-from libra.agents.messages_dialect import read_messages, stream_messages, write_messages
 from libra.agents.request_bodies import Known, decoded, storable_json
-from libra.agents.responses_dialect import read_responses, stream_responses, write_responses
 from libra.errors import ConfigError, RequestRefused, pip_install
 from libra.untrusted import repr_text
 
 try:
-    from libra.agents.connections import Connection, Exchange
+    from libra.agents.connections import Exchange, HttpServer
 except ImportError as missing:  # the extra `agents`
     raise ConfigError(
         f"agent: {missing.name!r} is not installed, which its gateway needs; type {pip_install('agents')}"
@@ -52,37 +48,9 @@ HEARTBEAT_S = 15.0
 """Seconds between two signs of life to a waiting client."""
 KEPT_ENDED = 4096
 """Tokens of ended trajectories that are still known to have ended."""
-KEPT_URL_BYTES = 256
-"""Longest URL whose path and token are cached."""
-CLOSE_S = 1.0
-"""Seconds in which the last answers may leave as the gateway closes."""
 
 _TOKEN = re.compile("/t/([^/]+)")
 _STREAM, _JSON = b"text/event-stream", b"application/json"
-
-Read = Callable[[bytes, Known], ModelRequest]
-Write = Callable[[ModelRequest, Reply], dict[str, Any]]
-Stream = Callable[[ModelRequest, Reply], Iterator[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """Reads the requests of one path, and writes their answers."""
-
-    read: Read
-    write: Write
-    stream: Stream | None
-    anthropic: bool = False
-
-
-_GENERATE = Dialect(read_generate, write_generate, None)
-_DIALECTS: Mapping[str, Dialect] = {
-    "/v1/chat/completions": Dialect(read_chat, write_chat, stream_chat),
-    "/v1/responses": Dialect(read_responses, write_responses, stream_responses),
-    "/v1/messages": Dialect(read_messages, write_messages, stream_messages, anthropic=True),
-    "/inference/v1/generate": _GENERATE,
-    "/v1/inference/v1/generate": _GENERATE,
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -104,15 +72,12 @@ class _Asked:
             self.pending = None
 
 
-class _Rewarded(msgspec.Struct):
+class _Told(msgspec.Struct):
     reward: Any = None
-
-
-class _Result(msgspec.Struct):
     result: Any = None
 
 
-class Gateway:
+class Gateway(HttpServer):
     """A server on ``host``, at a free port. Call its methods in the event loop that started it."""
 
     read_headers = frozenset({b"x-api-key", b"authorization", b"x-stainless-retry-count"})
@@ -120,40 +85,19 @@ class Gateway:
     def __init__(
         self, host: str = "127.0.0.1", heartbeat_s: float = HEARTBEAT_S, max_connections: int = MAX_CONNECTIONS
     ) -> None:
-        self.host, self.port = host, 0
+        super().__init__(host, max_connections)
         self.heartbeat_s = heartbeat_s
         self.counts = Counter[str]()
         """Numbers of requests, retries, refusals, and clients that went without an answer."""
         self._sessions: dict[bytes, Session] = {}
-        self._ended: OrderedDict[bytes, str] = OrderedDict()
-        self._server: asyncio.Server | None = None
+        self._ended: dict[bytes, str] = {}
         self._logged: set[str] = set()
-        self.connections, self.max_connections = set[Connection](), max_connections
-        self._paths = OrderedDict[bytes, tuple[str, bytes]]()
-
-    async def start(self) -> None:
-        """Begin to serve."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            partial(Connection, self), self.host, 0, family=socket.AF_INET, backlog=2048
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Stop serving; requests under way are refused."""
         for token in list(self._sessions):
             self._drop(token, "the run has ended")
-        if self._server is not None:
-            self._server.close()
-            await asyncio.sleep(0)  # answers that are there are written
-            for each in list(self.connections):
-                each.transport.close()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
-                    while self.connections:  # noqa: ASYNC110  a connection announces its end to nobody
-                        await asyncio.sleep(0.001)
-            for each in list(self.connections):
-                each.transport.abort()
+        await super().close()
         if self.counts:
             said = ", ".join(f"{name} {count:,}" for name, count in sorted(self.counts.items()))
             logger.info("the run has ended: the gateway at port %d closes (%s)", self.port, said)
@@ -182,35 +126,41 @@ class Gateway:
         if session is not None:
             session.close(why)
             self._ended[token] = session.name
-            while len(self._ended) > KEPT_ENDED:
-                self._ended.popitem(last=False)
+            if len(self._ended) > KEPT_ENDED:
+                del self._ended[next(iter(self._ended))]
 
     # ---------------------------------------------------------------- for the connections
 
     def arrived(self, exchange: Exchange) -> None:
         """Find the session of a request; refuse a request without one before its body comes."""
-        path, token = self._target(exchange)
-        dialect = _DIALECTS.get(path)
-        models = path == "/v1/models" or path.startswith("/v1/models/")
-        if dialect is None and not models and path not in ("/reward", "/end"):
-            self.refuse(exchange, _no_path(exchange, path, 404), path)
-        elif exchange.method != (b"GET" if models else b"POST"):
-            self.refuse(exchange, _no_path(exchange, path, 405), path)
-        elif (session := self._sessions.get(token)) is not None:
-            exchange.mine = _Asked(path, session, dialect)
-        elif token in self._ended:
-            told = RequestRefused(f"{self._ended[token]} has ended", status=409, code="trajectory_ended")
-            self.refuse(exchange, told, path)
+        path = unquote(exchange.url.partition(b"?")[0].decode("latin-1"))
+        if not path.startswith("/"):  # a whole URL
+            path = "/" + path.partition("://")[2].partition("/")[2]
+        if (in_path := _TOKEN.match(path)) is not None:
+            path, token = path[in_path.end() :], in_path[1]
         else:
-            told = RequestRefused("no trajectory has this token", status=401, code="invalid_api_key")
-            self.refuse(exchange, told, path)
+            headers = exchange.headers
+            given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            token = given.decode("latin-1")
+        dialect, models = DIALECTS.get(path), path == "/v1/models" or path.startswith("/v1/models/")
+        if dialect is None and not models and path not in ("/reward", "/end"):
+            refused = _no_path(exchange, path, 404)
+        elif exchange.method != (b"GET" if models else b"POST"):
+            refused = _no_path(exchange, path, 405)
+        elif (session := self._sessions.get(digest := _digest(token))) is not None:
+            exchange.mine = _Asked(path, session, dialect)
+            return
+        elif digest in self._ended:
+            refused = RequestRefused(f"{self._ended[digest]} has ended", status=409, code="trajectory_ended")
+        else:
+            refused = RequestRefused("no trajectory has this token", status=401, code="invalid_api_key")
+        self.refuse(exchange, refused, path)
 
     def complete(self, exchange: Exchange) -> None:
         """Answer a request, or have its session answer it."""
         asked: _Asked = exchange.mine
-        dialect, session, path = asked.dialect, asked.session, asked.path
-        if dialect is not None:
-            read = partial(_read, dialect.read, exchange.body(), session.known)
+        if asked.dialect is not None:
+            read = partial(_read, asked.dialect, exchange.body(), asked.session.known)
             if exchange.size < LONG:
                 self._take(exchange, asked, read)
             else:
@@ -218,22 +168,8 @@ class Gateway:
                 reading.add_done_callback(lambda made: self._take(exchange, asked, made.result))
             return
         try:
-            if path == "/reward":
-                value = decoded(_Rewarded, storable_json(exchange.body()) or b"{}").reward
-                if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(as_float(value)):
-                    raise RequestRefused(f"reward: got {repr_text(value)}; one finite number is needed", "reward")
-                session.reward = float(value)
-                self._answer(exchange, {"reward": session.reward})
-            elif path == "/end":
-                session.end(Ended(decoded(_Result, storable_json(exchange.body()) or b"{}").result))
-                self._answer(exchange, {"ended": session.name})
-            else:
-                name = path.removeprefix("/v1/models").removeprefix("/")
-                model = {
-                    "id": name or "policy", "object": "model", "created": 0, "owned_by": "libra",
-                    "max_model_len": session.max_model_len,
-                }  # fmt: skip
-                self._answer(exchange, model if name else {"object": "list", "data": [model]})
+            answer = self._models(asked) if "models" in asked.path else self._told(asked, exchange.body())
+            exchange.answer(200, msgspec.json.encode(answer))
         except RequestRefused as refused:
             self.refuse(exchange, refused)
 
@@ -241,8 +177,7 @@ class Gateway:
         """Answer a request with an error, in the client's dialect."""
         asked: _Asked | None = exchange.mine
         path = path or (asked.path if asked is not None else "")
-        anthropic = path.endswith(("/messages", "/messages/count_tokens"))
-        body = msgspec.json.encode(_told(refused, anthropic=anthropic))
+        body = msgspec.json.encode(refusal(refused, anthropic=path.endswith(("/messages", "/messages/count_tokens"))))
         more = b"x-should-retry: false\r\n" if refused.status < 500 else b""
         self.counts["refused"] += 1
         if asked is not None:
@@ -258,32 +193,34 @@ class Gateway:
 
     # ---------------------------------------------------------------- inside
 
-    def _target(self, exchange: Exchange) -> tuple[str, bytes]:
-        """The path of a request without its token, and the digest of the token, which the path or a
-        header has."""
-        found = self._paths.get(exchange.url)
-        if found is None:
-            path = unquote(exchange.url.partition(b"?")[0].decode("latin-1"))
-            if not path.startswith("/"):  # a whole URL
-                path = "/" + path.partition("://")[2].partition("/")[2]
-            in_path = _TOKEN.match(path)
-            found = (path[in_path.end() :], _digest(in_path[1])) if in_path is not None else (path, b"")
-            if found[1] in self._sessions and len(exchange.url) < KEPT_URL_BYTES:
-                self._paths[exchange.url] = found
-                while len(self._paths) > KEPT_ENDED:
-                    self._paths.popitem(last=False)
-        if found[1]:
-            return found
-        headers = exchange.headers
-        token = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        return found[0], _digest(token.decode("latin-1"))
+    def _models(self, asked: _Asked) -> dict[str, Any]:
+        name = asked.path.removeprefix("/v1/models").removeprefix("/")
+        model = {
+            "id": name or "policy", "object": "model", "created": 0, "owned_by": "libra",
+            "max_model_len": asked.session.max_model_len,
+        }  # fmt: skip
+        return model if name else {"object": "list", "data": [model]}
+
+    def _told(self, asked: _Asked, body: bytes) -> dict[str, Any]:
+        """The answer to /reward and /end."""
+        told, session = decoded(_Told, storable_json(body) or b"{}"), asked.session
+        if asked.path == "/end":
+            session.end(Ended(told.result))
+            return {"ended": session.name}
+        value = told.reward
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(as_float(value)):
+            raise RequestRefused(f"reward: got {repr_text(value)}; one finite number is needed", "reward")
+        session.reward = float(value)
+        return {"reward": session.reward}
 
     def _take(self, exchange: Exchange, asked: _Asked, read: Callable[[], ModelRequest]) -> None:
         if exchange.done:  # its client has gone
             return
         try:
             asked.request = request = read()
-            self._log_ignored(asked.session, request)
+            for name in set(request.ignored) - self._logged:
+                self._logged.add(name)
+                logger.info("%s: an agent asks for its own %s; the run's is used", asked.session.name, name)
             retry = exchange.headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
             self.counts["requests"] += 1
             self.counts["retries"] += retry
@@ -304,8 +241,7 @@ class Gateway:
         streams = asked.request.stream and asked.dialect.stream is not None
         if not exchange.begun:
             exchange.begin(_STREAM if streams else _JSON)
-        ping = b'event: ping\ndata: {"type": "ping"}\n\n' if asked.dialect.anthropic else b": waiting\n\n"
-        exchange.part(ping if streams else b"\n")
+        exchange.part(asked.dialect.ping if streams else b"\n")
         asked.alive = asyncio.get_running_loop().call_later(self.heartbeat_s, self._alive, exchange, asked)
 
     def _answered(self, exchange: Exchange, asked: _Asked, answer: asyncio.Future[Reply]) -> None:
@@ -320,7 +256,7 @@ class Gateway:
             if stream is None:
                 body = msgspec.json.encode(dialect.write(request, reply))
             else:
-                body = "".join(stream(request, reply)).encode()
+                body = b"".join(stream(request, reply))
         except RequestRefused as refused:
             if not exchange.begun:
                 self.refuse(exchange, refused)
@@ -328,10 +264,8 @@ class Gateway:
             self.counts["refused"] += 1
             if stream is None:
                 exchange.abort()
-            else:
-                told = sse(_told(refused, anthropic=dialect.anthropic), "error").encode()
-                exchange.part(told, last=True)
-            return
+                return
+            body = sse(refusal(refused, anthropic=asked.path.endswith("/messages")), "error")
         except BaseException:
             exchange.abort()  # so that the client does not wait
             raise
@@ -340,36 +274,15 @@ class Gateway:
         else:
             exchange.answer(200, body, _JSON if stream is None else _STREAM)
 
-    def _answer(self, exchange: Exchange, told: Mapping[str, Any]) -> None:
-        exchange.answer(200, msgspec.json.encode(told))
-
-    def _log_ignored(self, session: Session, request: ModelRequest) -> None:
-        for name in request.ignored:
-            if name not in self._logged:
-                self._logged.add(name)
-                logger.info("%s: an agent asks for its own %s; the run's is used", session.name, name)
-
 
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
-def _read(read: Read, data: bytes, known: Known) -> ModelRequest:
-    request = read(storable_json(data), known)
+def _read(dialect: Dialect, data: bytes, known: Known) -> ModelRequest:
+    request = dialect.read(storable_json(data), known)
     assert request.fingerprint  # computed here, where a thread may do it
     return request
-
-
-def _told(refused: RequestRefused, *, anthropic: bool) -> dict[str, Any]:
-    """An error in the client's dialect, as JSON."""
-    kinds = {
-        401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 413: "request_too_large",
-        503: "overloaded_error",
-    }  # fmt: skip
-    kind = kinds.get(refused.status, "invalid_request_error")
-    if anthropic:
-        return {"type": "error", "error": {"type": kind, "message": str(refused)}}
-    return {"error": {"message": str(refused), "type": kind, "param": refused.param or None, "code": refused.code}}
 
 
 def _no_path(exchange: Exchange, path: str, status: int) -> RequestRefused:
