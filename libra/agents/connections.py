@@ -33,7 +33,19 @@ class Exchange:
     """One request and its answer. ``headers`` has the `HttpServer.read_headers`; ``mine`` belongs to
     the server."""
 
-    __slots__ = ("begun", "chunked", "connection", "done", "headers", "keep", "method", "mine", "parts", "size", "url")
+    __slots__ = (
+        "chunked",
+        "connection",
+        "done",
+        "headers",
+        "keep",
+        "method",
+        "mine",
+        "parts",
+        "size",
+        "started",
+        "url",
+    )
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -42,7 +54,7 @@ class Exchange:
         self.parts: list[bytes] = []
         self.size = 0
         self.keep = self.chunked = True
-        self.begun = self.done = False
+        self.started = self.done = False
         self.mine: Any = None
 
     def body(self) -> bytes:
@@ -59,7 +71,7 @@ class Exchange:
 
     def begin(self, kind: bytes) -> None:
         """Write the head of an answer with status 200 that comes in parts."""
-        self.begun = True
+        self.started = True
         self.keep &= self.chunked
         length = b"transfer-encoding: chunked\r\n" if self.chunked else b""
         close = b"" if self.keep else b"connection: close\r\n"
@@ -161,8 +173,8 @@ class Connection(asyncio.Protocol):
             else:
                 exchange = self._open = Exchange(self)
                 exchange.keep = False
-                told = "this gateway has too many connections; try again"
-                self._server.refuse(exchange, RequestRefused(told, status=503, code="overloaded"))
+                message = "this gateway has too many connections; try again"
+                self._server.refuse(exchange, RequestRefused(message, status=503, code="overloaded"))
         others.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -219,8 +231,8 @@ class Connection(asyncio.Protocol):
         exchange.chunked = parser.get_http_version() == "1.1"
         self._open = exchange
         if upgrade:
-            told = "upgrade: HTTP/1.1 is spoken here, and nothing else; send the request without this header"
-            self._server.refuse(exchange, RequestRefused(told, "upgrade"))
+            message = "upgrade: HTTP/1.1 is spoken here, and nothing else; send the request without this header"
+            self._server.refuse(exchange, RequestRefused(message, "upgrade"))
         else:
             self._server.arrived(exchange)
 
@@ -232,8 +244,8 @@ class Connection(asyncio.Protocol):
         exchange.parts.append(body)
         exchange.size += len(body)
         if exchange.size > MAX_BODY_BYTES:
-            told = f"the body has more than {MAX_BODY_BYTES:,} bytes"
-            self._server.refuse(exchange, RequestRefused(told, status=413, code="request_too_large"))
+            message = f"the body has more than {MAX_BODY_BYTES:,} bytes"
+            self._server.refuse(exchange, RequestRefused(message, status=413, code="request_too_large"))
 
     def on_message_complete(self) -> None:
         exchange, self._reading = self._reading, None

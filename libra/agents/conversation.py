@@ -181,11 +181,11 @@ class Conversation:
         the digest of all."""
         name = tools, messages[0].key
         walk = self._walks.get(name)
-        begun = len(walk.messages) if walk is not None else 0
-        if walk is None or walk.messages != messages[:begun]:  # a client mostly adds to what it sent before
-            walk, begun = _Walk((), {_root(tools): (-1, 0)}), 0
+        start = len(walk.messages) if walk is not None else 0
+        if walk is None or walk.messages != messages[:start]:  # a client mostly adds to what it sent before
+            walk, start = _Walk((), {_root(tools): (-1, 0)}), 0
         states = walk.states
-        for index in range(begun, len(messages)):
+        for index in range(start, len(messages)):
             message, reached = messages[index], dict[bytes, tuple[int, int]]()
             for text, state in states.items():
                 text = digest(text, message.key)

@@ -43,7 +43,7 @@ class Dialect:
     write: Callable[[ModelRequest, Reply], Json]
     stream: Callable[[ModelRequest, Reply], Iterator[bytes]] | None
     ping: bytes = b": waiting\n\n"
-    """A sign of life in a stream."""
+    """A heartbeat in a stream."""
 
 
 def sse(data: Mapping[str, Any], event: str = "") -> bytes:
@@ -83,8 +83,10 @@ class _StrictFormat(msgspec.Struct):
     def refuse(self, where: str) -> None:
         """RequestRefused for an enforced format, which would change the trained distribution."""
         if self.strict or (self.json_schema is not None and self.json_schema.strict):
-            told = f"{where}: a strict schema would change the model's samples; send strict: false, or check the answer"
-            raise RequestRefused(f"{told} in the agent", where)
+            message = (
+                f"{where}: a strict schema would change the model's samples; send strict: false, or check the answer"
+            )
+            raise RequestRefused(f"{message} in the agent", where)
 
 
 # ---------------------------------------------------------------- chat completions, and token ids
@@ -324,8 +326,8 @@ def _write_messages(request: ModelRequest, reply: Reply) -> Json:
 def _stream_messages(request: ModelRequest, reply: Reply) -> Iterator[bytes]:
     answer = _write_messages(request, reply)
     usage = {**answer["usage"], "output_tokens": 0}
-    begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-    events: list[Json] = [{"type": "message_start", "message": begun}]
+    opening = {**answer, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    events: list[Json] = [{"type": "message_start", "message": opening}]
     for index, block in enumerate(answer["content"]):
         name = block["type"]
         if name == "tool_use":
@@ -445,8 +447,8 @@ def _write_responses(request: ModelRequest, reply: Reply) -> Json:
 
 def _stream_responses(request: ModelRequest, reply: Reply) -> Iterator[bytes]:
     answer = _write_responses(request, reply)
-    begun = {**answer, "status": "in_progress", "output": [], "usage": None}
-    events: list[Json] = [{"type": "created", "response": begun}]
+    opening = {**answer, "status": "in_progress", "output": [], "usage": None}
+    events: list[Json] = [{"type": "created", "response": opening}]
     for index, item in enumerate(answer["output"]):
         place = {"output_index": index, "item_id": item["id"]}
         empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 2048
 HEARTBEAT_S = 15.0
-"""Seconds between two signs of life to a waiting client."""
+"""Seconds between two heartbeats to a waiting client."""
 KEPT_ENDED = 4096
 """Tokens of ended trajectories that are still known to have ended."""
 
@@ -72,7 +72,7 @@ class _Asked:
             self.pending = None
 
 
-class _Told(msgspec.Struct):
+class _Posted(msgspec.Struct):
     reward: Any = None
     result: Any = None
 
@@ -168,7 +168,7 @@ class Gateway(HttpServer):
                 reading.add_done_callback(lambda made: self._take(exchange, asked, made.result))
             return
         try:
-            answer = self._models(asked) if "models" in asked.path else self._told(asked, exchange.body())
+            answer = self._models(asked) if "models" in asked.path else self._posted(asked, exchange.body())
             exchange.answer(200, msgspec.json.encode(answer))
         except RequestRefused as refused:
             self.refuse(exchange, refused)
@@ -201,13 +201,13 @@ class Gateway(HttpServer):
         }  # fmt: skip
         return model if name else {"object": "list", "data": [model]}
 
-    def _told(self, asked: _Asked, body: bytes) -> dict[str, Any]:
+    def _posted(self, asked: _Asked, body: bytes) -> dict[str, Any]:
         """The answer to /reward and /end."""
-        told, session = decoded(_Told, storable_json(body) or b"{}"), asked.session
+        posted, session = decoded(_Posted, storable_json(body) or b"{}"), asked.session
         if asked.path == "/end":
-            session.end(Ended(told.result))
+            session.end(Ended(posted.result))
             return {"ended": session.name}
-        value = told.reward
+        value = posted.reward
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(as_float(value)):
             raise RequestRefused(f"reward: got {repr_text(value)}; one finite number is needed", "reward")
         session.reward = float(value)
@@ -235,11 +235,11 @@ class Gateway(HttpServer):
         pending.answer.add_done_callback(partial(self._answered, exchange, asked))
 
     def _alive(self, exchange: Exchange, asked: _Asked) -> None:
-        """Write a sign of life. This sends the status: a later error becomes an event of a stream,
+        """Write a heartbeat. This sends the status: a later error becomes an event of a stream,
         and breaks any other connection, so that the client tries again and reads the error."""
         assert asked.request is not None and asked.dialect is not None
         streams = asked.request.stream and asked.dialect.stream is not None
-        if not exchange.begun:
+        if not exchange.started:
             exchange.begin(_STREAM if streams else _JSON)
         exchange.part(asked.dialect.ping if streams else b"\n")
         asked.alive = asyncio.get_running_loop().call_later(self.heartbeat_s, self._alive, exchange, asked)
@@ -258,7 +258,7 @@ class Gateway(HttpServer):
             else:
                 body = b"".join(stream(request, reply))
         except RequestRefused as refused:
-            if not exchange.begun:
+            if not exchange.started:
                 self.refuse(exchange, refused)
                 return
             self.counts["refused"] += 1
@@ -269,7 +269,7 @@ class Gateway(HttpServer):
         except BaseException:
             exchange.abort()  # so that the client does not wait
             raise
-        if exchange.begun:
+        if exchange.started:
             exchange.part(body, last=True)
         else:
             exchange.answer(200, body, _JSON if stream is None else _STREAM)
@@ -288,5 +288,5 @@ def _read(dialect: Dialect, data: bytes, known: Known) -> ModelRequest:
 def _no_path(exchange: Exchange, path: str, status: int) -> RequestRefused:
     known = "/v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /inference/v1/generate, /reward, /end"
     method = exchange.method.decode("latin-1")
-    told = f"{method} {path[:200]}: not answered here; allowed are {known}, by POST, and /v1/models by GET"
-    return RequestRefused(told, status=status, code="unknown_path")
+    message = f"{method} {path[:200]}: not answered here; allowed are {known}, by POST, and /v1/models by GET"
+    return RequestRefused(message, status=status, code="unknown_path")

@@ -166,7 +166,7 @@ class RunContact(msgspec.Struct, frozen=True):
     hybrid_workers : int
         `cluster.hybrid_workers`: workers that can change roles.
     certificate, key, authority : str
-        What the driver connected with, as PEM texts or paths; "" for an open scheduler.
+        The driver's, as PEM texts or paths; "" for an open scheduler.
     """
 
     run: str
@@ -270,7 +270,9 @@ def reach(run_dir: Path, scheduler: str | None = None) -> tuple[Client, RunConta
             f"{run_dir}: this run is not running, or has not started its first iteration; {again}"
         ) from None
     except (OSError, ValueError) as error:
-        raise ClusterError(f"{run_dir / FILE}: it has no address of the run's scheduler that this user may read ({error}); {again}") from error
+        raise ClusterError(
+            f"{run_dir / FILE}: no address of the run's scheduler can be read ({error}); {again}"
+        ) from error
     try:
         return connect(scheduler or contact.scheduler, security=contact.security(), set_as_default=False), contact
     except (OSError, TimeoutError, ValueError) as error:

@@ -3,7 +3,7 @@ few wait for it at a time.
 
 Importing this module replaces Dask's ``tls://`` listener in this process, so it is imported before
 a server starts: as a preload of every server of a local cluster (`libra.cluster.local`), and of
-``dask scheduler`` and ``dask worker`` (``DASK_CONFIG`` of ``libra cluster tls`` says so). As a
+``dask scheduler`` and ``dask worker`` (in the ``DASK_CONFIG`` of ``libra cluster tls``). As a
 preload it also guards the server's HTTP pages.
 
 Invariants
@@ -85,18 +85,21 @@ class GuardedListener(TLSListener):
         cause = getattr(error, "real_error", None) or error
         if not given_up and isinstance(cause, LEFT):
             self._left += 1
+            level = logging.INFO if self._left == 1 else logging.DEBUG
             of_dask.log(
-                logging.INFO if self._left == 1 else logging.DEBUG,
-                "the connection of %s to %s ended during its handshake: %s", address, self.listen_address, cause,
-            )  # fmt: skip
+                level, "the connection of %s to %s ended during its handshake: %s", address, self.listen_address, cause
+            )
             return
         self._refused += 1
-        log = logger.warning if self._refused == 1 else logger.debug
-        if given_up:
-            reason: object = f"{MAX_UNPROVEN} others prove nothing either"
-        else:
-            reason = str(cause) or f"no proof within {HANDSHAKE_S:g} s"
-        log("a connection of %s to %s without its key was closed: %s", address, self.listen_address, reason)
+        level = logging.WARNING if self._refused == 1 else logging.DEBUG
+        reason = (
+            f"{MAX_UNPROVEN} others prove nothing either"
+            if given_up
+            else str(cause) or f"no proof within {HANDSHAKE_S:g} s"
+        )
+        logger.log(
+            level, "a connection of %s to %s without its key was closed: %s", address, self.listen_address, reason
+        )
 
     def _give_up_oldest(self) -> None:
         if (oldest := next(iter(self._unproven), None)) is not None:
@@ -112,10 +115,7 @@ class GuardedBackend(TLSBackend):
 
 def accept_for_ever(server: TCPServer, make_room: Callable[[], None]) -> None:
     """Make a started server continue to accept after errors, e.g. without file descriptors, which
-    would end Tornado's own loop.
-
-    ``make_room`` is called after each error.
-    """
+    would end Tornado's own loop. ``make_room`` is called after each error."""
     for number, listener in server._sockets.items():
         server._handlers.pop(number)()
         server._handlers[number] = _accepting(listener, server._handle_connection, make_room)

@@ -44,7 +44,7 @@ from libra.cluster.connection import (
     security_in,
     write_private,
 )
-from libra.cluster.local import ElasticTools, most_tools, number_of_workers, split_off
+from libra.cluster.local import ElasticTools, most_tools, number_of_workers
 from libra.cluster.settings import DASK_SETTINGS, GUARD, settings_yaml
 from libra.cluster.slurm_jobs import (
     CERTIFICATES,
@@ -99,7 +99,7 @@ class SlurmPools:
         most = number_of_workers(self.config) | {"tool": most_tools(self.config)}
         specs = worker_specs(self.config, self.directory, self.security, most)
         least = self.config.cluster.tool_workers
-        self.elastic = ElasticTools(self.cluster, split_off(specs, least), least)
+        self.elastic = ElasticTools(self.cluster, specs, least)
         self.cluster.worker_spec.update(specs)
         dashboard = self.cluster.scheduler.services.get("dashboard")
         contact = Contact(

@@ -33,8 +33,9 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
+import msgspec
+
 from libra.errors import TransportError
-from libra.seals import parsed_json
 
 Address = tuple[str, int]
 """Host and port."""
@@ -52,6 +53,7 @@ SILENCE_S = 30.0
 """Time without progress after which a peer in a transfer counts as dead."""
 _NONCE_BYTES = _MAC_BYTES = 32
 _LENGTH = struct.Struct("!I")
+_FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 
 def new_secret() -> str:
@@ -86,7 +88,7 @@ class Channel:
         start = bytearray(_LENGTH.size)
         if not (got := self._recv_all(memoryview(start))):
             return None
-        (length,) = _LENGTH.unpack(start)  # of which too few bytes may have come
+        (length,) = _LENGTH.unpack(start)  # too few of its bytes may have come
         if length > MAX_FRAME_BYTES:
             raise TransportError(f"a frame of {length} bytes is announced, allowed are {MAX_FRAME_BYTES}")
         frame = bytearray(length + _MAC_BYTES)
@@ -98,21 +100,16 @@ class Channel:
         self._received += 1
         self.received_bytes += len(start) + len(frame)
         try:
-            fields = parsed_json(text)
-        except ValueError as error:
-            raise TransportError(f"a frame is not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise TransportError(f"a frame is a JSON object, got {type(fields).__name__}")
-        return fields
+            return _FIELDS.decode(text)
+        except (ValueError, RecursionError) as error:
+            raise TransportError(f"a frame is a JSON object: {error}") from error
 
     def send_bytes(self, views: Sequence[memoryview], *, checked: bool = False) -> None:
         """Send all bytes of ``views``; with ``checked`` their crc32 follows in a frame."""
         crc = 0
         self.sent_bytes += sum(map(len, views))
         for window in _windows(views):
-            if checked:
-                for view in window:
-                    crc = zlib.crc32(view, crc)
+            crc = _crc32(window, crc) if checked else 0
             with _broken():
                 while window:
                     window = _after(window, self._socket.sendmsg(window))
@@ -131,15 +128,12 @@ class Channel:
                     if not got:
                         raise TransportError("the peer closed the connection during a transfer")
                     left = _after(left, got)
-            if checked:
-                for view in window:
-                    crc = zlib.crc32(view, crc)
+            crc = _crc32(window, crc) if checked else 0
         if checked and (sent := (self.recv_frame() or {}).get("crc32")) != crc:
             raise TransportError(f"bytes with crc32 {crc} arrived, sent were {sent}")
 
     def recv_some(self, view: memoryview) -> int:
-        """Receive into ``view`` and return the number of bytes: fewer than its size only at the connection's
-        end."""
+        """Receive into ``view``; returns the number of bytes, less than its size only at the connection's end."""
         if not (got := self._recv_all(view)):
             raise TransportError("the peer closed the connection during a transfer")
         return got
@@ -216,11 +210,9 @@ def _handshake(
                 connection.sendall(digest_of("client"))
             # From here on the kernel's deadlines: with one of Python's, no call can wait until all bytes have arrived.
             connection.settimeout(None)
-            if silence_s is not None:
-                seconds, fraction = divmod(silence_s, 1)
-                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                    value = struct.pack("ll", int(seconds), int(fraction * 1e6))
-                    connection.setsockopt(socket.SOL_SOCKET, option, value)
+            value = struct.pack("ll", *divmod(round((silence_s or 0) * 1e6), 10**6))  # 0: none
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, value)
     except TransportError:
         connection.close()
         raise
@@ -270,6 +262,12 @@ def _windows(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
                 window, room = [], WINDOW_BYTES
     if window:
         yield window
+
+
+def _crc32(window: Sequence[memoryview], crc: int) -> int:
+    for view in window:
+        crc = zlib.crc32(view, crc)
+    return crc
 
 
 def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:

@@ -17,8 +17,7 @@ import ctypes
 import functools
 import os
 import secrets
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ import numpy as np
 from libra.transport.channel import Channel
 
 RUNS_A_CALL = 512
-BYTES_A_CALL = 64 * 2**20
 _PROBE_BYTES = 32
 
 Run = tuple[int, int]
@@ -39,8 +37,6 @@ class _IOVec(ctypes.Structure):
 
 
 def _system_call() -> Any:
-    if not sys.platform.startswith("linux"):
-        return None
     call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
     if call is not None:
         pointer, unsigned = ctypes.POINTER(_IOVec), ctypes.c_ulong
@@ -87,8 +83,7 @@ def recv_views(channel: Channel, answer: Mapping[str, Any], views: Sequence[memo
     come."""
     views = [view for view in views if len(view)]
     if "memory" in answer:
-        is_readable = can_read(answer["memory"])
-        if is_readable:
+        if is_readable := can_read(answer["memory"]):
             _read_all(answer["memory"]["pid"], answer["memory"]["runs"], views)
         channel.send_frame(read=is_readable)
         if is_readable:
@@ -119,40 +114,25 @@ def _run_of(view: memoryview) -> Run:
 
 
 def _read_all(pid: int, runs: Sequence[Run], views: Sequence[memoryview]) -> None:
-    batch: list[tuple[int, int, int]] = []
-    size = 0
-    for pair in _paired(runs, [_run_of(view) for view in views]):
-        batch.append(pair)
-        size += pair[2]
-        if len(batch) == RUNS_A_CALL or size >= BYTES_A_CALL:
-            _read(pid, batch, size)
-            batch, size = [], 0
-    if batch:
-        _read(pid, batch, size)
+    """Fill ``views`` from the runs of another process; the kernel pairs them, however they are divided."""
+    theirs, ours = [(address, length) for address, length in runs], list(map(_run_of, views))
+    while ours:
+        lists = [(_IOVec * len(part))(*part) for part in (ours[:RUNS_A_CALL], theirs[:RUNS_A_CALL])]
+        got = _READ(pid, lists[0], len(lists[0]), lists[1], len(lists[1]), 0)
+        if got <= 0:
+            code = ctypes.get_errno() if got < 0 else 0
+            why = (
+                os.strerror(code)
+                if code
+                else f"{sum(length for _, length in ours)} bytes more are wanted than are there"
+            )
+            raise OSError(code, f"reading the memory of process {pid}: {why}")
+        theirs, ours = _after(theirs, got), _after(ours, got)
 
 
-def _read(pid: int, batch: Sequence[tuple[int, int, int]], size: int) -> None:
-    vector = _IOVec * len(batch)
-    theirs = vector(*(_IOVec(source, length) for source, _, length in batch))
-    ours = vector(*(_IOVec(target, length) for _, target, length in batch))
-    got = _READ(pid, ours, len(batch), theirs, len(batch), 0)
-    if got != size:
-        code = ctypes.get_errno() if got < 0 else 0
-        why = os.strerror(code) if code else f"{got} were there"
-        raise OSError(code, f"reading {size} bytes of process {pid}: {why}")
-
-
-def _paired(runs: Sequence[Run], targets: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
-    """(source, target, length) of the longest common runs of both sides, in order."""
-    sources = iter(runs)
-    source = left = 0
-    for address, length in targets:
-        target = address
-        while length:
-            if not left:
-                source, left = next(sources, (0, 0))
-                if not left:
-                    raise OSError(f"{length} bytes more are wanted than are offered")
-            part = min(left, length, BYTES_A_CALL)
-            yield source, target, part
-            source, target, left, length = source + part, target + part, left - part, length - part
+def _after(runs: list[Run], num_bytes: int) -> list[Run]:
+    for index, (address, length) in enumerate(runs):
+        if num_bytes < length:
+            return [(address + num_bytes, length - num_bytes), *runs[index + 1 :]]
+        num_bytes -= length
+    return []

@@ -34,15 +34,8 @@ PARALLEL = 4
 
 
 class RowServer:
-    """Offers rows to other processes of the run; ``address`` is where they connect.
-
-    Parameters
-    ----------
-    secret : str
-        The secret that all workers of the run share.
-    host, port
-        Where to listen; port 0 is any free one.
-    """
+    """Offers rows to other processes of the run, which share ``secret`` and connect to ``address``. Port 0
+    is any free one."""
 
     def __init__(self, secret: str, host: str, port: int = 0) -> None:
         self._rows: dict[str, memoryview] = {}
@@ -93,11 +86,7 @@ class FetchedRows:
 def fetch_rows(wanted: Mapping[Address, Sequence[str]], secret: str, *, neighbours: bool = True) -> FetchedRows:
     """Fetch rows by name from the servers that offer them.
 
-    Parameters
-    ----------
-    neighbours : bool
-        Read the memory of servers on this machine where the kernel allows it; False: use connections
-        only.
+    ``neighbours``: whether to read the memory of servers on this machine if the kernel allows it.
     """
     fetched = FetchedRows()
 

@@ -37,15 +37,9 @@ class Server:
     """
 
     def __init__(
-        self,
-        handle: Callable[[Channel, str], None],
-        *,
-        secret: str,
-        purpose: str,
-        host: str,
-        port: int = 0,
+        self, handle: Callable[[Channel, str], None], *, secret: str, purpose: str, host: str, port: int = 0,
         silence_s: float | None = SILENCE_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._handle, self._secret, self._purpose, self._silence_s = handle, secret, purpose, silence_s
         self._listener = socket.create_server((host, port), backlog=BACKLOG)
         self.address: Address = (host, self._listener.getsockname()[1])
@@ -109,17 +103,15 @@ class Server:
                 self._is_proven[connection] = True
             self._handle(channel, client)
         except (TransportError, ValueError, LookupError, TypeError) as error:
-            if not self._closed.is_set():
-                self._log_end(connection, client, error)
+            if self._closed.is_set():
+                return
+            with self._lock:
+                proven = self._is_proven.get(connection, False)
+                self._refused += not proven
+                log = logger.warning if proven or self._refused == 1 else logger.debug
+            log("%s server: the connection to %s ended: %s", self._purpose, client, error)
         finally:
             self._forget(connection)
-
-    def _log_end(self, connection: socket.socket, client: str, error: Exception) -> None:
-        with self._lock:
-            proven = self._is_proven.get(connection, False)
-            self._refused += not proven
-            log = logger.warning if proven or self._refused == 1 else logger.debug
-        log("%s server: the connection to %s ended: %s", self._purpose, client, error)
 
     def _forget(self, connection: socket.socket) -> None:
         with self._lock:
