@@ -44,31 +44,19 @@ class Renderer(Protocol):
 class Asked:
     """A request's place among the turns.
 
-    Attributes
-    ----------
-    parent : int
-        The turn that the request continues; -1 if it starts a sequence.
-    ids : array (T,), int32
-        Tokens of the tail after the parent's, or of the whole prompt.
-    reason : str
-        ``first``: the first request. ``continued``: the next turn of a conversation. ``branched``:
-        another continuation of a turn that has one. ``regenerated``: a request that was answered
-        before. ``new``: another conversation, such as a sub-agent's. ``edited``: an assistant's
-        message that was not generated like this. ``compacted``: the start of an earlier
-        conversation without its turns. ``tools_changed``: the same messages with other tools or
-        template arguments. ``template``: the model's template cannot show the messages after the
-        turn.
-    tail : tuple of Message
-        The messages after the parent; all of them without one.
-    tools : str
-        A text of `tools_text`.
+    ``reason``: ``first``: the first request. ``continued``: the next turn of a conversation.
+    ``branched``: another continuation of a turn that has one. ``regenerated``: a request that was
+    answered before. ``new``: another conversation, such as a sub-agent's. ``edited``: an
+    assistant's message that was not generated like this. ``compacted``: the start of an earlier
+    conversation without its turns. ``tools_changed``: the same messages with other tools or
+    template arguments. ``template``: the model's template cannot show the messages after the turn.
     """
 
-    parent: int
-    ids: NDArray[np.int32]
+    parent: int  # the turn that the request continues; -1 if it starts a sequence
+    ids: NDArray[np.int32]  # (T,), of the tail after the parent, or of the whole prompt
     reason: str
-    tail: tuple[Message, ...]
-    tools: str
+    tail: tuple[Message, ...]  # the messages after the parent; all of them without one
+    tools: str  # a text of `tools_text`
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,14 @@ nothing. Paths::
     /t/<token>/v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /inference/v1/generate, /reward, /end
 
 The token may come as Bearer or x-api-key instead of in the path.
+
+Invariants
+----------
+1. The gateway has a bounded number of connections: a further one ends an idle one, or gets status 503.
+2. A request's head, the gap between two parts of its body, and what follows it have at most
+   `HEAD_BYTES`; a body has at most `MAX_BODY_BYTES`.
+3. A connection has one request at a time. What a client sends before the answer to its last request
+   is dropped, and the connection ends after that answer.
 """
 
 from __future__ import annotations
@@ -18,10 +26,12 @@ import logging
 import math
 import re
 import secrets
+import socket
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
@@ -35,7 +45,7 @@ from libra.errors import ConfigError, RequestRefused, pip_install
 from libra.untrusted import repr_text
 
 try:
-    from libra.agents.connections import Exchange, HttpServer
+    import httptools
 except ImportError as missing:  # the extra `agents`
     raise ConfigError(
         f"agent: {missing.name!r} is not installed, which its gateway needs; type {pip_install('agents')}"
@@ -44,6 +54,11 @@ except ImportError as missing:  # the extra `agents`
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 2048
+HEAD_BYTES = 64 << 10
+"""Bytes of a head, and of sizes and trailers of chunks."""
+MAX_BODY_BYTES = 16 << 20
+"""Largest body of a request."""
+READ_HEADERS = frozenset({b"x-api-key", b"authorization", b"x-stainless-retry-count"})
 HEARTBEAT_S = 15.0
 """Seconds between two heartbeats to a waiting client."""
 KEPT_ENDED = 4096
@@ -51,6 +66,7 @@ KEPT_ENDED = 4096
 
 _TOKEN = re.compile("/t/([^/]+)")
 _STREAM, _JSON = b"text/event-stream", b"application/json"
+_REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
 @dataclass(slots=True, eq=False)
@@ -77,27 +93,201 @@ class _Posted(msgspec.Struct):
     result: Any = None
 
 
-class Gateway(HttpServer):
-    """A server on ``host``, at a free port. Call its methods in the event loop that started it."""
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One request and its answer. ``headers`` has the `READ_HEADERS`; ``asked`` is the gateway's."""
 
-    read_headers = frozenset({b"x-api-key", b"authorization", b"x-stainless-retry-count"})
+    connection: Connection
+    url: bytes = b""
+    method: bytes = b""
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    parts: list[bytes] = field(default_factory=list)
+    size: int = 0
+    keep: bool = True
+    chunked: bool = True
+    started: bool = False
+    done: bool = False
+    asked: _Asked | None = None
+
+    def answer(self, status: int, body: bytes, kind: bytes = b"application/json", more: bytes = b"") -> None:
+        """Write the whole answer; ``more`` are header lines."""
+        head = b"HTTP/1.1 %d %s\r\ncontent-type: %s\r\ncontent-length: %d\r\n%s%s\r\n" % (
+            status, _REASONS.get(status, b""), kind, len(body), more, b"" if self.keep else b"connection: close\r\n",
+        )  # fmt: skip
+        self.connection.write(head + body)
+        self.end()
+
+    def begin(self, kind: bytes) -> None:
+        """Write the head of an answer with status 200 that comes in parts."""
+        self.started = True
+        self.keep &= self.chunked
+        length = b"transfer-encoding: chunked\r\n" if self.chunked else b""
+        close = b"" if self.keep else b"connection: close\r\n"
+        self.connection.write(b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\n%s%s\r\n" % (kind, length, close))
+
+    def part(self, data: bytes, *, last: bool = False) -> None:
+        """Write a part of an answer that `begin` started; ``last`` ends the answer."""
+        if self.chunked:
+            data = b"%x\r\n%s\r\n%s" % (len(data), data, b"0\r\n\r\n" if last else b"")
+        self.connection.write(data)
+        if last:
+            self.end()
+
+    def abort(self) -> None:
+        """Break the connection in the middle of the answer."""
+        self.connection.transport.abort()
+
+    def end(self) -> None:
+        """The answer is written, or its client has gone."""
+        self.done = True
+        self.parts.clear()
+        self.connection.answered(self)
+
+
+class Connection(asyncio.Protocol):
+    """One connection."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._parser = httptools.HttpRequestParser(self)
+        self._unread = 0  # bytes since the end of the last request, or the last part of a body
+        self._reading: Exchange | None = None  # the request whose end has not come
+        self._open: Exchange | None = None  # the request whose head has come, and that has no answer
+
+    def write(self, data: bytes) -> None:
+        """Write to the client, if it is still there."""
+        if not self.transport.is_closing():
+            self.transport.write(data)
+
+    def answered(self, exchange: Exchange) -> None:
+        """The answer of the open request has been written."""
+        self._open = None
+        if not exchange.keep:
+            self.transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        others = self._gateway.connections
+        if len(others) >= self._gateway.max_connections:
+            idle = next((each for each in others if each._reading is None and each._open is None), None)
+            if idle is not None:
+                idle.transport.abort()
+            else:
+                exchange = self._open = Exchange(self)
+                exchange.keep = False
+                message = "this gateway has too many connections; try again"
+                self._gateway.refuse(exchange, RequestRefused(message, status=503, code="overloaded"))
+        others.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gateway.connections.discard(self)
+        if self._open is not None:
+            self._gateway.gone(self._open)
+            self._open.end()
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # it was refused
+            return
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if isinstance(cause, Exception) and not isinstance(cause, httptools.HttpParserError):
+                raise cause from error  # a fault of Libra's, in one of the methods below
+            if self._open is None:
+                self.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            self.transport.close()
+            return
+        if self._unread > HEAD_BYTES:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        if self._open is None:
+            self._reading = Exchange(self)
+        else:
+            self._open.keep = False
+
+    def on_url(self, url: bytes) -> None:
+        if self._reading is not None:
+            self._reading.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reading is None:
+            return
+        name = name.lower()
+        if name in READ_HEADERS:
+            self._reading.headers[name] = value
+        elif name == b"expect" and value.lower() == b"100-continue":
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_headers_complete(self) -> None:
+        exchange, parser = self._reading, self._parser
+        if exchange is None:
+            return
+        exchange.method = parser.get_method()
+        upgrade = parser.should_upgrade()  # the parser does not read its body then
+        exchange.keep = parser.should_keep_alive() and not upgrade
+        exchange.chunked = parser.get_http_version() == "1.1"
+        self._open = exchange
+        if upgrade:
+            message = "upgrade: HTTP/1.1 is spoken here, and nothing else; send the request without this header"
+            self._gateway.refuse(exchange, RequestRefused(message, "upgrade"))
+        else:
+            self._gateway.arrived(exchange)
+
+    def on_body(self, body: bytes) -> None:
+        self._unread = 0
+        exchange = self._reading
+        if exchange is None or exchange.done:
+            return
+        exchange.parts.append(body)
+        exchange.size += len(body)
+        if exchange.size > MAX_BODY_BYTES:
+            message = f"the body has more than {MAX_BODY_BYTES:,} bytes"
+            self._gateway.refuse(exchange, RequestRefused(message, status=413, code="request_too_large"))
+
+    def on_message_complete(self) -> None:
+        exchange, self._reading = self._reading, None
+        self._unread = 0
+        if exchange is not None and not exchange.done:
+            self._gateway.complete(exchange)
+
+
+class Gateway:
+    """A server on ``host``, at a free port, in the event loop that started it."""
 
     def __init__(
         self, host: str = "127.0.0.1", heartbeat_s: float = HEARTBEAT_S, max_connections: int = MAX_CONNECTIONS
     ) -> None:
-        super().__init__(host, max_connections)
-        self.heartbeat_s = heartbeat_s
+        self.host, self.port = host, 0
+        self.heartbeat_s, self.max_connections = heartbeat_s, max_connections
+        self.connections = set[Connection]()
+        self._server: asyncio.Server | None = None
         self.counts = Counter[str]()
         """Numbers of requests, retries, refusals, and clients that went without an answer."""
         self._sessions: dict[bytes, Session] = {}
         self._ended: dict[bytes, str] = {}
         self._logged: set[str] = set()
 
+    async def start(self) -> None:
+        """Begin to serve."""
+        made, loop = partial(Connection, self), asyncio.get_running_loop()
+        self._server = await loop.create_server(made, self.host, 0, family=socket.AF_INET, backlog=2048)
+        self.port = self._server.sockets[0].getsockname()[1]
+
     async def close(self) -> None:
         """Stop serving; requests under way are refused."""
         for token in list(self._sessions):
             self._drop(token, "the run has ended")
-        await super().close()
+        if self._server is not None:
+            self._server.close()
+        await asyncio.sleep(0)  # answers that are there are written
+        for each in list(self.connections):
+            each.transport.close()
         if self.counts:
             said = ", ".join(f"{name} {count:,}" for name, count in sorted(self.counts.items()))
             logger.info("the run has ended: the gateway at port %d closes (%s)", self.port, said)
@@ -148,7 +338,7 @@ class Gateway(HttpServer):
         elif exchange.method != (b"GET" if models else b"POST"):
             refused = _no_path(exchange, path, 405)
         elif (session := self._sessions.get(digest := _digest(token))) is not None:
-            exchange.mine = _Asked(path, session, dialect)
+            exchange.asked = _Asked(path, session, dialect)
             return
         elif digest in self._ended:
             refused = RequestRefused(f"{self._ended[digest]} has ended", status=409, code="trajectory_ended")
@@ -158,9 +348,10 @@ class Gateway(HttpServer):
 
     def complete(self, exchange: Exchange) -> None:
         """Answer a request, or have its session answer it."""
-        asked: _Asked = exchange.mine
+        asked = exchange.asked
+        assert asked is not None
         if asked.dialect is not None:
-            read = partial(_read, asked.dialect, exchange.body(), asked.session.known)
+            read = partial(_read, asked.dialect, b"".join(exchange.parts), asked.session.known)
             if exchange.size < LONG:
                 self._take(exchange, asked, read)
             else:
@@ -168,14 +359,14 @@ class Gateway(HttpServer):
                 reading.add_done_callback(lambda made: self._take(exchange, asked, made.result))
             return
         try:
-            answer = self._models(asked) if "models" in asked.path else self._posted(asked, exchange.body())
+            answer = self._models(asked) if "models" in asked.path else self._posted(asked, b"".join(exchange.parts))
             exchange.answer(200, msgspec.json.encode(answer))
         except RequestRefused as refused:
             self.refuse(exchange, refused)
 
     def refuse(self, exchange: Exchange, refused: RequestRefused, path: str = "") -> None:
         """Answer a request with an error, in the client's dialect."""
-        asked: _Asked | None = exchange.mine
+        asked = exchange.asked
         path = path or (asked.path if asked is not None else "")
         body = msgspec.json.encode(refusal(refused, anthropic=path.endswith(("/messages", "/messages/count_tokens"))))
         more = b"x-should-retry: false\r\n" if refused.status < 500 else b""
@@ -186,12 +377,10 @@ class Gateway(HttpServer):
 
     def gone(self, exchange: Exchange) -> None:
         """Drop the request of a client that has gone."""
-        asked: _Asked | None = exchange.mine
+        asked = exchange.asked
         if asked is not None and asked.pending is not None:
             self.counts["gone"] += not asked.pending.answer.done()
             asked.leave()
-
-    # ---------------------------------------------------------------- inside
 
     def _models(self, asked: _Asked) -> dict[str, Any]:
         name = asked.path.removeprefix("/v1/models").removeprefix("/")

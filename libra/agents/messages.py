@@ -89,49 +89,23 @@ class Message:
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A request of an agent to the model.
+    """A request of an agent to the model."""
 
-    Attributes
-    ----------
-    dialect : str
-        "chat", "responses", "messages" or "generate".
-    template_args : mapping
-        Further variables of the chat template (``chat_template_kwargs``).
-    tools_text : str
-        `tools_text` of the tools and template arguments.
-    size : int
-        Bytes of its body.
-    max_tokens : int or None
-        None stands for as many as the run allows.
-    stop : tuple of str
-        Texts that end the generation; the content does not have them.
-    usage : bool
-        Whether a stream of events ends with the numbers of tokens.
-    model : str
-        The client's name for the model, which the answer repeats.
-    token_ids : tuple of int or None
-        The whole context of a "generate" request, which has no messages.
-    logprobs, return_ids : bool
-        Whether the answer to a chat request has log-probabilities, and token ids.
-    ignored : tuple of str
-        Parameters of the client that the run decides.
-    """
-
-    dialect: str
+    dialect: str  # chat, responses, messages or generate
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
-    template_args: Mapping[str, Any] = field(default_factory=dict)
-    tools_text: str = ""
-    size: int = 0
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)  # further variables of the chat template
+    tools_text: str = ""  # `tools_text` of the two
+    size: int = 0  # bytes of its body
+    max_tokens: int | None = None  # None: as many as the run permits
+    stop: tuple[str, ...] = ()  # texts that end the generation; the content does not have them
     stream: bool = False
-    usage: bool = False
-    model: str = "policy"
-    token_ids: tuple[int, ...] | None = None
-    logprobs: bool = False
-    return_ids: bool = False
-    ignored: tuple[str, ...] = ()
+    usage: bool = False  # whether a stream ends with the numbers of tokens
+    model: str = "policy"  # the client's name for the model, which the answer repeats
+    token_ids: tuple[int, ...] | None = None  # the whole context of a "generate" request, which has no messages
+    logprobs: bool = False  # whether the answer to a chat request has log-probabilities
+    return_ids: bool = False  # and token ids
+    ignored: tuple[str, ...] = ()  # parameters of the client that the run decides
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -144,25 +118,16 @@ class ModelRequest:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One generated turn.
-
-    Attributes
-    ----------
-    finish : "stop", "length" or "tool_calls"
-    token_ids, logprobs, versions : arrays (T,)
-        Ids, behaviour log-probabilities in nats, and weight versions from the engine.
-    stop : str or None
-        The client's stop text that ended it.
-    """
+    """One generated turn, with arrays (T,) of the engine."""
 
     message: Message
-    finish: str
+    finish: str  # stop, length or tool_calls
     prompt_tokens: int
     token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
+    logprobs: NDArray[np.float32]  # behaviour log-probabilities in nats
+    versions: NDArray[np.int32]  # of the weights
     name: str
-    stop: str | None = None
+    stop: str | None = None  # the client's stop text that ended it
 
 
 def digest(*parts: bytes) -> bytes:

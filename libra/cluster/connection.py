@@ -1,13 +1,9 @@
-"""Connecting to a cluster or to a running run: its key, the files that name its scheduler, and the
-workers that it has.
+"""Connecting to a cluster or to a running run: its key, the files that name its scheduler, and its workers.
 
 A process with the key of a cluster may connect and run code there; all others are refused.
-Scheduler, workers and clients show the same self-signed certificate, which is also the only
-authority that they accept. So a certificate of another cluster, of another start, or of a public
-authority is refused.
-
-`libra cluster slurm CONFIG up` writes ``cluster.json``; every command that takes ``--scheduler``
-takes its path instead of an address. For an address, the key is the one of Dask's configuration.
+Scheduler, workers and clients show the same self-signed certificate, the only authority that they
+accept. `libra cluster slurm CONFIG up` writes ``cluster.json``; every command that takes
+``--scheduler`` takes its path or an address, whose key is in Dask's configuration.
 
 Invariants
 ----------
@@ -22,6 +18,7 @@ import asyncio
 import datetime
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,30 +106,17 @@ def write_private(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-class Contact(msgspec.Struct, frozen=True):
-    """The content of ``cluster.json``.
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """The content of ``cluster.json``."""
 
-    Attributes
-    ----------
-    address : str
-        tls://HOST:PORT of the scheduler.
-    dashboard : str
-        Address of its dashboard, "" without one.
-    cert_file, key_file : str
-        Certificate and key, absolute paths.
-    host, pid : str, int
-        Machine and process of the scheduler, which keeps the jobs running.
-    started_s : float
-        Seconds since the epoch.
-    """
-
-    address: str
-    dashboard: str
-    cert_file: str
+    address: str  # tls://HOST:PORT of the scheduler
+    dashboard: str  # its address, "" without one
+    cert_file: str  # absolute paths
     key_file: str
-    host: str
+    host: str  # machine and process of the scheduler, which keeps the jobs running
     pid: int
-    started_s: float
+    started_s: float  # since the epoch
 
     def write(self, path: Path) -> None:
         """Replace the file atomically; only its owner may read it."""
@@ -153,28 +137,16 @@ class Contact(msgspec.Struct, frozen=True):
         return security_of(self.cert_file, self.key_file)
 
 
-class RunContact(msgspec.Struct, frozen=True):
-    """The content of ``RUN/scheduler.json``.
-
-    Attributes
-    ----------
-    run : str
-    epoch : int
-        This start of the run.
-    scheduler : str
-        Value of ``--scheduler``: an address, or the path of a cluster.json.
-    hybrid_workers : int
-        `cluster.hybrid_workers`: workers that can change roles.
-    certificate, key, authority : str
-        The driver's, as PEM texts or paths; "" for an open scheduler.
-    """
+@dataclass(frozen=True, slots=True)
+class RunContact:
+    """The content of ``RUN/scheduler.json``."""
 
     run: str
-    epoch: int
-    scheduler: str
-    hybrid_workers: int
-    certificate: str = ""
-    key: str = ""
+    epoch: int  # this start of the run
+    scheduler: str  # value of ``--scheduler``: an address, or the path of a cluster.json
+    hybrid_workers: int  # workers that can change roles
+    certificate: str = ""  # the driver's, as PEM texts or paths; "" for an open scheduler
+    key: str = field(default="", repr=False)
     authority: str = ""
 
     def security(self) -> Security | None:

@@ -7,7 +7,7 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,8 +17,6 @@ from libra.config import RunConfig
 
 if TYPE_CHECKING:
     from distributed import Client
-
-    from libra.hardware import GPU
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 DRIVER, NODES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
@@ -70,7 +68,7 @@ def usable_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def gpu_name(reported: str, memory_bytes: float, sheets: Mapping[str, GPU] | None = None) -> str:
+def gpu_name(reported: str, memory_bytes: float) -> str:
     """Name of the datasheet of the GPU that the driver calls ``reported``; ``reported`` if none fits.
 
     A datasheet fits if all words of its name are in the driver's ("RTX-4090-24G" in "NVIDIA
@@ -79,7 +77,7 @@ def gpu_name(reported: str, memory_bytes: float, sheets: Mapping[str, GPU] | Non
     from libra.hardware import known_gpus  # workers do without its tables
 
     words = set(re.findall(r"[a-z0-9]+", reported.lower()))
-    for name, sheet in (known_gpus() if sheets is None else sheets).items():
+    for name, sheet in known_gpus().items():
         model = name.lower().split("-")[:-1]
         if words.issuperset(model) and abs(memory_bytes / sheet.memory_bytes - 1) <= MEMORY_SLACK_FRAC:
             return name
@@ -110,14 +108,9 @@ class VisibleGpu(NamedTuple):
 def visible_gpus(visible: str | None, machine: Sequence[str], least: int = 1) -> tuple[VisibleGpu, ...]:
     """The GPUs that a process sees, in its order.
 
-    Parameters
-    ----------
-    visible : str or None
-        Its CUDA_VISIBLE_DEVICES: numbers or UUIDs, which may be cut short. All are seen if it is None.
-    machine : sequence of str
-        UUIDs of the GPUs of the machine, by number; empty: not known.
-    least : int
-        Minimum number of GPUs if neither of the two has one.
+    ``visible``: its CUDA_VISIBLE_DEVICES, numbers or UUIDs, which may be cut short; without it all
+    are seen. ``machine``: UUIDs of the machine's GPUs by number, empty if not known. ``least``:
+    minimum number of GPUs if neither of the two has one.
     """
     if visible is None:
         entries = [str(number) for number in range(len(machine) or least)]

@@ -325,7 +325,7 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
     bindings = thread_bindings(config, usable_cores())
     devices = device_bindings(config, this_machine().num_gpus)
     security = new_security()
-    common = {"host": LOOPBACK, "protocol": "tls://", "security": security}
+    common: dict[str, Any] = {"host": LOOPBACK, "protocol": "tls://", "security": security}
     workers: dict[str, Any] = {}
     for name, resources in worker_resources(config, most_workers(config)).items():
         env = dict(inherited) if forked else {}
@@ -335,7 +335,7 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
             env["VLLM_CPU_OMP_THREADS_BIND"] = bindings[name]
         if name in devices:
             env["CUDA_VISIBLE_DEVICES"] = devices[name]
-        options = {
+        own = {
             "nthreads": num_threads(resources),
             "resources": resources,
             "memory_limit": 0,
@@ -343,8 +343,8 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
             "dashboard": False,
             "env": env,
         }
-        workers[name] = {"cls": Nanny, "options": common | options}
-    options = {"preload": preloads("scheduler"), "dashboard_address": f"{LOOPBACK}:{port}"}
-    scheduler = {"cls": Scheduler, "options": common | options}
+        workers[name] = {"cls": Nanny, "options": common | own}
+    page = {"preload": preloads("scheduler"), "dashboard_address": f"{LOOPBACK}:{port}"}
+    scheduler = {"cls": Scheduler, "options": common | page}
     least = config.cluster.tool_workers
     return LocalWorkers(least, workers, scheduler=scheduler, security=security, name="libra", silence_logs=False)

@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -24,9 +25,8 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import dask
 from distributed import Scheduler, SpecCluster
@@ -116,6 +116,7 @@ class SlurmPools:
         if refused is not None and {role_of(name) for name in specs} - set(map(role_of, self.cluster.workers)):
             await self.close()
             raise refused
+        self._write_jobs()  # last: `up` waits for it
 
     async def reconcile(self) -> ClusterError | None:
         """Submit a job for every worker without one; returns sbatch's refusal of one, which is tried
@@ -134,9 +135,11 @@ class SlurmPools:
             refused = error
         for name in [name for name, job in held.items() if job.job_id is None]:
             del held[name]
-        jobs = {str(name): job.job_id for name, job in held.items()}
-        write_private(self.directory / JOBS_FILE, json.dumps(jobs) + "\n")
         return refused
+
+    def _write_jobs(self) -> None:
+        jobs = {str(name): job.job_id for name, job in self.cluster.workers.items()}
+        write_private(self.directory / JOBS_FILE, json.dumps(jobs) + "\n")
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the jobs running until ``stop`` is set or the scheduler is shut down."""
@@ -146,6 +149,7 @@ class SlurmPools:
             try:
                 await self.elastic.look()
                 await self.reconcile()
+                self._write_jobs()
             except ClusterError as error:  # Slurm's controller does not answer: its jobs continue
                 logger.error("reading the queue failed, will retry: %s", error)
         for each in ends:
@@ -195,26 +199,15 @@ def main() -> None:
 # ---------------------------------------------------------------- for the commands
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """One configured worker.
-
-    Attributes
-    ----------
-    job_id : str
-        "" if none is submitted.
-    state, reason : str
-        Slurm's, e.g. PENDING and (Resources), or RUNNING and the node.
-    connected : bool
-        Whether the scheduler has the worker.
-    """
+class WorkerStatus(NamedTuple):
+    """One configured worker."""
 
     name: str
     role: str
-    job_id: str
-    state: str
+    job_id: str  # "" if none is submitted
+    state: str  # Slurm's, e.g. PENDING and (Resources), or RUNNING and the node
     reason: str
-    connected: bool
+    connected: bool  # whether the scheduler has the worker
 
 
 def up(config: RunConfig) -> Contact:
@@ -231,7 +224,7 @@ def up(config: RunConfig) -> Contact:
     directory = config.slurm.dir.absolute()
     path = directory / CONTACT_FILE
     if path.exists():
-        if answers(path):
+        with contextlib.suppress(OSError), connect(str(path), set_as_default=False):  # TimeoutError is one
             raise ClusterError(
                 f"slurm.dir: a cluster is already up at {Contact.read(path).address}; type libra run CONFIG --scheduler {path}, "
                 "or stop it: libra cluster slurm CONFIG down"
@@ -247,7 +240,7 @@ def up(config: RunConfig) -> Contact:
     with log.open("ab") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True)
     until_s = time.monotonic() + START_S
-    while not (directory / JOBS_FILE).exists():  # which is written last
+    while not (directory / JOBS_FILE).exists():
         if process.poll() is not None or time.monotonic() > until_s:
             process.kill()
             lines = log.read_text(errors="replace").splitlines()[-8:]
@@ -274,7 +267,7 @@ def status(config: RunConfig) -> tuple[Contact, list[WorkerStatus]]:
     try:
         with connect(str(path), set_as_default=False) as client:
             there = {str(worker["name"]) for worker in present_workers(client).values()}
-    except (OSError, TimeoutError) as error:
+    except OSError as error:
         raise ClusterError(
             f"{contact.address}: the scheduler of process {contact.pid} on {contact.host} does not answer ({error}); "
             "type libra cluster slurm CONFIG down, then up"
@@ -290,14 +283,15 @@ def down(config: RunConfig) -> Contact:
     path = config.slurm.dir.absolute() / CONTACT_FILE
     contact = Contact.read(path)
     try:
-        with connect(str(path), set_as_default=False) as client:
-            client.shutdown()
-    except (OSError, TimeoutError):
+        client = connect(str(path), set_as_default=False)
+    except OSError:
         path.unlink(missing_ok=True)
         raise ClusterError(
             f"{contact.address} does not answer: {path} is removed; on {contact.host} type kill {contact.pid} if that process "
             "of libra cluster slurm still runs. Its jobs end by themselves within two minutes; squeue --me shows them"
         ) from None
+    with client:
+        client.shutdown()
     until_s = time.monotonic() + STOP_S
     while path.exists():
         if time.monotonic() > until_s:
@@ -306,15 +300,6 @@ def down(config: RunConfig) -> Contact:
             )
         time.sleep(0.1)
     return contact
-
-
-def answers(path: Path) -> bool:
-    """Whether the scheduler of a ``cluster.json`` can be reached."""
-    try:
-        with connect(str(path), set_as_default=False):
-            return True
-    except (OSError, TimeoutError):
-        return False
 
 
 if __name__ == "__main__":

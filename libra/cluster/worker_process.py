@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -116,20 +117,12 @@ async def dask_setup(worker: Worker) -> None:
         task.add_done_callback(_drains.discard)
         return
     if path := os.environ.pop(LOG_VARIABLE, ""):
-        _errors_to(path)
+        with suppress(OSError):  # a full disk, which fails the run elsewhere
+            sys.stderr.flush()
+            fork_server.append_to(fork_server.STDERR, Path(path))
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _leave_to_the_driver)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _errors_to(path: str) -> None:
-    try:
-        opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    except OSError:  # a full disk, which fails the run elsewhere
-        return
-    sys.stderr.flush()
-    os.dup2(opened, 2)
-    os.close(opened)
 
 
 def _leave_to_the_driver(number: int, frame: FrameType | None) -> None:

@@ -122,14 +122,19 @@ def sigint_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextmanager
-def redirected(number: int, path: Path) -> Iterator[None]:
-    """Within it, file descriptor ``number`` appends to ``path``, also for processes that are started; OSError."""
+def append_to(number: int, path: Path) -> None:
+    """Make file descriptor ``number`` append to ``path``, also for processes that are started; OSError."""
     opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    kept = os.dup(number)
     os.dup2(opened, number)
     os.close(opened)
+
+
+@contextmanager
+def redirected(number: int, path: Path) -> Iterator[None]:
+    """`append_to` within it."""
+    kept = os.dup(number)
     try:
+        append_to(number, path)
         yield
     finally:
         os.dup2(kept, number)
