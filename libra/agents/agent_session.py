@@ -87,17 +87,15 @@ class Session:
         if self.ended is not None:
             raise RequestRefused(f"{self.name} has ended", status=409, code="trajectory_ended")
         if retry:
-            fingerprint = request.fingerprint
             for pending in self._open:
-                if pending.request.fingerprint == fingerprint and not pending.answer.done():
+                if pending.request.fingerprint == request.fingerprint and not pending.answer.done():
                     pending.waiting += 1
                     return pending
-            for known, reply in reversed(self._answered):
-                if known == fingerprint:
-                    answered = Pending(request, asyncio.get_running_loop().create_future(), taken=True)
-                    answered.resolve(reply)
-                    return answered
         pending = Pending(request, asyncio.get_running_loop().create_future())
+        if retry and (known := [reply for key, reply in self._answered if key == request.fingerprint]):
+            pending.taken = True
+            pending.resolve(known[-1])
+            return pending
         self._open.append(pending)
         self._queue.append(pending)
         self._changed.set()
@@ -119,14 +117,11 @@ class Session:
 
     async def next(self, timeout_s: float) -> Pending | Ended:
         """The next request, or the end; TimeoutError without either."""
-        if (event := self._here()) is not None:
-            return event
         async with asyncio.timeout(timeout_s):
-            while True:
+            while (event := self._here()) is None:
                 self._changed.clear()
                 await self._changed.wait()
-                if (event := self._here()) is not None:
-                    return event
+        return event
 
     def _here(self) -> Pending | Ended | None:
         while self._queue:

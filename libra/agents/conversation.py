@@ -22,119 +22,158 @@ from numpy.typing import NDArray
 from libra.agents.messages import Message, digest, tools_text
 from libra.errors import ContextOverflow, LibraError, RequestRefused
 
-FIRST, NEW, CONTINUED, BRANCHED, REGENERATED = "first", "new", "continued", "branched", "regenerated"
-EDITED, COMPACTED, TOOLS_CHANGED, TEMPLATE = "edited", "compacted", "tools_changed", "template"
-
+TOO_LONG = "context_length_exceeded"
+"""Error code of a request that does not fit."""
 KEPT_WALKS = 64
 """Conversations whose last walk is kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The place of a request in the history.
+class Renderer(Protocol):
+    """The model's chat format; `libra.rollout.conversation_format.ConversationFormat` is one."""
 
-    Attributes
-    ----------
-    parent : int
-        The turn that the request continues; -1 if it starts a sequence.
-    tail : tuple of Message
-        The messages after that turn; all of them without one.
-    reason : str
-        ``first``: the first request. ``continued``: the next turn of a conversation. ``branched``:
-        another continuation of a turn that has one. ``regenerated``: a request that was answered
-        before. ``new``: another conversation, such as a sub-agent's. ``edited``: an assistant's
-        message that was not generated like this. ``compacted``: the start of an earlier
-        conversation without its turns. ``tools_changed``: the same messages with other tools or
-        template arguments. ``template``: the model's template cannot show the messages after the
-        turn.
+    def prompt_ids(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **args: Any
+    ) -> NDArray[np.int32]: ...
+
+    def tail_ids(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, last: int, **args: Any
+    ) -> NDArray[np.int32]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request's place among the turns.
+
+    ``reason``: ``first``: the first request. ``continued``: the next turn of a conversation.
+    ``branched``: another continuation of a turn that has one. ``regenerated``: a request that was
+    answered before. ``new``: another conversation, such as a sub-agent's. ``edited``: an
+    assistant's message that was not generated like this. ``compacted``: the start of an earlier
+    conversation without its turns. ``tools_changed``: the same messages with other tools or
+    template arguments. ``template``: the model's template cannot show the messages after the turn.
     """
 
-    parent: int
-    tail: tuple[Message, ...]
+    parent: int  # the turn that the request continues; -1 if it starts a sequence
+    ids: NDArray[np.int32]  # (T,), of the tail after the parent, or of the whole prompt
     reason: str
+    tail: tuple[Message, ...]  # the messages after the parent; all of them without one
+    tools: str  # a text of `tools_text`
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    end: bytes  # the text of all its messages
+class _Request:
+    end: bytes  # the digest of all its messages
     first: bytes  # the first message of its conversation
     length: int  # messages with all before it
 
 
 @dataclass(slots=True)
 class _Walk:
-    """Texts that lead through a request's messages, each with the last generated turn on its way
-    and the messages up to that turn's end. An answer after one of the ``inner`` texts, those before
-    the last message, may change the walk."""
+    """Digests that lead through a request's messages, each with the last generated turn on its way
+    and the messages up to that turn's end. An answer after one of the ``inner`` ones, before the
+    last message, may change the walk."""
 
     messages: tuple[Message, ...]
     states: dict[bytes, tuple[int, int]]
     inner: set[bytes] = field(default_factory=set)
 
 
-class History:
-    """The requests and answers of one trajectory's present draw."""
+class Conversation:
+    """All requests and answers of one draw of a trajectory, in order."""
 
-    def __init__(self) -> None:
-        self._asked: list[_Asked] = []
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._requests: list[_Request] = []
+        self._last: dict[int, int] = {}  # last token of each answered turn
+        self._ids: dict[int, frozenset[str]] = {}  # of its calls
         self._continued: set[int] = set()  # turns that a request continues
         self._walks: dict[tuple[str, bytes], _Walk] = {}  # of the last request of each conversation
-        self._answers: dict[bytes, list[int]] = {}  # turns by the text up to and including their answer
-        self._ids: dict[int, frozenset[str]] = {}
+        self._answers: dict[bytes, list[int]] = {}  # turns by the digest up to and including their answer
         self._roots: set[bytes] = set()
-        self._known: set[bytes] = set()  # requests that were taken, by their text
+        self._known: set[bytes] = set()  # requests that were recorded, by their digest
         self._longest: dict[bytes, int] = {}  # most messages of a conversation, by its first one
 
-    def find(self, messages: Sequence[Message], tools: str) -> Found:
-        """The place of a request with these messages; ``tools`` is a text of `tools_text`."""
-        every = tuple(messages)
-        parent, at, end = self._deepest(every, tools)
-        tail, continues = every[at:], parent >= 0
-        if continues and (not tail or any(message.role == "assistant" for message in tail)):
-            return Found(-1, every, self._why_new(every, tools))
-        if end in self._known:
-            return Found(parent, tail, REGENERATED)
-        if continues:
-            return Found(parent, tail, BRANCHED if parent in self._continued else CONTINUED)
-        return Found(-1, every, self._why_new(every, tools))
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        args: Mapping[str, Any] | None = None,
+        text: str = "",
+    ) -> Asked:
+        """A request as token ids, to be recorded by `ask`; RequestRefused if the model's template
+        cannot show it.
+
+        ``text`` is the `tools_text` of the tools and arguments, if known.
+        """
+        every, args = tuple(messages), args or {}
+        name = text or tools_text(tools, args)
+        if not every or every[-1].role == "assistant":
+            raise RequestRefused("messages: the last one is of the user, a tool or the system", "messages")
+        parent, tail, reason = self._place(every, name)
+        try:
+            if parent >= 0:
+                try:
+                    chat = [message.as_chat() for message in tail]
+                    ids = self._renderer.tail_ids(chat, tools, last=self._last[parent], **args)
+                    return Asked(parent, ids, reason, tail, name)
+                except ContextOverflow:
+                    raise
+                except (LibraError, ValueError):
+                    reason = "template"
+            ids = self._renderer.prompt_ids([message.as_chat() for message in every], tools, **args)
+            return Asked(-1, ids, reason, every, name)
+        except ContextOverflow as error:
+            raise RequestRefused(f"messages: {error}", "messages", code=TOO_LONG) from error
+        except Exception as error:  # the boundary to the model's template and the agent's arguments
+            raise RequestRefused(f"messages: {error}", "messages") from error
 
     def ask(self, parent: int, tail: Sequence[Message], tools: str) -> int:
-        """Record a request at the place from `find`; returns its turn."""
-        turn = len(self._asked)
-        text = _turn_digest(parent) if parent >= 0 else _root(tools)
-        for message in tail:
-            text = digest(text, message.key)
+        """Record a request at the place from `prompt`; returns its turn."""
+        turn, root = len(self._requests), _root(tools)
+        end = _after(_turn_digest(parent) if parent >= 0 else root, tail)
         if parent < 0:
-            self._roots.add(_root(tools))
-            asked = _Asked(text, tail[0].key if tail else b"", len(tail))
+            self._roots.add(root)
+            asked = _Request(end, tail[0].key if tail else b"", len(tail))
         else:
             self._continued.add(parent)
-            before = self._asked[parent]
-            asked = _Asked(text, before.first, before.length + 1 + len(tail))
-        self._asked.append(asked)
-        self._known.add(text)
+            before = self._requests[parent]
+            asked = _Request(end, before.first, before.length + 1 + len(tail))
+        self._requests.append(asked)
+        self._known.add(end)
         self._longest[asked.first] = max(self._longest.get(asked.first, 0), asked.length)
         return turn
 
-    def answer(self, turn: int, *answers: Message) -> None:
-        """Record the answer to a request, in all forms in which clients may send it back."""
-        end = self._asked[turn].end
-        forms = [form for answer in answers for form in (answer, replace(answer, reasoning=""))]
-        for key in dict.fromkeys(form.key for form in forms):
+    def answer(self, turn: int, *answers: Message, last: int) -> None:
+        """Record the answer to a request in the forms that clients may send back; ``last`` is its
+        last token, or -1."""
+        self._last[turn] = last
+        end = self._requests[turn].end
+        for key in dict.fromkeys(form.key for answer in answers for form in (answer, replace(answer, reasoning=""))):
             self._answers.setdefault(digest(end, key), []).append(turn)
         self._walks = {name: walk for name, walk in self._walks.items() if end not in walk.inner}
         self._ids[turn] = frozenset(call.id for answer in answers for call in answer.calls)
 
+    def _place(self, every: tuple[Message, ...], tools: str) -> tuple[int, tuple[Message, ...], str]:
+        """Parent, tail and reason of a request."""
+        parent, at, end = self._deepest(every, tools)
+        tail = every[at:]
+        if parent >= 0 and (not tail or any(message.role == "assistant" for message in tail)):
+            return -1, every, self._why_new(every, tools)
+        if end in self._known:
+            return parent, tail, "regenerated"
+        if parent >= 0:
+            return parent, tail, "branched" if parent in self._continued else "continued"
+        return -1, every, self._why_new(every, tools)
+
     def _deepest(self, messages: tuple[Message, ...], tools: str) -> tuple[int, int, bytes]:
         """The last generated turn in the messages or -1, the number of messages up to its end, and
         the digest of all."""
-        name = tools, messages[0].key if messages else b""
+        name = tools, messages[0].key
         walk = self._walks.get(name)
-        begun = len(walk.messages) if walk is not None else 0
-        if walk is None or walk.messages != messages[:begun]:  # a client mostly adds to what it sent before
-            walk, begun = _Walk((), {_root(tools): (-1, 0)}), 0
+        start = len(walk.messages) if walk is not None else 0
+        if walk is None or walk.messages != messages[:start]:  # a client mostly adds to what it sent before
+            walk, start = _Walk((), {_root(tools): (-1, 0)}), 0
         states = walk.states
-        for index in range(begun, len(messages)):
+        for index in range(start, len(messages)):
             message, reached = messages[index], dict[bytes, tuple[int, int]]()
             for text, state in states.items():
                 text = digest(text, message.key)
@@ -157,28 +196,29 @@ class History:
         return [turn for turn in turns if ids and self._ids[turn] == ids] or turns
 
     def _why_new(self, messages: tuple[Message, ...], tools: str) -> str:
-        if not self._asked:
-            return FIRST
-        own = _root(tools)
-        for other in self._roots - {own}:
-            if self._reaches(messages, other):
-                return TOOLS_CHANGED
-        first = messages[0].key if messages else b""
-        if first not in self._longest:
-            return NEW
-        if any(message.role == "assistant" for message in messages):
-            return EDITED
-        return COMPACTED if len(messages) < self._longest[first] else NEW
+        if not self._requests:
+            return "first"
+        if any(self._reaches(messages, other) for other in self._roots - {_root(tools)}):
+            return "tools_changed"
+        longest = self._longest.get(messages[0].key)
+        if longest is not None and any(message.role == "assistant" for message in messages):
+            return "edited"
+        return "compacted" if longest is not None and len(messages) < longest else "new"
 
     def _reaches(self, messages: Sequence[Message], root: bytes) -> bool:
         """Whether the messages, under another root, lead through a generated turn or are a known
         request."""
-        texts = {root}
         for message in messages:
-            texts = {digest(text, message.key) for text in texts}
-            if any(text in self._answers for text in texts):
+            root = digest(root, message.key)
+            if root in self._answers:
                 return True
-        return bool(texts & self._known)
+        return root in self._known
+
+
+def _after(text: bytes, messages: Sequence[Message]) -> bytes:
+    for message in messages:
+        text = digest(text, message.key)
+    return text
 
 
 def _root(tools: str) -> bytes:
@@ -199,21 +239,14 @@ class Step:
 
 def paths(parents: Sequence[int]) -> list[list[Step]]:
     """The sequences of turns with these parents (-1 starts a conversation), in the order of their
-    last turns.
-
-    ``parents[turn]`` is below ``turn``. All steps with ``trained`` together have every turn once.
-    """
-    for turn, parent in enumerate(parents):
-        assert -1 <= parent < turn, f"turn {turn} continues turn {parent}"
-    inner = set(parents)
-    seen: set[int] = set()
+    last turns. All steps with ``trained`` together have every turn once."""
+    inner, seen = set(parents), set[int]()
     found = []
     for leaf in range(len(parents)):
-        if leaf in inner:
-            continue
-        path = path_to(leaf, parents)
-        found.append([Step(turn, turn not in seen) for turn in path])
-        seen.update(path)
+        if leaf not in inner:
+            path = path_to(leaf, parents)
+            found.append([Step(turn, turn not in seen) for turn in path])
+            seen.update(path)
     return found
 
 
@@ -221,89 +254,7 @@ def path_to(turn: int, parents: Sequence[int]) -> list[int]:
     """The turns from the start of a conversation to ``turn``; none for -1."""
     path = []
     while turn >= 0:
+        assert parents[turn] < turn, f"turn {turn} continues turn {parents[turn]}"
         path.append(turn)
         turn = parents[turn]
     return path[::-1]
-
-
-TOO_LONG = "context_length_exceeded"
-"""Error code of a request that does not fit."""
-
-
-class Renderer(Protocol):
-    """The model's chat format; `libra.rollout.conversation_format.ConversationFormat` is one."""
-
-    def prompt_ids(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **args: Any
-    ) -> NDArray[np.int32]: ...
-
-    def tail_ids(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, last: int, **args: Any
-    ) -> NDArray[np.int32]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A `Found` request with ``ids`` (T,), int32: the tokens of its tail after the parent's, or the
-    whole prompt.
-
-    ``tools`` is a text of `tools_text`.
-    """
-
-    parent: int
-    ids: NDArray[np.int32]
-    reason: str
-    tail: tuple[Message, ...]
-    tools: str
-
-
-class Conversation:
-    """All requests and answers of one draw of a trajectory, in order."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
-        self._history = History()
-        self._last: dict[int, int] = {}
-
-    def prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-        args: Mapping[str, Any] | None = None,
-        text: str = "",
-    ) -> Asked:
-        """A request as token ids, to be recorded by `ask`; RequestRefused if the model's template
-        cannot show it.
-
-        ``text`` is the `tools_text` of the tools and arguments, if known.
-        """
-        args, name = args or {}, text or tools_text(tools, args or {})
-        if not messages or messages[-1].role == "assistant":
-            raise RequestRefused("messages: the last one is of the user, a tool or the system", "messages")
-        found = self._history.find(messages, name)
-        try:
-            if found.parent >= 0:
-                try:
-                    chat = [message.as_chat() for message in found.tail]
-                    ids = self._renderer.tail_ids(chat, tools, last=self._last[found.parent], **args)
-                    return Asked(found.parent, ids, found.reason, found.tail, name)
-                except ContextOverflow:
-                    raise
-                except (LibraError, ValueError):
-                    found = Found(-1, tuple(messages), TEMPLATE)
-            chat = [message.as_chat() for message in found.tail]
-            return Asked(-1, self._renderer.prompt_ids(chat, tools, **args), found.reason, found.tail, name)
-        except ContextOverflow as error:
-            raise RequestRefused(f"messages: {error}", "messages", code=TOO_LONG) from error
-        except Exception as error:  # the boundary to the model's template and the agent's arguments
-            raise RequestRefused(f"messages: {error}", "messages") from error
-
-    def ask(self, parent: int, tail: Sequence[Message], tools: str) -> int:
-        """Record a request; returns its turn."""
-        return self._history.ask(parent, tail, tools)
-
-    def answer(self, turn: int, *answers: Message, last: int) -> None:
-        """Record the answer to a request in the forms that clients may send back; ``last`` is its
-        last token, or -1."""
-        self._last[turn] = last
-        self._history.answer(turn, *answers)

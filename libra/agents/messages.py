@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,24 +23,29 @@ from libra.types import ToolCall
 from libra.untrusted import MAX_DEPTH, storable
 
 ROLES = ("system", "user", "assistant", "tool")
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_THINK, _END = "<think>", "</think>"
+
+Parse = Callable[[str], Sequence[ToolCall]]
+"""Reads the calls in a text, malformed ones with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call of an assistant's message; ``arguments`` is JSON, or the client's text where that
-    is not JSON."""
+    """A tool call of an assistant's message; ``arguments`` is JSON, or the client's text if that is
+    not JSON."""
 
     id: str
     name: str
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Message:
     """One message of a conversation; ``role`` is one of `ROLES`.
 
     ``call_id`` of a tool's message names the call that it answers. ``reasoning`` counts in a
-    comparison where the client sent it.
+    comparison if the client sent it.
     """
 
     role: str
@@ -47,17 +53,13 @@ class Message:
     calls: tuple[Call, ...] = ()
     call_id: str = ""
     reasoning: str = ""
-    _key: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def key(self) -> bytes:
         """Equal for equal messages."""
-        if not self._key:  # a request reads it several times
-            own = self.role == "assistant"
-            calls = [[call.name, call.arguments] for call in self.calls]
-            fields = [self.role, self.text.strip() if own else self.text, calls, self.reasoning.strip()]
-            self._key.append(digest(json.dumps(fields, ensure_ascii=True).encode()))
-        return self._key[0]
+        text = self.text.strip() if self.role == "assistant" else self.text
+        calls = [[call.name, call.arguments] for call in self.calls]
+        return digest(json.dumps([self.role, text, calls, self.reasoning.strip()]).encode())
 
     def as_chat(self) -> dict[str, Any]:
         """The message as chat templates take it."""
@@ -68,7 +70,7 @@ class Message:
             chat["reasoning_content"] = self.reasoning
         if self.calls:
             chat["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": parsed(c.arguments)}}
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": _parsed(c.arguments)}}
                 for c in self.calls
             ]
         return chat
@@ -85,98 +87,52 @@ class Message:
         return cls(role, text, tuple(Call(*call) for call in calls), call_id, reasoning)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelRequest:
-    """A request of an agent to the model.
+    """A request of an agent to the model."""
 
-    Attributes
-    ----------
-    dialect : str
-        "chat", "responses", "messages" or "generate".
-    template_args : mapping
-        Further variables of the chat template (``chat_template_kwargs``).
-    tools_text : str
-        `tools_text` of the tools and template arguments.
-    size : int
-        Bytes of its body.
-    max_tokens : int or None
-        None stands for as many as the run allows.
-    stop : tuple of str
-        Texts that end the generation; the content does not have them.
-    usage : bool
-        Whether a stream of events ends with the numbers of tokens.
-    model : str
-        The client's name for the model, which the answer repeats.
-    token_ids : tuple of int or None
-        The whole context of a "generate" request, which has no messages.
-    logprobs, return_ids : bool
-        Whether the answer to a chat request has log-probabilities, and token ids.
-    ignored : tuple of str
-        Parameters of the client that the run decides.
-    """
-
-    dialect: str
+    dialect: str  # chat, responses, messages or generate
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
-    template_args: Mapping[str, Any] = field(default_factory=dict)
-    tools_text: str = ""
-    size: int = 0
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)  # further variables of the chat template
+    tools_text: str = ""  # `tools_text` of the two
+    size: int = 0  # bytes of its body
+    max_tokens: int | None = None  # None: as many as the run permits
+    stop: tuple[str, ...] = ()  # texts that end the generation; the content does not have them
     stream: bool = False
-    usage: bool = False
-    model: str = "policy"
-    token_ids: tuple[int, ...] | None = None
-    logprobs: bool = False
-    return_ids: bool = False
-    ignored: tuple[str, ...] = ()
-    _fingerprint: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)
+    usage: bool = False  # whether a stream ends with the numbers of tokens
+    model: str = "policy"  # the client's name for the model, which the answer repeats
+    token_ids: tuple[int, ...] | None = None  # the whole context of a "generate" request, which has no messages
+    logprobs: bool = False  # whether the answer to a chat request has log-probabilities
+    return_ids: bool = False  # and token ids
+    ignored: tuple[str, ...] = ()  # parameters of the client that the run decides
 
-    @property
+    @cached_property
     def fingerprint(self) -> bytes:
         """Equal for requests with the same answer."""
-        if not self._fingerprint:
-            keys = b"".join([message.key for message in self.messages])
-            ids = b"" if self.token_ids is None else np.array(self.token_ids, np.int64).tobytes()
-            limits = repr((self.max_tokens, self.stop)).encode()
-            self._fingerprint.append(digest(self.tools_text.encode(), b"/", keys, b"/", ids, b"/", limits))
-        return self._fingerprint[0]
+        keys = b"".join([message.key for message in self.messages])
+        ids = b"" if self.token_ids is None else np.array(self.token_ids, np.int64).tobytes()
+        limits = repr((self.max_tokens, self.stop)).encode()
+        return digest(self.tools_text.encode(), b"/", keys, b"/", ids, b"/", limits)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One generated turn.
-
-    Attributes
-    ----------
-    finish : "stop", "length" or "tool_calls"
-    token_ids, logprobs, versions : arrays (T,)
-        Ids, behaviour log-probabilities in nats, and weight versions from the engine.
-    stop : str or None
-        The client's stop text that ended it.
-    """
+    """One generated turn, with arrays (T,) of the engine."""
 
     message: Message
-    finish: str
+    finish: str  # stop, length or tool_calls
     prompt_tokens: int
     token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
+    logprobs: NDArray[np.float32]  # behaviour log-probabilities in nats
+    versions: NDArray[np.int32]  # of the weights
     name: str
-    stop: str | None = None
+    stop: str | None = None  # the client's stop text that ended it
 
 
 def digest(*parts: bytes) -> bytes:
     """128 bits of the parts, in order."""
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
-
-
-def parsed(arguments: str) -> Any:
-    """The JSON value of a call's arguments, or the text where it is not JSON."""
-    try:
-        return json.loads(arguments) if arguments else {}
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def canonical_json(value: Any) -> str:
@@ -194,62 +150,38 @@ def offers_tools(text: str) -> bool:
     return not text.startswith("[[],")
 
 
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments) if arguments else {}
+    except (ValueError, RecursionError):
+        return arguments
+
+
 def canonical_arguments(arguments: Any) -> str:
     """A call's arguments, given as JSON text or as a value, in one storable form; other text stays
     unchanged.
 
-    RequestRefused where they have too many levels.
+    RequestRefused if they have too many levels.
     """
-    value = parsed(arguments) if isinstance(arguments, str) else arguments
+    value = _parsed(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
     if isinstance(value, str) and value == arguments:
         return value
-    if levels(value, MAX_DEPTH) > MAX_DEPTH:
-        raise RequestRefused(f"arguments: a call has more than {MAX_DEPTH} levels of lists and objects", "arguments")
-    return storable(canonical_json({} if value is None and arguments is None else value))
+    return storable(canonical_json(bounded(value, "arguments")))
 
 
-def levels(value: Any, most: int) -> int:
-    """Levels of lists and objects in a JSON value, counted up to one more than ``most``."""
+def bounded(value: Any, where: str) -> Any:
+    """A JSON value with at most `MAX_DEPTH` levels of lists and objects, unchanged; else RequestRefused."""
     level, depth = [value], 0
-    while level and depth <= most:
+    while level and depth <= MAX_DEPTH:
         inner = [each for each in level if isinstance(each, dict | list)]
         level = [child for each in inner for child in (each.values() if isinstance(each, dict) else each)]
         depth += bool(inner)
-    return depth
-
-
-def tool_schema(given: Any, where: str) -> dict[str, Any]:
-    """A tool of a request as chat templates take it. ``parameters`` may be a list of them
-    (qwen-agent)."""
-    function = given.get("function", given) if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestRefused(
-            f"{where}: a tool is {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}", where
-        )
-    parameters = function.get("parameters", function.get("input_schema")) or {"type": "object", "properties": {}}
-    if isinstance(parameters, Sequence) and not isinstance(parameters, str):
-        rows = [row for row in parameters if isinstance(row, Mapping) and isinstance(row.get("name"), str)]
-        if len(rows) < len(parameters):
-            raise RequestRefused(f"{where}.parameters: each entry of a list has a 'name'", where)
-        parameters = {
-            "type": "object",
-            "properties": {r["name"]: {k: v for k, v in r.items() if k not in ("name", "required")} for r in rows},
-            "required": [row["name"] for row in rows if row.get("required")],
-        }
-    if not isinstance(parameters, Mapping):
-        raise RequestRefused(f"{where}.parameters: got {type(parameters).__name__}; it is a JSON schema", where)
-    described = str(function.get("description") or "")
-    schema = {"name": function["name"], "description": described, "parameters": dict(parameters)}
-    return {"type": "function", "function": schema}
+    if depth > MAX_DEPTH:
+        raise RequestRefused(f"{where}: more than {MAX_DEPTH} levels of lists and objects", where)
+    return value
 
 
 # ---------------------------------------------------------------- messages of generated text
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_THINK, _END = "<think>", "</think>"
-
-Parse = Callable[[str], Sequence[ToolCall]]
-"""Reads the calls in a text, malformed ones with an error."""
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
@@ -265,9 +197,7 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 def reply(text: str, parse: Parse, call_id: Callable[[int], str], stop: str | None = None) -> Message:
     """The message of one generated turn, without the client's text ``stop`` that ended it."""
-    if stop is not None and text.endswith(stop):
-        text = text[: len(text) - len(stop)]
-    reasoning, rest = split_reasoning(text)
+    reasoning, rest = split_reasoning(text.removesuffix(stop or ""))
     calls = parse(rest)
     if not calls or any(call.error is not None for call in calls):
         return Message("assistant", rest, (), "", reasoning)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import logging
 import os
 import signal
 import sys
@@ -19,8 +18,6 @@ from libra.agents.agent_session import Ended
 from libra.errors import EnvironmentFault
 from libra.processes.child_environment import child_environment
 
-logger = logging.getLogger(__name__)
-
 _LINE_BYTES = 8 << 20
 """More than a result of `runner.MAX_RESULT_BYTES`, of which JSON may write each byte as 6."""
 IMPORT_S = 180.0
@@ -32,16 +29,10 @@ _LATE_S, _STACKS_S = 10.0, 1.0
 class AgentProcesses:
     """Starts and stops agents.
 
-    Parameters
-    ----------
-    function, command : str or None
-        ``package.module:attribute``, called for each trajectory, or a command line in its place.
-    venv : Path or None
-        The agents' virtual environment; None stands for this process's.
-    env : sequence of str
-        Names of variables for them beside `libra.processes.child_environment`.
-    import_s : float
-        Longest seconds for the import of the function.
+    ``function``, ``package.module:attribute``, is called for each trajectory, within ``import_s`` of
+    its import; or ``command``, a command line, is started. ``venv`` is the agents' virtual
+    environment, by default this process's; ``env`` names variables for them beside
+    `libra.processes.child_environment`.
     """
 
     def __init__(
@@ -62,9 +53,9 @@ class AgentProcesses:
         EnvironmentFault if it cannot; ConfigError if a variable of ``env`` is not set.
         """
         async with self._starting:
-            if self._program is not None and self._program.returncode is not None and self._reading is not None:
-                await asyncio.wait({self._reading})  # it reports the agents of the program that ended
             if self._program is None or self._program.returncode is not None:
+                if self._reading is not None:
+                    await asyncio.wait({self._reading})  # it reports the agents of the program that ended
                 await self._start_program()
 
     async def start(self, env: Mapping[str, str], task: Mapping[str, Any], ended: Callable[[Ended], None]) -> int:
@@ -114,8 +105,7 @@ class AgentProcesses:
         self._program = program
         self._send(self._first)
         assert program.stdout is not None
-        wrong = await self._not_ready(python, program.stdout)
-        if wrong:
+        if wrong := await self._not_ready(python, program.stdout):
             self._program = None
             if program.returncode is None:  # otherwise its pid may belong to another process
                 with contextlib.suppress(ProcessLookupError):
@@ -126,18 +116,18 @@ class AgentProcesses:
 
     async def _not_ready(self, python: str, lines: asyncio.StreamReader) -> str:
         """The fault of the function's import; empty without one."""
-        import_s, stack = self._import_s, b""
+        stack = b""
         try:
-            async with asyncio.timeout(import_s + _LATE_S):
+            async with asyncio.timeout(self._import_s + _LATE_S):
                 line = await lines.readline()
-                if line.startswith(b"Timeout"):  # the stacks of its threads follow
-                    async with asyncio.timeout(_STACKS_S):
-                        while line := await lines.readline():
-                            stack += line
-                    raise TimeoutError
+            if line.startswith(b"Timeout"):  # the stacks of its threads follow
+                async with asyncio.timeout(_STACKS_S):
+                    while line := await lines.readline():
+                        stack += line
+                raise TimeoutError
         except TimeoutError:
             return (
-                f"was not imported within {import_s:g} s by {python}{_innermost(stack)}; move what takes so long "
+                f"was not imported within {self._import_s:g} s by {python}{_innermost(stack)}; move what takes so long "
                 "from the module's top level into the function"
             )
         answer = json.loads(line) if line else {"ready": False, "error": "its process ended"}
@@ -152,11 +142,9 @@ class AgentProcesses:
         """Report each agent's end, and the loss of all others at the program's end."""
         while line := await lines.readline():
             message = json.loads(line)
-            ended = self._running.pop(message["ended"], None)
-            if ended is not None:
+            if (ended := self._running.pop(message["ended"], None)) is not None:
                 ended(Ended(message["result"], message["error"]))
-        self._program = None
-        lost = list(self._running.values())
+        self._program, lost = None, list(self._running.values())
         self._running.clear()
         for ended in lost:
             ended(Ended(None, "the program that runs agents has ended", lost=True))

@@ -13,15 +13,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from libra.agents.messages import Message, levels, tool_schema, tools_text
+from libra.agents.messages import Message, bounded, tools_text
 from libra.errors import RequestRefused
-from libra.untrusted import MAX_DEPTH, repr_text, storable
+from libra.untrusted import repr_text, storable
 
 KNOWN_BYTES = 4 << 20
 """Bytes of messages that a session's cache holds."""
@@ -80,8 +79,7 @@ class Sampling(RunsOwn, kw_only=True):
     best_of: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Offered:
+class Offered(NamedTuple):
     """Tools and template arguments of a request, and their `tools_text`."""
 
     tools: tuple[Mapping[str, Any], ...]
@@ -100,16 +98,15 @@ class Known:
         self, given: Sequence[msgspec.Raw], read: Callable[[bytes, str], Message], where: str
     ) -> tuple[Message, ...]:
         """Read messages, each of them once."""
-        found, all_of = self._found, []
-        for index, raw in enumerate(given):
-            data = bytes(raw)
-            message = found.get(data)
+        all_of = []
+        for index, data in enumerate(map(bytes, given)):
+            message = self._found.get(data)
             if message is None:
                 message = read(data, f"{where}[{index}]")
                 if self._bytes > KNOWN_BYTES:
-                    found.clear()
+                    self._found.clear()
                     self._bytes = 0
-                found[data] = message
+                self._found[data] = message
                 self._bytes += len(data)
             all_of.append(message)
         return tuple(all_of)
@@ -117,8 +114,7 @@ class Known:
 
 def storable_json(data: bytes) -> bytes:
     """JSON of the same value with storable texts; RequestRefused if ``data`` is not JSON."""
-    if data.startswith(_BOM):
-        data = data[len(_BOM) :]
+    data = data.removeprefix(_BOM)
     if not _ESCAPED.search(data):
         return data
     try:
@@ -127,19 +123,35 @@ def storable_json(data: bytes) -> bytes:
         raise _no_json(error) from error
 
 
+def _storable(value: Any) -> Any:
+    if isinstance(value, str):
+        return storable(value)
+    if isinstance(value, dict):
+        return {storable(key): _storable(each) for key, each in value.items()}
+    return [_storable(each) for each in value] if isinstance(value, list) else value
+
+
 def decoded(kind: type[T], data: bytes | msgspec.Raw, where: str = "") -> T:
     """JSON as a value of type ``kind``; RequestRefused for another form. ``where`` is its place in
     the request."""
     try:
         return _decoder(kind).decode(data)  # type: ignore[no-any-return, arg-type]
     except msgspec.ValidationError as error:
-        told = str(error)
-        place = _PLACE.search(told)
+        place = _PLACE.search(str(error))
         field = place[1] if place is not None else ""
         full = f"{where}.{field}" if where and field and not field.startswith("[") else where + field
-        raise RequestRefused(f"{full or 'the body'}: {_PLACE.sub('', told)}", where or field) from error
+        raise RequestRefused(f"{full or 'the body'}: {_PLACE.sub('', str(error))}", where or field) from error
     except (ValueError, RecursionError) as error:
         raise _no_json(error) from error
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def _no_json(error: Exception) -> RequestRefused:
+    return RequestRefused(f"the body is not JSON: {str(error)[:200]}")
 
 
 def offered(body: Sampling) -> Offered:
@@ -155,13 +167,35 @@ def offered(body: Sampling) -> Offered:
 
 @lru_cache(64)
 def _offered(raw_tools: bytes, raw_args: bytes) -> Offered:
-    tools = _any(list[Any] | None, raw_tools, "tools") or ()
-    args = _any(dict[str, Any] | None, raw_args, "chat_template_kwargs") or {}
+    tools = bounded(decoded(list[Any] | None, raw_tools or b"null", "tools"), "tools") or ()  # type: ignore[arg-type]
+    where = "chat_template_kwargs"
+    args = bounded(decoded(dict[str, Any] | None, raw_args or b"null", where), where) or {}  # type: ignore[arg-type]
     for name in _NO_VARIABLES & args.keys():
-        told = f"chat_template_kwargs: {name!r} is not a variable of the template; the run decides it"
-        raise RequestRefused(told, "chat_template_kwargs")
-    schemas = tuple(tool_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+        raise RequestRefused(f"{where}: {name!r} is not a variable of the template; the run decides it", where)
+    schemas = tuple(_tool_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools))
     return Offered(schemas, args, tools_text(schemas, args))
+
+
+def _tool_schema(given: Any, where: str) -> dict[str, Any]:
+    """A tool of a request as chat templates take it. ``parameters`` may be a list of them
+    (qwen-agent)."""
+    function = given.get("function", given) if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestRefused(
+            f"{where}: a tool is {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}", where
+        )
+    parameters = function.get("parameters", function.get("input_schema")) or {"type": "object", "properties": {}}
+    if isinstance(parameters, list):
+        if not all(isinstance(row, Mapping) and isinstance(row.get("name"), str) for row in parameters):
+            raise RequestRefused(f"{where}.parameters: each entry of a list has a 'name'", where)
+        properties = {r["name"]: {k: v for k, v in r.items() if k not in ("name", "required")} for r in parameters}
+        required = [row["name"] for row in parameters if row.get("required")]
+        parameters = {"type": "object", "properties": properties, "required": required}
+    if not isinstance(parameters, Mapping):
+        raise RequestRefused(f"{where}.parameters: got {type(parameters).__name__}; it is a JSON schema", where)
+    described = str(function.get("description") or "")
+    schema = {"name": function["name"], "description": described, "parameters": dict(parameters)}
+    return {"type": "function", "function": schema}
 
 
 def refuse_choices(body: Any) -> None:
@@ -199,29 +233,3 @@ def text_of(content: Content, where: str) -> str:
             raise RequestRefused(f"{where}.content: a part of type {kind!r}; this model reads text only", where)
         texts.append(text)
     return "".join(texts)
-
-
-def _any(kind: Any, data: bytes, where: str) -> Any:
-    if not data:
-        return None
-    value = decoded(kind, data, where)
-    if levels(value, MAX_DEPTH) > MAX_DEPTH:
-        raise RequestRefused(f"{where}: more than {MAX_DEPTH} levels of lists and objects", where)
-    return value
-
-
-@cache
-def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
-
-
-def _no_json(error: Exception) -> RequestRefused:
-    return RequestRefused(f"the body is not JSON: {str(error)[:200]}")
-
-
-def _storable(value: Any) -> Any:
-    if isinstance(value, str):
-        return storable(value)
-    if isinstance(value, dict):
-        return {storable(key): _storable(each) for key, each in value.items()}
-    return [_storable(each) for each in value] if isinstance(value, list) else value

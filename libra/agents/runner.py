@@ -8,11 +8,8 @@ It reads lines of JSON from its standard input and writes lines of JSON to its s
 
 An ``async`` function runs as a task of this process. Any other function runs in a fork of this
 process, and a command in a process of its own. The end of the input or of this program ends every
-agent.
-
-On Linux, processes that an agent leaves behind become children of the agent's process, and at its
-end of this program, which kills them. So nothing outlives its agent, and no agent loses another
-one's processes. Processes that tasks start end with this program.
+agent. On Linux, processes that an agent leaves behind become children of the agent's process, and
+at its end of this program, which kills them; processes that tasks start end with this program.
 
 A function takes by name any of ``prompt`` (text of the last user message), ``messages``, ``facts``,
 ``base_url``, ``api_key`` and the facts' own names. A command reads the task from its standard
@@ -24,13 +21,12 @@ import contextlib
 import contextvars
 import faulthandler
 import gc
-import importlib
 import importlib.util
 import inspect
 import json
 import os
+import pkgutil
 import resource
-import select
 import shlex
 import signal
 import sys
@@ -38,17 +34,10 @@ import tempfile
 import traceback
 from pathlib import Path
 
-
-def of_file(name):
-    """A module of Libra by its file: Libra is not installed in the agents' environment."""
-    found = importlib.util.spec_from_file_location(Path(name).stem, Path(__file__).parent / name)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-keeper = of_file("../processes/keeper.py")
+_found = importlib.util.spec_from_file_location("keeper", Path(__file__).parents[1] / "processes" / "keeper.py")
+assert _found is not None and _found.loader is not None
+keeper = importlib.util.module_from_spec(_found)
+_found.loader.exec_module(keeper)  # by its file: Libra is not installed in the agents' environment
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_ERROR_CHARS = 2000
@@ -80,25 +69,16 @@ class TaskEnvironment(os._Environ):
         return sum(1 for _ in self)
 
 
-def load(name):
-    module, _, attribute = name.partition(":")
-    found = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def arguments_of(function, task, env):
     messages = task["messages"]
     users = [message["content"] for message in messages if message["role"] == "user"]
-    given = dict(task["facts"])
-    given.update(
-        prompt=users[-1] if users else "",
-        messages=messages,
-        facts=task["facts"],
-        base_url=env["OPENAI_BASE_URL"],
-        api_key=env["OPENAI_API_KEY"],
-    )
+    given = task["facts"] | {
+        "prompt": users[-1] if users else "",
+        "messages": messages,
+        "facts": task["facts"],
+        "base_url": env["OPENAI_BASE_URL"],
+        "api_key": env["OPENAI_API_KEY"],
+    }
     parameters = inspect.signature(function).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return given
@@ -136,6 +116,18 @@ def failure(how, said):
     return f"it ended with {how}{': ' if said else ''}{last}{chr(10) + said if last != said else ''}"
 
 
+def tell(answers, **fields):
+    answers.write(json.dumps(fields) + "\n")
+
+
+async def messages():
+    """The messages at the standard input, until its end."""
+    lines = asyncio.StreamReader(limit=LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    while line := await lines.readline():
+        yield json.loads(line)
+
+
 # ---------------------------------------------------------------- tasks
 
 
@@ -146,10 +138,7 @@ class Tasks:
 
     async def serve(self):
         os.environ.__class__ = TaskEnvironment
-        lines = asyncio.StreamReader(limit=LINE_BYTES)
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-        while line := await lines.readline():
-            message = json.loads(line)
+        async for message in messages():
             if "start" in message:
                 self.running[message["start"]] = asyncio.create_task(self.run(message["start"], message))
             elif (task := self.running.pop(message["stop"], None)) is not None:
@@ -172,47 +161,53 @@ class Tasks:
         except BaseException:  # noqa: BLE001 - the boundary to the user's function, which may raise anything
             error = failure("status 1", traceback.format_exc())
         if self.running.pop(number, None) is not None:  # else it was stopped
-            self.answers.write(json.dumps({"ended": number, "result": result, "error": error}) + "\n")
+            tell(self.answers, ended=number, result=result, error=error)
 
 
 # ---------------------------------------------------------------- processes
 
 
 class Child:
-    def __init__(self, number, pid, pipe, errors):
-        self.number, self.pid, self.pipe, self.errors = number, pid, pipe, errors
-        self.pipes = {pipe: MAX_RESULT_BYTES, errors: 4 * MAX_ERROR_CHARS}  # open pipes, and the bytes kept of each
+    """A process, and the ends of the data in its two pipes."""
+
+    def __init__(self, number, pipe, errors):
+        self.number, self.pipe, self.errors = number, pipe, errors
+        self.kept = {pipe: MAX_RESULT_BYTES, errors: 4 * MAX_ERROR_CHARS}  # bytes
         self.data = {pipe: b"", errors: b""}
+        self.open = set()
+        for each in (pipe, errors):
+            os.set_blocking(each, False)
+            asyncio.get_running_loop().add_reader(each, self.read, each)
+            self.open.add(each)
 
     def read(self, pipe):
-        """Read one chunk: the agent may write for ever."""
+        """Read one chunk, as the agent may write for ever; whether there was one."""
         try:
             data = os.read(pipe, CHUNK_BYTES)
         except BlockingIOError:
-            return
-        if data:
-            self.data[pipe] = (self.data[pipe] + data)[-self.pipes[pipe] :]
-        else:
-            del self.pipes[pipe]
-            os.close(pipe)
+            return False
+        self.data[pipe] = (self.data[pipe] + data)[-self.kept[pipe] :]
+        if not data:
+            self.close(pipe)
+        return bool(data)
+
+    def close(self, pipe):
+        asyncio.get_running_loop().remove_reader(pipe)
+        self.open.discard(pipe)
+        os.close(pipe)
 
     def outcome(self, code, command):
-        """The message about its end."""
-        for pipe in list(self.pipes):
-            for _ in range(
-                2 * MAX_RESULT_BYTES // CHUNK_BYTES
-            ):  # more than a pipe holds; a process left may hold it open
-                if pipe in self.pipes:
-                    self.read(pipe)
-        for pipe in self.pipes:
-            os.close(pipe)
-        result = error = None
+        """Its result and its error."""
+        for pipe in list(self.open):
+            for _ in range(2 * MAX_RESULT_BYTES // CHUNK_BYTES):  # more than a pipe holds; others may hold it open
+                if not self.read(pipe):
+                    break
+        for pipe in list(self.open):
+            self.close(pipe)
         text, said = (self.data[each].decode(errors="replace").strip() for each in (self.pipe, self.errors))
         if code:
-            error = failure(f"signal {-code}" if code < 0 else f"status {code}", said)
-        elif text:
-            result = read_result(text.splitlines()[-1] if command else text)
-        return {"ended": self.number, "result": result, "error": error}
+            return None, failure(f"signal {-code}" if code < 0 else f"status {code}", said)
+        return read_result(text.splitlines()[-1] if command else text) if text else None, None
 
 
 class Processes:
@@ -224,42 +219,22 @@ class Processes:
         self.children: dict[int, Child] = {}  # by their pid
         self.own = set(keeper.own_children())
 
-    def serve(self):
+    async def serve(self):
         gc.collect()
         gc.freeze()  # a collection would write to all objects, and so copy their pages in each fork
-        wake, rest = keeper.wake_pipe(), b""
-        while True:
-            poll = select.poll()
-            for each in (0, wake, *(pipe for child in self.children.values() for pipe in child.pipes)):
-                poll.register(each, select.POLLIN)
-            ready = {each for each, _ in poll.poll()}
-            for child in self.children.values():
-                for pipe in ready & child.pipes.keys():
-                    child.read(pipe)
-            if wake in ready:
-                with contextlib.suppress(BlockingIOError):
-                    while os.read(wake, 4096):
-                        pass
-                self.reap()
-            if 0 in ready:
-                data = os.read(0, 1 << 16)
-                if not data:
-                    return
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    self.obey(json.loads(line))
-
-    def obey(self, message):
-        for child in self.children.values():
-            if child.number == message.get("stop"):
-                keeper.kill(child.pid, group=True)
-                keeper.kill(child.pid)
-        if "start" in message:
-            try:
-                self.start(message["start"], message["env"], message["task"])
-            except OSError as error:
-                failed = {"ended": message["start"], "result": None, "error": f"no process can be started: {error}"}
-                self.answers.write(json.dumps(failed) + "\n")
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.reap)
+        async for message in messages():
+            if "start" in message:
+                try:
+                    self.start(message["start"], message["env"], message["task"])
+                except OSError as error:
+                    failed = f"no process can be started: {error}"
+                    tell(self.answers, ended=message["start"], result=None, error=failed)
+                continue
+            for pid, child in self.children.items():
+                if child.number == message["stop"]:
+                    keeper.kill(pid, group=True)
+                    keeper.kill(pid)
 
     def start(self, number, env, task):
         with contextlib.ExitStack() as opened:
@@ -272,10 +247,9 @@ class Processes:
         if pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.setpgid(pid, pid)  # as the fork does: whoever comes first
-            for mine, theirs in ((pipe, write), (errors, log)):
-                os.close(theirs)
-                os.set_blocking(mine, False)
-            self.children[pid] = Child(number, pid, pipe, errors)
+            os.close(write)
+            os.close(log)
+            self.children[pid] = Child(number, pipe, errors)
             return
         code = 1
         try:
@@ -284,7 +258,7 @@ class Processes:
             keeper.end_with(runner)
             keeper.adopt()
             os.close(self.answers.fileno())  # the worker reads its end as the end of this program
-            for mine in (pipe, errors, *(each for child in self.children.values() for each in child.pipes)):
+            for mine in (pipe, errors, *(each for child in self.children.values() for each in child.open)):
                 os.close(mine)
             os.setpgid(0, 0)
             os.dup2(log, 2)
@@ -313,10 +287,10 @@ class Processes:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)
         value = self.function(**arguments_of(self.function, task, env))
-        text = as_json(asyncio.run(awaited(value)) if inspect.isawaitable(value) else value).encode()
+        text = as_json(asyncio.run(awaited(value)) if inspect.isawaitable(value) else value)
         sys.stdout.flush()
-        while text:
-            text = text[os.write(write, text) :]
+        with os.fdopen(write, "w", encoding="utf-8") as file:
+            file.write(text)
 
     def reap(self):
         """Report the agents that have ended, and kill the processes that they left."""
@@ -324,12 +298,12 @@ class Processes:
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 child = self.children.pop(found.si_pid, None)
                 if child is not None:
-                    keeper.kill(child.pid, group=True)
+                    keeper.kill(found.si_pid, group=True)
                 _, status = os.waitpid(found.si_pid, 0)
                 self.own.discard(found.si_pid)
                 if child is not None:
-                    told = child.outcome(os.waitstatus_to_exitcode(status), self.command)
-                    self.answers.write(json.dumps(told) + "\n")
+                    result, error = child.outcome(os.waitstatus_to_exitcode(status), self.command)
+                    tell(self.answers, ended=child.number, result=result, error=error)
         for pid in set(keeper.own_children()) - self.children.keys() - self.own:
             keeper.kill(pid)  # its end wakes this program again, which then has its children
 
@@ -346,18 +320,18 @@ def main():
     if command is None:
         faulthandler.dump_traceback_later(given["import_s"], file=answers)
         try:
-            function = load(given["function"])
+            function = pkgutil.resolve_name(given["function"])
         except BaseException as error:  # noqa: BLE001 - the boundary to the user's module
-            answers.write(json.dumps({"ready": False, "error": f"{type(error).__name__}: {error}"}) + "\n")
+            tell(answers, ready=False, error=f"{type(error).__name__}: {error}")
             return
         finally:
             faulthandler.cancel_dump_traceback_later()
-    answers.write(json.dumps({"ready": True}) + "\n")
+    tell(answers, ready=True)
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES[1], FILES[1]))
     if inspect.iscoroutinefunction(function):
         asyncio.run(Tasks(function, answers).serve())
     try:
-        Processes(function, command, answers).serve()
+        asyncio.run(Processes(function, command, answers).serve())
     finally:
         keeper.end_children(KILL_S)
 

@@ -75,9 +75,9 @@ def tls(directory: Path, force: bool) -> None:
 
 def slurm_action(config: RunConfig, name: str, action: str | None) -> None:
     """Carry out ``up``, ``status``, ``down`` or ``print``; ``name`` is the configuration as it was typed."""
+    from libra.cluster import slurm_service
     from libra.cluster.local import number_of_workers
-    from libra.cluster.slurm import start_stop
-    from libra.cluster.slurm.jobs import CONTACT_FILE, LOGS, scripts
+    from libra.cluster.slurm_jobs import CONTACT_FILE, LOGS, scripts
 
     path = config.slurm.dir / CONTACT_FILE
     match action:
@@ -86,23 +86,23 @@ def slurm_action(config: RunConfig, name: str, action: str | None) -> None:
                 click.secho(f"# ---- {worker_name}", bold=True)
                 click.echo(script)
         case "up":
-            contact = start_stop.up(config)
+            contact = slurm_service.up(config)
             click.echo(f"scheduler {contact.address}, run by process {contact.pid} on {contact.host}")
             if contact.dashboard:
                 port = contact.dashboard.split(":")[2].split("/")[0]
                 click.echo(
                     f"dashboard {contact.dashboard} (from another machine: ssh -L {port}:127.0.0.1:{port} {contact.host})"
                 )
-            wanted, taken = sum(number_of_workers(config).values()), len(start_stop.submitted(config))
+            wanted, taken = sum(number_of_workers(config).values()), len(slurm_service.submitted(config))
             if taken < wanted:
-                log = config.slurm.dir / LOGS / start_stop.SERVICE_LOG
+                log = config.slurm.dir / LOGS / slurm_service.SERVICE_LOG
                 click.echo(f"{taken} of {wanted} jobs submitted; {log} has why, and the others are tried again")
             click.echo(f"jobs submitted; next: libra run {name} --scheduler {path}")
         case "down":
-            contact = start_stop.down(config)
+            contact = slurm_service.down(config)
             click.echo(f"scheduler {contact.address} stopped, jobs cancelled")
         case "status":
-            contact, workers = start_stop.status(config)
+            contact, workers = slurm_service.status(config)
             click.echo(f"scheduler {contact.address}, kept by process {contact.pid} on {contact.host}")
             for worker in workers:
                 seen = "connected" if worker.connected else "not connected"

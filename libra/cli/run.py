@@ -168,8 +168,7 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
 
     ``overrides``: settings typed for a resumed run.
     """
-    from libra.cluster import fork_server
-    from libra.cluster.worker_process import inherited_environment
+    from libra.cluster.worker_process import begin_forking
     from libra.driver.early_checks import check_early, first_line, run_directory
     from libra.driver.run_console import Interruption, resume_words
     from libra.observe.start_stages import StartStages
@@ -181,7 +180,7 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
         stages.say(first_line(config))
         check_early(config, resume=resume, starts_workers=config.cluster.scheduler is None, given=False)
         if config.planner.layout == "configured":  # else the layout, which decides what workers do, is not known yet
-            fork_server.begin(config, inherited_environment(config))
+            begin_forking(config)
         stages.begin("libraries")
         from libra.cli.plan_command import shown_layout
         from libra.driver.run_session import run

@@ -1,13 +1,9 @@
-"""Connecting to a cluster or to a running run: its key, the files that name its scheduler, and the
-workers that it has.
+"""Connecting to a cluster or to a running run: its key, the files that name its scheduler, and its workers.
 
 A process with the key of a cluster may connect and run code there; all others are refused.
-Scheduler, workers and clients show the same self-signed certificate, which is also the only
-authority that they accept. So a certificate of another cluster, of another start, or of a public
-authority is refused.
-
-`libra cluster slurm CONFIG up` writes ``cluster.json``; every command that takes ``--scheduler``
-takes its path instead of an address. For an address, the key is the one of Dask's configuration.
+Scheduler, workers and clients show the same self-signed certificate, the only authority that they
+accept. `libra cluster slurm CONFIG up` writes ``cluster.json``; every command that takes
+``--scheduler`` takes its path or an address, whose key is in Dask's configuration.
 
 Invariants
 ----------
@@ -20,15 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import json
 import os
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from libra.cluster.settings import DASK_SETTINGS, MESSAGE_LOG
 from libra.errors import ClusterError, RunDirectoryError, shell_path
-from libra.seals import parsed_json
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -111,51 +108,54 @@ def write_private(path: Path, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """What ``cluster.json`` holds.
+    """The content of ``cluster.json``."""
 
-    Attributes
-    ----------
-    address : str
-        tls://HOST:PORT of the scheduler.
-    dashboard : str
-        Address of its dashboard, "" without one.
-    cert_file, key_file : str
-        Certificate and key, absolute paths.
-    host, pid : str, int
-        Machine and process of the scheduler, which keeps the jobs running.
-    started_s : float
-        Seconds since the epoch.
-    """
-
-    address: str
-    dashboard: str
-    cert_file: str
+    address: str  # tls://HOST:PORT of the scheduler
+    dashboard: str  # its address, "" without one
+    cert_file: str  # absolute paths
     key_file: str
-    host: str
+    host: str  # machine and process of the scheduler, which keeps the jobs running
     pid: int
-    started_s: float
+    started_s: float  # since the epoch
 
     def write(self, path: Path) -> None:
         """Replace the file atomically; only its owner may read it."""
-        write_private(path, json.dumps(asdict(self), indent=2) + "\n")
+        write_private(path, msgspec.json.encode(self).decode() + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Contact:
         """ClusterError if the file is not one that `write` wrote."""
         try:
-            return cls(**parsed_json(path.read_text()))
-        except FileNotFoundError:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, ValueError) as error:
             raise ClusterError(
-                f"{path}: there is no such file; type libra cluster slurm CONFIG up, which writes it"
-            ) from None
-        except (OSError, ValueError, TypeError) as error:
-            raise ClusterError(
-                f"{path}: not a cluster.json ({error}); type the path of the one that libra cluster slurm CONFIG up wrote"
+                f"{path}: not a cluster.json ({error}); type libra cluster slurm CONFIG up, which writes one in slurm.dir"
             ) from error
 
     def security(self) -> Security:
         """For clients and workers."""
         return security_of(self.cert_file, self.key_file)
+
+
+@dataclass(frozen=True, slots=True)
+class RunContact:
+    """The content of ``RUN/scheduler.json``."""
+
+    run: str
+    epoch: int  # this start of the run
+    scheduler: str  # value of ``--scheduler``: an address, or the path of a cluster.json
+    hybrid_workers: int  # workers that can change roles
+    certificate: str = ""  # the driver's, as PEM texts or paths; "" for an open scheduler
+    key: str = field(default="", repr=False)
+    authority: str = ""
+
+    def security(self) -> Security | None:
+        """For other clients of that scheduler; None for an open one."""
+        return security_of(self.certificate, self.key, self.authority) if self.key else None
+
+    def write(self, directory: Path) -> None:
+        """Write the file into the run's directory."""
+        write_private(directory / FILE, msgspec.json.encode(self).decode() + "\n")
 
 
 def connect(scheduler: str, *, security: Security | None = None, set_as_default: bool = True) -> Client:
@@ -187,8 +187,6 @@ def connect(scheduler: str, *, security: Security | None = None, set_as_default:
 def _ask(address: str, security: Security | None) -> None:
     """OSError if no Dask scheduler answers there: a client waits long for another program, or takes
     its first bytes for lengths."""
-    from concurrent.futures import ThreadPoolExecutor
-
     from distributed import Security, rpc
 
     async def identity() -> None:
@@ -205,7 +203,7 @@ def _ask(address: str, security: Security | None) -> None:
             raise TimeoutError(str(error) or f"nothing within {CONNECT_TIMEOUT_S} s") from None
         except (TypeError, OSError, ValueError):
             raise
-        except Exception as error:  # whatever another program's answer leads to
+        except Exception as error:  # an answer that is not Dask's
             raise OSError(f"another program answers there: {type(error).__name__}") from error
 
 
@@ -213,48 +211,12 @@ def present_workers(client: Client) -> dict[str, dict[str, Any]]:
     """Facts of every worker by address: ``name``, ``nthreads``, ``resources``, ``host``, ``nanny``
     and more.
 
-    Not ``Client.scheduler_info``: that keeps its answer in an attribute, which Dask overwrites
-    every 2 s with an answer without workers. On a busy machine the caller may read that answer, and
-    see an empty cluster.
+    Dask overwrites the answer of ``Client.scheduler_info`` every 2 s with one without workers.
     """
     rpc: Any = client.scheduler
     identity: dict[str, Any] = client.sync(rpc.identity, n_workers=-1)
     workers: dict[str, dict[str, Any]] = identity["workers"]
     return workers
-
-
-@dataclass(frozen=True, slots=True)
-class RunContact:
-    """What ``RUN/scheduler.json`` holds.
-
-    Attributes
-    ----------
-    run : str
-    epoch : int
-        This start of the run.
-    scheduler : str
-        Value of ``--scheduler``: an address, or the path of a cluster.json.
-    hybrid_workers : int
-        `cluster.hybrid_workers`: workers that can change roles.
-    certificate, key, authority : str
-        What the driver connected with, as PEM texts or paths; "" for an open scheduler.
-    """
-
-    run: str
-    epoch: int
-    scheduler: str
-    hybrid_workers: int
-    certificate: str = ""
-    key: str = field(default="", repr=False)
-    authority: str = ""
-
-    def security(self) -> Security | None:
-        """For other clients of that scheduler; None for an open one."""
-        return security_of(self.certificate, self.key, self.authority) if self.key else None
-
-    def write(self, directory: Path) -> None:
-        """Write the file into the run's directory."""
-        write_private(directory / FILE, json.dumps(asdict(self)) + "\n")
 
 
 def forget(directory: Path) -> None:
@@ -265,18 +227,8 @@ def forget(directory: Path) -> None:
 def reach(run_dir: Path, scheduler: str | None = None) -> tuple[Client, RunContact]:
     """A client of the scheduler of the run in ``run_dir``, and the contact of that run.
 
-    Parameters
-    ----------
-    run_dir : Path
-    scheduler : str, optional
-        Another address of the same scheduler.
-
-    Raises
-    ------
-    RunDirectoryError
-        There is no run in ``run_dir``.
-    ClusterError
-        It is not running.
+    ``scheduler``: another address of the same scheduler. RunDirectoryError if there is no run,
+    ClusterError if it is not running.
     """
     if not (run_dir / "config.resolved.yaml").is_file():
         raise RunDirectoryError(
@@ -284,17 +236,15 @@ def reach(run_dir: Path, scheduler: str | None = None) -> tuple[Client, RunConta
         )
     again = f"type libra resume {shell_path(run_dir)} to continue it"
     try:
-        contact = RunContact(**parsed_json((run_dir / FILE).read_text()))
+        contact = msgspec.json.decode((run_dir / FILE).read_bytes(), type=RunContact)
     except FileNotFoundError:
         raise ClusterError(
             f"{run_dir}: this run is not running, or has not started its first iteration; {again}"
         ) from None
-    except PermissionError:
+    except (OSError, ValueError) as error:
         raise ClusterError(
-            f"{run_dir / FILE}: only the user who started the run may read it; type this as that user"
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise ClusterError(f"{run_dir / FILE}: it has no address of the run's scheduler ({error}); {again}") from error
+            f"{run_dir / FILE}: no address of the run's scheduler can be read ({error}); {again}"
+        ) from error
     try:
         return connect(scheduler or contact.scheduler, security=contact.security(), set_as_default=False), contact
     except (OSError, TimeoutError, ValueError) as error:

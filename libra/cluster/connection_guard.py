@@ -3,7 +3,7 @@ few wait for it at a time.
 
 Importing this module replaces Dask's ``tls://`` listener in this process, so it is imported before
 a server starts: as a preload of every server of a local cluster (`libra.cluster.local`), and of
-``dask scheduler`` and ``dask worker`` (``DASK_CONFIG`` of ``libra cluster tls`` says so). As a
+``dask scheduler`` and ``dask worker`` (in the ``DASK_CONFIG`` of ``libra cluster tls``). As a
 preload it also guards the server's HTTP pages.
 
 Invariants
@@ -14,8 +14,8 @@ Invariants
    request as a whole has `REQUEST_S`.
 4. Accepting survives every error: without file descriptors it closes the oldest unproven connection, waits `RETRY_S`, and
    continues.
-5. A flood leaves one warning per listener, not one per connection. A peer that closes its connection itself, as Dask's own do
-   where a start is busy and they give up waiting, leaves none: one line in Dask's log, which is not on the terminal.
+5. A flood leaves one warning per listener, not one per connection. A peer that closes its connection itself leaves none, as
+   Dask's own do when a start is busy and they give up waiting.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ from tornado.tcpserver import TCPServer
 from libra.cluster.page_names import check_names
 
 logger = logging.getLogger(__name__)
-of_dask = logging.getLogger("distributed.comm.tcp")
-"""Where `libra.driver.run_console` keeps records that are for no terminal."""
-
 MAX_UNPROVEN = 64
 HANDSHAKE_S = 20.0
 MAX_PAGES = 128
@@ -58,7 +55,7 @@ class GuardedListener(TLSListener):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._unproven: dict[IOStream, None] = {}
-        self._refused = self._left = 0
+        self._refused = 0
 
     async def start(self) -> None:
         """Listen, and continue to accept without file descriptors."""
@@ -74,29 +71,23 @@ class GuardedListener(TLSListener):
             async with asyncio.timeout(HANDSHAKE_S):
                 await stream.wait_for_handshake()
         except OSError as error:  # TimeoutError is one
-            self._log_end(error, address, given_up=stream not in self._unproven)
+            cause = getattr(error, "real_error", None) or error
+            self._log_refusal(cause, address, given_up=stream not in self._unproven)
             stream.close()
             return None
         finally:
             self._unproven.pop(stream, None)
         return stream
 
-    def _log_end(self, error: OSError, address: str, *, given_up: bool) -> None:
-        cause = getattr(error, "real_error", None) or error
-        if not given_up and isinstance(cause, LEFT):
-            self._left += 1
-            of_dask.log(
-                logging.INFO if self._left == 1 else logging.DEBUG,
-                "the connection of %s to %s ended during its handshake: %s", address, self.listen_address, cause,
-            )  # fmt: skip
-            return
-        self._refused += 1
-        log = logger.warning if self._refused == 1 else logger.debug
-        if given_up:
-            reason: object = f"{MAX_UNPROVEN} others prove nothing either"
-        else:
-            reason = str(cause) or f"no proof within {HANDSHAKE_S:g} s"
-        log("a connection of %s to %s without its key was closed: %s", address, self.listen_address, reason)
+    def _log_refusal(self, cause: Exception, address: str, *, given_up: bool) -> None:
+        if given_up or not isinstance(cause, LEFT):
+            self._refused += 1
+            level = logging.WARNING if self._refused == 1 else logging.DEBUG
+            others = f"{MAX_UNPROVEN} others prove nothing either"
+            reason = others if given_up else str(cause) or f"no proof within {HANDSHAKE_S:g} s"
+            logger.log(
+                level, "a connection of %s to %s without its key was closed: %s", address, self.listen_address, reason
+            )
 
     def _give_up_oldest(self) -> None:
         if (oldest := next(iter(self._unproven), None)) is not None:
@@ -112,10 +103,7 @@ class GuardedBackend(TLSBackend):
 
 def accept_for_ever(server: TCPServer, make_room: Callable[[], None]) -> None:
     """Make a started server continue to accept after errors, e.g. without file descriptors, which
-    would end Tornado's own loop.
-
-    ``make_room`` is called after each error.
-    """
+    would end Tornado's own loop. ``make_room`` is called after each error."""
     for number, listener in server._sockets.items():
         server._handlers.pop(number)()
         server._handlers[number] = _accepting(listener, server._handle_connection, make_room)

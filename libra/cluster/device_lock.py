@@ -7,12 +7,12 @@ everybody who came before has gone.
 
 Invariants
 ----------
-1. A device is one holder's at a time, among all processes that use the same directory: those of one user of a machine, unless
-   ``LIBRA_DEVICE_LOCKS`` names another directory.
+1. A device has one holder at a time among all processes that use the same directory. By default each user of a machine has a
+   directory; ``LIBRA_DEVICE_LOCKS`` names another one.
 2. Processes have it in the order in which they asked; of one process, one at a time asks.
-3. What a process holds or waits for ends with it, however it ends. The locks are POSIX record locks: the kernel releases them, and
-   no child inherits them.
-4. Waiting keeps no event loop from its work, and leaves nothing behind where it is cancelled. It is bounded, and the log names who
+3. What a process holds or waits for ends with it. The locks are POSIX record locks: the kernel releases them, and no child
+   inherits them.
+4. Waiting keeps no event loop from its work, and leaves nothing behind if it is cancelled. It is bounded, and the log names who
    waits for whom.
 5. A file that was removed, as cleaners of /tmp do, is made again; a number that was taken in the old one is not trusted.
 """
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -29,6 +28,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from libra.cluster.hardware_inventory import VisibleGpu
@@ -40,31 +40,28 @@ DIRECTORY_VARIABLE = "LIBRA_DEVICE_LOCKS"
 PAUSE_S, MOST_PAUSE_S, LONGER = 0.001, 0.02, 1.5
 """Between two looks: the first pause, the longest, and how much longer than the last each is."""
 SAY_AFTER_S = 10.0
-"""Seconds after which the log says who waits for whom; then after twice as long each time."""
+"""Seconds after which the log names who waits for whom; then after twice as long each time."""
 _NUMBER_BYTES, _TEXT_BYTES = 8, 256
 _TAKING, _NUMBERS = 0, 1
 """Bytes that are locked: while a number is taken, and from which on numbers are counted."""
 
 
 class DeviceLock:
-    """The lock of the device ``name``; ``directory`` is `lock_directory` by default. ClusterError where
+    """The lock of the device ``name``; ``directory`` is `lock_directory` by default. ClusterError if
     there can be none."""
 
     def __init__(self, name: str, directory: Path | None = None) -> None:
         self.name = name
-        self._file = _file_of(
-            (directory or lock_directory()) / "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
-        )
+        plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+        path = (directory or lock_directory()) / plain
+        if path not in _FILES:
+            _FILES[path] = _DeviceFile(path)
+        self._file = _FILES[path]
 
     async def taken(self, who: str, limit_s: float) -> Turn:
         """Wait for the device, and have it until `Turn.release`.
 
-        Parameters
-        ----------
-        who : str
-            Who holds or wants it, for the log of those who wait.
-        limit_s : float
-            Seconds after which `ToolFault` names the holder.
+        ``who`` wants it, for the log of others. ToolFault names the holder after ``limit_s``.
         """
         file, me = self._file, object()
         number: int | None = None
@@ -95,11 +92,13 @@ class DeviceLock:
             raise
 
 
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """A device that is held. ``waited_s``: how long it was waited for."""
+    """A device that is held, after a wait of ``waited_s``."""
 
-    def __init__(self, file: _DeviceFile, number: int, waited_s: float) -> None:
-        self._file, self._number, self.waited_s = file, number, waited_s
+    _file: _DeviceFile
+    _number: int
+    waited_s: float
 
     @property
     def others_came(self) -> bool:
@@ -118,53 +117,40 @@ class GpuTurns:
     machine."""
 
     def __init__(self, gpus: Sequence[VisibleGpu], directory: Path | None = None) -> None:
-        self._gpus = list(gpus)
-        self._locks = {gpu: DeviceLock(gpu.name, directory) for gpu in self._gpus}
+        self._locks = {gpu: DeviceLock(gpu.name, directory) for gpu in gpus}
         self._used: set[VisibleGpu] = set()
 
     async def taken(self, count: int, who: str, limit_s: float) -> GpuTurn:
-        """``count`` GPUs, free ones of this worker first; `ToolFault` where it has fewer, or one is
+        """``count`` GPUs, free ones of this worker first; `ToolFault` if it has fewer, or one is
         not free within ``limit_s``."""
-        chosen = sorted(self._gpus, key=lambda gpu: gpu in self._used)[:count]
+        chosen = sorted(self._locks, key=lambda gpu: gpu in self._used)[:count]
         if len(chosen) < count:
             raise ToolFault(f"{who}: it takes {count} GPUs, and its worker sees {len(chosen)}")
-        self._used.update(chosen)
-        turns: list[Turn] = []
-        try:
-            for gpu in sorted(
-                chosen, key=lambda gpu: gpu.name
-            ):  # in one order everywhere, so that no two wait for each other
-                turns.append(await self._locks[gpu].taken(who, limit_s))
-        except BaseException:
-            for turn in turns:
-                turn.release()
-            self._used.difference_update(chosen)
-            raise
-        return GpuTurn(tuple(gpu.entry for gpu in chosen), turns, self._used, chosen)
+        with contextlib.ExitStack() as held:
+            self._used.update(chosen)
+            held.callback(self._used.difference_update, chosen)
+            for gpu in sorted(chosen, key=lambda gpu: gpu.name):  # in one order everywhere: no two wait for each other
+                held.callback((await self._locks[gpu].taken(who, limit_s)).release)
+            return GpuTurn(tuple(gpu.entry for gpu in chosen), held.pop_all())
 
 
+@dataclass(frozen=True, slots=True)
 class GpuTurn:
     """GPUs that are held. ``entries``: as CUDA_VISIBLE_DEVICES has them."""
 
-    def __init__(
-        self, entries: tuple[str, ...], turns: Sequence[Turn], used: set[VisibleGpu], chosen: Sequence[VisibleGpu]
-    ) -> None:
-        self.entries = entries
-        self._turns, self._used, self._chosen = turns, used, chosen
+    entries: tuple[str, ...]
+    _held: contextlib.ExitStack
 
     def release(self) -> None:
         """Let others have them. Once."""
-        for turn in self._turns:
-            turn.release()
-        self._used.difference_update(self._chosen)
+        self._held.close()
 
 
 def lock_directory() -> Path:
-    """Where the files of devices are: ``LIBRA_DEVICE_LOCKS``, or a directory of this user's own in
-    /tmp.
+    """The directory of the devices' files: ``LIBRA_DEVICE_LOCKS``, or one of this user's own in /tmp.
 
-    ClusterError if it cannot be made, or others might write to the one in /tmp. Not a place by
-    TMPDIR: processes of one user may have different ones.
+    ClusterError if it cannot be made, or others might write to the one in /tmp. TMPDIR does not
+    count: processes of one user may have different ones.
     """
     given = os.environ.get(DIRECTORY_VARIABLE)
     path = Path(given) if given else Path(f"/tmp/libra-devices-{os.geteuid()}")
@@ -176,8 +162,8 @@ def lock_directory() -> Path:
         raise ClusterError(f"{path}: locks of GPUs cannot be kept there ({error.strerror}); {advice}") from error
     if not given and (not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022):
         raise ClusterError(
-            f"{path}: it is no directory of this user's that nobody else can write to, so others could hold up what waits for a "
-            f"GPU; remove it, or {advice}"
+            f"{path}: others can write to it, or it belongs to another user, so others could delay whoever waits for a GPU; "
+            f"remove it, or {advice}"
         )
     return path
 
@@ -189,13 +175,26 @@ class _DeviceFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.waiting: deque[object] = deque()
-        """Those of this process, the first of whom has a number or takes one."""
-        self._descriptor = _opened(path)
+        """Waiters of this process, the first of whom has a number or takes one."""
+        self._descriptor = self._opened()
+
+    def _opened(self) -> int:
+        try:
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # O_CREAT is refused for another user's file in a sticky directory
+                return os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(PermissionError):  # another user has made it
+                os.fchmod(descriptor, self.path.parent.stat().st_mode & 0o666)
+        except OSError as error:
+            raise ClusterError(f"{self.path}: the lock of a GPU cannot be opened: {error.strerror}") from error
+        return descriptor
 
     def reopen(self) -> None:
         """Use the file that has this name now."""
         os.close(self._descriptor)
-        self._descriptor = _opened(self.path)
+        self._descriptor = self._opened()
 
     def is_there(self) -> bool:
         """Whether the file that is open still has its name."""
@@ -230,21 +229,20 @@ class _DeviceFile:
 
     def tell(self, who: str) -> None:
         """Write down who has the device."""
-        text = f"process {os.getpid()}, {who}" if who else ""
-        said = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        os.pwrite(self._descriptor, said, _NUMBER_BYTES)
+        said = f"process {os.getpid()}, {who}".encode() if who else b""
+        os.pwrite(self._descriptor, said[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), _NUMBER_BYTES)
 
     def holder(self) -> str:
-        """Who has the device, in words, as far as it was written down."""
+        """Who has the device, in words."""
         said = os.pread(self._descriptor, _TEXT_BYTES, _NUMBER_BYTES).rstrip(b"\0").decode(errors="replace")
-        return f"it is held by {said}" if said else "who has it has not written that down"
+        return f"it is held by {said or 'a process that has not written that down'}"
 
     def _lock(self, start: int, length: int) -> bool:
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+        except BlockingIOError:
+            return False
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                return False
             raise ClusterError(
                 f"{self.path}: it cannot be locked ({error.strerror}); type {DIRECTORY_VARIABLE}=DIR, a directory on this "
                 "machine's disk"
@@ -252,26 +250,5 @@ class _DeviceFile:
         return True
 
 
-def _opened(path: Path) -> int:
-    """A descriptor of a file that may be read and written by all who may write to its directory."""
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(PermissionError):  # another user has made it just now
-            os.fchmod(descriptor, path.parent.stat().st_mode & 0o666)
-    except OSError as error:
-        raise ClusterError(f"{path}: the lock of a GPU cannot be opened: {error.strerror}") from error
-    return descriptor
-
-
 _FILES: dict[Path, _DeviceFile] = {}
-
-
-def _file_of(path: Path) -> _DeviceFile:
-    if path not in _FILES:
-        _FILES[path] = _DeviceFile(path)
-    return _FILES[path]
-
-
 os.register_at_fork(after_in_child=_FILES.clear)

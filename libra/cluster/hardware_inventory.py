@@ -3,13 +3,14 @@ tool worker has for its tools."""
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from libra import keys
 from libra.config import RunConfig
@@ -17,12 +18,13 @@ from libra.config import RunConfig
 if TYPE_CHECKING:
     from distributed import Client
 
-    from libra.hardware import GPU
-
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 DRIVER, NODES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 CPU = "cpu"
 """Name of a machine without a GPU."""
+GPU_FILES = ("/proc/driver/nvidia", "/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/accel*")
+"""Files of the drivers of NVIDIA, AMD, Windows' Linux, and other accelerators. No process reaches a
+GPU without one."""
 MEMORY_SLACK_FRAC = 0.15
 """Largest difference between the memory that a driver reports and the datasheet's: error correction
 and the driver take a part."""
@@ -30,17 +32,8 @@ and the driver take a part."""
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine.
-
-    Attributes
-    ----------
-    gpu : str
-        Name of its GPUs: that of a datasheet of Libra's where there is one, else the driver's; `CPU` where there are none.
-    num_gpus : int
-        0 without a GPU.
-    cores : int
-        CPU cores that this process may use.
-    """
+    """One machine: the name of its GPUs (a datasheet's of Libra if there is one, else the driver's;
+    `CPU` without), their number, and the CPU cores that this process may use."""
 
     gpu: str
     num_gpus: int
@@ -51,33 +44,40 @@ class Machine:
         return self.num_gpus or max(self.cores // (threads or self.cores), 1)
 
 
+def may_have_gpu() -> bool:
+    """Whether this machine has a file of a GPU's driver (Linux). Without one torch finds none."""
+    return any(glob.glob(pattern) for pattern in GPU_FILES)  # noqa: PTH207  of absolute paths
+
+
 def this_machine() -> Machine:
     """The machine that this process is on, as torch sees it."""
-    from libra.cluster.fork_server import may_have_gpu
+    cores = len(usable_cores())
+    if sys.platform != "linux" or may_have_gpu():
+        import torch  # more than a second
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if sys.platform == "linux" and not may_have_gpu():
-        return Machine(CPU, 0, cores)
-    import torch  # more than a second
-
-    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not number:
-        return Machine(CPU, 0, cores)
-    properties = torch.cuda.get_device_properties(0)
-    return Machine(gpu_name(properties.name, properties.total_memory), number, cores)
+        if torch.cuda.is_available() and (number := torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(0)
+            return Machine(gpu_name(properties.name, properties.total_memory), number, cores)
+    return Machine(CPU, 0, cores)
 
 
-def gpu_name(reported: str, memory_bytes: float, sheets: Mapping[str, GPU] | None = None) -> str:
-    """Name of the datasheet of the GPU that the driver calls ``reported``; ``reported`` where no
-    datasheet fits.
+def usable_cores() -> list[int]:
+    """Numbers of the CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
-    A datasheet fits where all words of its name are in the driver's ("RTX-4090-24G" in "NVIDIA
+
+def gpu_name(reported: str, memory_bytes: float) -> str:
+    """Name of the datasheet of the GPU that the driver calls ``reported``; ``reported`` if none fits.
+
+    A datasheet fits if all words of its name are in the driver's ("RTX-4090-24G" in "NVIDIA
     GeForce RTX 4090") and the memory is about the datasheet's.
     """
     from libra.hardware import known_gpus  # workers do without its tables
 
     words = set(re.findall(r"[a-z0-9]+", reported.lower()))
-    for name, sheet in (known_gpus() if sheets is None else sheets).items():
+    for name, sheet in known_gpus().items():
         model = name.lower().split("-")[:-1]
         if words.issuperset(model) and abs(memory_bytes / sheet.memory_bytes - 1) <= MEMORY_SLACK_FRAC:
             return name
@@ -85,13 +85,14 @@ def gpu_name(reported: str, memory_bytes: float, sheets: Mapping[str, GPU] | Non
 
 
 def cluster_gpu(client: Client) -> str:
-    """Name of the hardware of a cluster's rollout and training workers; several names, joined,
-    where they differ."""
+    """Name of the hardware of a cluster's rollout and training workers; several names, joined, if
+    they differ."""
     from libra.cluster.connection import present_workers
 
-    workers: Mapping[str, Mapping[str, Any]] = present_workers(client)
     used = [
-        address for address, worker in workers.items() if {keys.ROLLOUT, keys.TRAIN} & set(worker.get("resources", {}))
+        address
+        for address, worker in present_workers(client).items()
+        if {keys.ROLLOUT, keys.TRAIN} & set(worker.get("resources", {}))
     ]
     return " and ".join(sorted({machine.gpu for machine in client.run(this_machine, workers=used).values()}))
 
@@ -107,32 +108,27 @@ class VisibleGpu(NamedTuple):
 def visible_gpus(visible: str | None, machine: Sequence[str], least: int = 1) -> tuple[VisibleGpu, ...]:
     """The GPUs that a process sees, in its order.
 
-    Parameters
-    ----------
-    visible : str or None
-        Its CUDA_VISIBLE_DEVICES: numbers or UUIDs, which may be cut short. Without it all are seen.
-    machine : sequence of str
-        UUIDs of the GPUs of the machine, by number; empty: not known.
-    least : int
-        GPUs that are there at least, where neither of the two has a number.
+    ``visible``: its CUDA_VISIBLE_DEVICES, numbers or UUIDs, which may be cut short; without it all
+    are seen. ``machine``: UUIDs of the machine's GPUs by number, empty if not known. ``least``:
+    minimum number of GPUs if neither of the two has one.
     """
     if visible is None:
         entries = [str(number) for number in range(len(machine) or least)]
     else:
         entries = [entry for entry in map(str.strip, visible.split(",")) if entry]
         entries = entries[: entries.index("-1")] if "-1" in entries else entries
-    return tuple(VisibleGpu(entry, _name(entry, machine)) for entry in entries)
 
+    def name(entry: str) -> str:
+        if entry.isdecimal():
+            return machine[int(entry)] if int(entry) < len(machine) else f"gpu-{int(entry)}"
+        meant = [uuid for uuid in machine if uuid.startswith(entry)]
+        return meant[0] if len(meant) == 1 else entry
 
-def _name(entry: str, machine: Sequence[str]) -> str:
-    if entry.isdecimal():
-        return machine[int(entry)] if int(entry) < len(machine) else f"gpu-{int(entry)}"
-    meant = [uuid for uuid in machine if uuid.startswith(entry)]
-    return meant[0] if len(meant) == 1 else entry
+    return tuple(VisibleGpu(entry, name(entry)) for entry in entries)
 
 
 def machine_gpus(driver: Path = DRIVER, nodes: Path = NODES) -> tuple[str, ...]:
-    """UUIDs of the GPUs that this process may open, by number (that of their PCI addresses); empty
+    """UUIDs of the GPUs that this process may open, in the order of their PCI addresses; empty
     without a driver."""
     found = []
     for file in sorted(driver.glob("*/information")):
@@ -149,8 +145,7 @@ def gpus_here(least: int = 1) -> tuple[VisibleGpu, ...]:
 
 
 class ToolSupply(NamedTuple):
-    """Of one tool worker. ``core_ids``: those that it leases; ``mib``: memory in MiB; ``gpus``:
-    those of calls, at once."""
+    """Supply of one tool worker: ids of the cores that it leases, memory in MiB, and GPUs of calls."""
 
     core_ids: tuple[int, ...]
     mib: int
@@ -158,12 +153,12 @@ class ToolSupply(NamedTuple):
 
 
 def tool_supply(config: RunConfig, index: int = 0) -> ToolSupply:
-    """Supply of tool worker ``index`` on this machine. Tool workers of a local cluster share it evenly, at
-    least a core each."""
+    """Supply of tool worker ``index`` on this machine. Tool workers of a local cluster share it
+    evenly, at least a core each."""
     cluster = config.cluster
     local = cluster.scheduler is None
     share = (cluster.tool_workers_most or cluster.tool_workers) if local else 1
-    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    usable = usable_cores()
     count = cluster.tool_supply.get("cores") or max(1, len(usable) // share)
     first = index * count if local else 0
     core_ids = tuple(usable[(first + i) % len(usable)] for i in range(min(count, len(usable))))

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,16 @@ from distributed.deploy.cluster import Cluster
 from tornado.ioloop import PeriodicCallback
 
 from libra import keys
-from libra.cluster import fork_server, page_names
+from libra.cluster import page_names
 from libra.cluster.connection import new_security
-from libra.cluster.fork_server import sigint_blocked
-from libra.cluster.hardware_inventory import this_machine
+from libra.cluster.hardware_inventory import this_machine, usable_cores
 from libra.cluster.settings import DASK_SETTINGS, GUARD
-from libra.cluster.worker_process import LOG_VARIABLE, inherited_environment, worker_environment
+from libra.cluster.worker_process import LOG_VARIABLE, begin_forking, inherited_environment, worker_environment
 from libra.config import RunConfig
 from libra.config.service_devices import Place, place_of_services, service_models
 from libra.errors import ClusterError
 from libra.policy.liveness import Backoff
+from libra.processes.fork_server import sigint_blocked, take_over
 
 logger = logging.getLogger(__name__)
 
@@ -45,30 +45,29 @@ WORKER_START = "libra.cluster.worker_process"
 ENDED = (Status.closed, Status.failed)
 
 
-def split_off(specs: dict[str, Any], least: int) -> dict[str, Any]:
-    """Take the descriptions of tool workers beyond the first ``least`` out of ``specs``, and return
-    them."""
-    names = [name for name in specs if name.startswith("tool-") and int(name.removeprefix("tool-")) >= least]
-    return {name: specs.pop(name) for name in names}
-
-
 class ElasticTools:
     """Tool workers of a cluster beyond the first ``least``, started and ended as actions need
     (``cluster.tool_workers_most``).
 
-    The cluster is a `distributed.SpecCluster` beside its scheduler: adding a worker's description
-    starts it. ``reserve`` describes the workers that are not started.
+    ``cluster`` is a `distributed.SpecCluster` beside its scheduler: adding a worker's description
+    starts it. The descriptions of tool workers beyond ``least`` are taken out of ``specs``.
     `libra.scheduler.worker_supply` decides, in the scheduler.
     """
 
-    def __init__(self, cluster: Any, reserve: dict[str, Any], least: int) -> None:
-        self._cluster, self._reserve = cluster, reserve
-        self._least, self._most = least, least + len(reserve)
+    def __init__(self, cluster: Any, specs: dict[str, Any], least: int) -> None:
+        self._cluster, self._least = cluster, least
+        self._reserve = {name: specs.pop(name) for name in self._tools(specs)[least:]}
+        self._most = least + len(self._reserve)
+
+    @staticmethod
+    def _tools(names: Iterable[str]) -> list[str]:
+        tools = [name for name in names if name.startswith("tool-")]
+        return sorted(tools, key=lambda name: int(name.removeprefix("tool-")))
 
     async def look(self) -> bool:
         """Follow what the scheduler orders now; whether descriptions of workers have changed."""
         plugin = self._cluster.scheduler.plugins.get("libra")
-        if plugin is None:  # no run has come yet
+        if plugin is None or self._most == self._least:  # no run has come yet, or none may be added
             return False
         order = plugin.trajectories.tool_workers.look(self._least, self._most)
         if order is None:
@@ -78,8 +77,7 @@ class ElasticTools:
             self._reserve[order.give_up] = specs.pop(order.give_up)  # first: nothing may start it again
             await self._cluster.scheduler.retire_workers(names=[order.give_up], close_workers=True, remove=True)
             return True
-        wanted, there = order.ordered, sum(name.startswith("tool-") for name in specs)
-        for name in sorted(self._reserve, key=lambda name: int(name.removeprefix("tool-")))[: max(0, wanted - there)]:
+        for name in self._tools(self._reserve)[: max(0, order.ordered - len(self._tools(specs)))]:
             specs[name] = self._reserve.pop(name)
         return True
 
@@ -93,22 +91,18 @@ class LocalWorkers(SpecCluster):
     """Worker processes whose nannies restart them always, however long that takes, and nannies that
     are restarted too.
 
-    ``distributed.deploy.lost-worker-timeout`` after a worker was lost, Dask closes the nanny of
-    that name permanently if it has no worker at that moment. So a worker that is lost twice, that
-    long apart, would never return.
-
-    A nanny ends permanently if it cannot start its worker (a full disk, no process to be had), and
-    where the worker ends by itself, as one does that the scheduler has removed. Here another takes
-    its place, after ``RENEW_AFTER_S``.
+    Dask closes a nanny permanently if it has no worker ``distributed.deploy.lost-worker-timeout``
+    after one was lost. And a nanny ends if it cannot start its worker (a full disk, no process to
+    be had), or if the worker ends by itself, as one does that the scheduler has removed.
     """
 
-    def __init__(self, reserve: dict[str, Any] | None = None, least: int = 1, **options: Any) -> None:
-        """``reserve``: tool workers that are not started yet, beyond the first ``least``."""
-        self._elastic = ElasticTools(self, reserve, least) if reserve else None
+    def __init__(self, least: int, workers: dict[str, Any], **options: Any) -> None:
+        """``least``: tool workers that start at once; the further ones of ``workers`` as actions need."""
+        self._elastic = ElasticTools(self, workers, least)
         with sigint_blocked():  # starts what unblocks it, before a thread relies on that
             pass
         try:
-            super().__init__(**options)
+            super().__init__(workers=workers, **options)
         except KeyboardInterrupt:
             self.kill()
             raise
@@ -129,25 +123,21 @@ class LocalWorkers(SpecCluster):
         Cluster._update_worker_status(self, op, msg)
 
     async def _start(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            signal.pthread_sigmask(
-                signal.SIG_BLOCK, {signal.SIGINT}
-            )  # of this thread, and of the processes that it starts
+        if threading.current_thread() is not threading.main_thread():  # also for processes that this thread starts
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         await super()._start()
         self._backoff = Backoff()
         self._due_s: dict[str, float] = {}  # monotonic, by name
-        renewals = self.periodic_callbacks["libra-nannies"] = PeriodicCallback(self._renew, NANNY_CHECK_S * 1000)
-        renewals.start()
-        if self._elastic is not None:
-            looks = self.periodic_callbacks["libra-tools"] = PeriodicCallback(self._look_at_tools, TOOLS_CHECK_S * 1000)
-            looks.start()
+        for name, call, every_s in (
+            ("libra-nannies", self._renew, NANNY_CHECK_S),
+            ("libra-tools", self._look_at_tools, TOOLS_CHECK_S),
+        ):
+            self.periodic_callbacks[name] = PeriodicCallback(call, every_s * 1000)
+            self.periodic_callbacks[name].start()
 
     async def _look_at_tools(self) -> None:
-        if self._elastic is not None and await self._elastic.look():
-            try:
-                await self._correct_state()
-            except Exception as error:  # noqa: BLE001  the boundary to Dask, as below
-                logger.warning("tool workers could not be changed: %s: %s", type(error).__name__, error)
+        if await self._elastic.look():
+            await self._correct("tool workers could not be changed")
 
     async def _renew(self) -> None:
         now_s, removed = time.monotonic(), False
@@ -166,33 +156,24 @@ class LocalWorkers(SpecCluster):
                 del self._due_s[name], self.workers[name]
                 removed = True
         if removed:
-            try:
-                await self._correct_state()
-            except Exception as error:  # noqa: BLE001  the boundary to Dask: whatever keeps a worker from starting
-                logger.warning("a worker could not be started: %s: %s", type(error).__name__, error)
+            await self._correct("a worker could not be started")
+
+    async def _correct(self, otherwise: str) -> None:
+        try:
+            await self._correct_state()
+        except Exception as error:  # noqa: BLE001  the boundary to Dask: anything may keep a worker from starting
+            logger.warning("%s: %s: %s", otherwise, type(error).__name__, error)
 
 
 def check_port(port: int) -> None:
     """ClusterError if the dashboard's port is taken; 0 means any free one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            raise ClusterError(
-                f"cluster.dashboard_port: port {port} on {LOOPBACK} is taken ({error.strerror}); "
-                "type cluster.dashboard_port=0 for any free port"
-            ) from error
-
-
-def page_port(port: int) -> int:
-    """``port`` if it is free, else 0 for any free one, with a warning."""
     try:
-        check_port(port)
-    except ClusterError as error:
-        logger.warning("%s; the page is at another port", str(error).partition("; ")[0])
-        return 0
-    return port
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError as error:
+        raise ClusterError(
+            f"cluster.dashboard_port: port {port} on {LOOPBACK} is taken ({error.strerror}); "
+            "type cluster.dashboard_port=0 for any free port"
+        ) from error
 
 
 def number_of_workers(config: RunConfig) -> dict[str, int]:
@@ -209,14 +190,15 @@ def most_workers(config: RunConfig) -> dict[str, int] | None:
 
 
 def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
-    """Resources of each worker by its name, ``ROLE-NUMBER``; ``number`` of each role, None:
+    """Resources of each worker by its name, ``ROLE-NUMBER``; ``number`` of each role, by default
     `number_of_workers`.
 
     The first rollout workers are the hybrid ones, and the first tool worker is the committer. A
     teacher has a worker of its own, ``teacher-0``; where jobs are of the three roles (``number``),
     and where it is a service, it is with the first tool worker.
     """
-    of_its_own, number, engines = number is None, number or number_of_workers(config), engine_resources(config)
+    teacher = "teacher-0" if number is None else "tool-0"
+    number, engines = number or number_of_workers(config), engine_resources(config)
     supplies = {
         "rollout": engines if config.cluster.engines else engines[:1] * number["rollout"],
         "train": [{keys.TRAIN: 1}] * number["train"],
@@ -231,7 +213,7 @@ def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None)
     if config.distil.service is not None and "tool-0" in workers:
         workers["tool-0"][keys.TEACHER] = config.services.named[config.distil.service].max_batch
     elif config.distil.teacher is not None:
-        workers.setdefault("teacher-0" if of_its_own else "tool-0", {})[keys.TEACHER] = 1
+        workers.setdefault(teacher, {})[keys.TEACHER] = 1
     return workers
 
 
@@ -243,7 +225,7 @@ def num_threads(resources: Mapping[str, int]) -> int:
 
 
 def engine_resources(config: RunConfig) -> list[dict[str, int]]:
-    """Resources of each rollout worker; those of `cluster.engines` describe their engine."""
+    """Resources of each rollout worker; with `cluster.engines` they describe its engine."""
     cluster, rollout = config.cluster, config.rollout
     found = []
     for group in cluster.engines:
@@ -276,14 +258,9 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
 
     With enough GPUs, every engine has as many of its own as its tensor-parallel degree, engines
     first, and every training worker and a teacher one. Tool workers with services that have a
-    model, among them a teacher, have one more together; where only that is missing, they share the
+    model, among them a teacher, have one more together; if only that is missing, they share the
     last training worker's. With fewer, workers share, except that each training worker of a group
-    has its own.
-
-    Raises
-    ------
-    ClusterError
-        There are fewer GPUs than training workers that form a group on GPUs.
+    has its own: ClusterError if there are fewer GPUs than those.
     """
     workers, on_cores = worker_resources(config, most_workers(config)), config.cluster.device == "cpu"
     wanted = {
@@ -291,12 +268,7 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
         for name, resources in workers.items()
         if resources.keys() & {keys.ROLLOUT, keys.TRAIN, keys.TEACHER} and keys.TOOL not in resources
     }
-    asked_by = (
-        keys.TOOL if service_models(config) else keys.TEACHER
-    )  # without services, a teacher of its own may be there
-    asked = [name for name, resources in workers.items() if keys.TOOL in resources and asked_by in resources]
     trainers, others = config.cluster.train_workers, sum(wanted.values())
-    place = place_of_services(num_gpus, others, on_cores=on_cores)
     if others > num_gpus:
         if not num_gpus or trainers == 1 or on_cores:
             return {}
@@ -308,8 +280,12 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
         return {f"train-{rank}": str(num_gpus - 1 - rank) for rank in range(trainers)}
     free = iter(range(num_gpus))
     found = {name: ",".join(str(next(free)) for _ in range(number)) for name, number in wanted.items()}
-    services_gpu = {Place.TOOLS: str(others), Place.TRAINING: found[f"train-{trainers - 1}"]}.get(place or Place.CORES)
-    return found | ({} if services_gpu is None else dict.fromkeys(asked, services_gpu))
+    place = place_of_services(num_gpus, others, on_cores=on_cores)
+    if place in (Place.TOOLS, Place.TRAINING):
+        gpu = str(others) if place is Place.TOOLS else found[f"train-{trainers - 1}"]
+        asked_by = keys.TOOL if service_models(config) else keys.TEACHER  # a teacher may be the only service
+        found |= {name: gpu for name, held in workers.items() if keys.TOOL in held and asked_by in held}
+    return found
 
 
 def preloads(process: str) -> list[str]:
@@ -327,12 +303,16 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
     users of the machine could. Workers write their errors to ``WORKER.log`` in the directory
     ``logs``, by default to the driver's standard error.
     """
-    port = page_port(config.cluster.dashboard_port)
+    port = config.cluster.dashboard_port
+    try:
+        check_port(port)
+    except ClusterError as error:
+        logger.warning("%s; the page is at another port", str(error).partition("; ")[0])
+        port = 0
     logging.getLogger("distributed").setLevel(logging.WARNING)  # it logs a line per connection and worker
     inherited = inherited_environment(config)
-    forked = fork_server.begin(config, inherited)
-    if forked:
-        fork_server.take_over()
+    if forked := begin_forking(config):
+        take_over()
     # Before the process is spawned: glibc and OpenMP read their variables once, when they are loaded.
     dask.config.set(
         {
@@ -342,41 +322,29 @@ def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
             page_names.SETTING: list(config.cluster.dashboard_names),
         }
     )
-    bindings = thread_bindings(config, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
+    bindings = thread_bindings(config, usable_cores())
     devices = device_bindings(config, this_machine().num_gpus)
     security = new_security()
-    spec: dict[str, Any] = {
-        name: {
-            "cls": Nanny,
-            "options": {
-                "nthreads": num_threads(resources),
-                "resources": resources,
-                "memory_limit": 0,
-                "host": LOOPBACK,
-                "protocol": "tls://",
-                "security": security,
-                "preload": [WORKER_START, *preloads("worker")],
-                "dashboard": False,
-                "env": (inherited if forked else {})
-                | ({LOG_VARIABLE: str(logs / f"{name}.log")} if logs is not None else {})
-                | ({"VLLM_CPU_OMP_THREADS_BIND": bindings[name]} if name in bindings else {})
-                | ({"CUDA_VISIBLE_DEVICES": devices[name]} if name in devices else {}),
-            },
+    common: dict[str, Any] = {"host": LOOPBACK, "protocol": "tls://", "security": security}
+    workers: dict[str, Any] = {}
+    for name, resources in worker_resources(config, most_workers(config)).items():
+        env = dict(inherited) if forked else {}
+        if logs is not None:
+            env[LOG_VARIABLE] = str(logs / f"{name}.log")
+        if name in bindings:
+            env["VLLM_CPU_OMP_THREADS_BIND"] = bindings[name]
+        if name in devices:
+            env["CUDA_VISIBLE_DEVICES"] = devices[name]
+        own = {
+            "nthreads": num_threads(resources),
+            "resources": resources,
+            "memory_limit": 0,
+            "preload": [WORKER_START, *preloads("worker")],
+            "dashboard": False,
+            "env": env,
         }
-        for name, resources in worker_resources(config, most_workers(config)).items()
-    }
-    reserve = split_off(spec, config.cluster.tool_workers)
-    scheduler = {
-        "cls": Scheduler,
-        "options": {
-            "host": LOOPBACK,
-            "protocol": "tls://",
-            "security": security,
-            "preload": preloads("scheduler"),
-            "dashboard_address": f"{LOOPBACK}:{port}",
-        },
-    }
+        workers[name] = {"cls": Nanny, "options": common | own}
+    page = {"preload": preloads("scheduler"), "dashboard_address": f"{LOOPBACK}:{port}"}
+    scheduler = {"cls": Scheduler, "options": common | page}
     least = config.cluster.tool_workers
-    return LocalWorkers(
-        reserve, least, workers=spec, scheduler=scheduler, security=security, name="libra", silence_logs=False
-    )
+    return LocalWorkers(least, workers, scheduler=scheduler, security=security, name="libra", silence_logs=False)

@@ -35,19 +35,18 @@ def check_names(pages: Application, *, shared: bool = False) -> None:
 
     ``shared``: the scheduler may have been started by another user, for other work.
     """
-    if getattr(pages, "libra_names", None) is not None:
+    if hasattr(pages, "libra_names"):
         return
     given: Iterable[str] | None = dask.config.get(SETTING, None)
     allowed, libra_only = frozenset(map(_plain, given or ())), shared and given is None
-    pages.libra_names = allowed  # type: ignore[attr-defined]
+    pages.libra_names = allowed
     find, machine = pages.find_handler, own_names()
 
     def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
-        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-        if libra_only and "libra" not in request.path.split("/"):
-            return find(request, **kwargs)
-        if (reason := refusal(host, origin, machine, allowed)) is not None:
-            return pages.get_handler_delegate(request, _Refused, {"reason": reason})
+        if not libra_only or "libra" in request.path.split("/"):
+            host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+            if (reason := refusal(host, origin, machine, allowed)) is not None:
+                return pages.get_handler_delegate(request, _Refused, {"reason": reason})
         return find(request, **kwargs)
 
     pages.find_handler = find_handler  # type: ignore[method-assign]
@@ -56,15 +55,16 @@ def check_names(pages: Application, *, shared: bool = False) -> None:
 def refusal(host: str, origin: str | None, machine: frozenset[str], allowed: frozenset[str]) -> str | None:
     """Why a request with these headers is refused; None if it is allowed.
 
-    ``machine``: names of this machine; ``allowed``: those that a user has added. Both in lower
+    ``machine``: names of this machine; ``allowed``: names that a user has added. Both in lower
     case.
     """
-    name = _hostname(f"//{host}")
-    if name is None or not (_is_address(name) or name.endswith(".localhost") or name in machine | allowed):
+    name, port = _place(f"//{host}")
+    if not name or not (_is_address(name) or name.endswith(".localhost") or name in machine | allowed):
         return f"Host {host!r} is not a name of this machine"
-    if origin is None:
+    if origin is None or (site := _place(origin))[0] in allowed - {""}:
         return None
-    if (site := _hostname(origin)) is not None and (_same_place(origin, host) or site in allowed):
+    default = {"http": 80, "https": 443}.get(origin.partition(":")[0])
+    if site[0] and (site[0], site[1] or default) == (name, port or default):
         return None
     return f"the page of {origin!r} is of another site"
 
@@ -75,23 +75,13 @@ def own_names() -> frozenset[str]:
     return frozenset(map(_plain, names))
 
 
-def _same_place(origin: str, host: str) -> bool:
-    """Whether a page was served at ``host``, a name with or without a port; the scheme's own port
-    may be left out."""
-    there, here = urlsplit(origin), urlsplit(f"{urlsplit(origin).scheme}://{host}")
-    default = {"http": 80, "https": 443}.get(there.scheme)
+def _place(url: str) -> tuple[str, int | None]:
+    """Name and port of a URL; "" without a name or with a wrong port."""
     try:
-        return (there.hostname, there.port or default) == (here.hostname, here.port or default)
-    except ValueError:  # no port
-        return False
-
-
-def _hostname(url: str) -> str | None:
-    try:
-        found = urlsplit(url).hostname
+        found = urlsplit(url)
+        return _plain(found.hostname or ""), found.port
     except ValueError:
-        return None
-    return _plain(found) if found else None
+        return "", None
 
 
 def _is_address(name: str) -> bool:
@@ -107,9 +97,6 @@ def _plain(name: str) -> str:
 
 
 class _Refused(RequestHandler):
-    def initialize(self, reason: str) -> None:
-        self.reason = reason
-
     def prepare(self) -> None:
         self.set_status(403)
         self.set_header("Content-Type", "text/plain; charset=utf-8")
@@ -117,3 +104,6 @@ class _Refused(RequestHandler):
             f"{self.reason}. To allow it, start the run or cluster with cluster.dashboard_names=[NAME], or a scheduler of your "
             f"own with {SETTING}: [NAME] in Dask's configuration.\n"
         )
+
+    def initialize(self, reason: str) -> None:
+        self.reason = reason

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import dask
+
 from libra import keys
 from libra.cluster.connection import present_workers
 from libra.cluster.settings import check_settings
@@ -30,54 +32,50 @@ NEEDED = {
 }
 """Meaning of each resource, and options of ``dask worker`` that supply it."""
 RETURN_WAIT_S = 30.0
-"""How long a run that starts waits for a worker that has just left: a nanny starts it again within
-seconds."""
+"""Seconds that a starting run waits for a worker that has just left: a nanny starts it again soon."""
 RETURN_LOOK_S = 0.5
 
 
 def resource_problems(
-    workers: Mapping[str, Mapping[str, Any]],
-    address: str,
-    *,
-    train_workers: int = 1,
-    hybrid_workers: int = 0,
+    workers: Mapping[str, Mapping[str, Any]], address: str, *, train_workers: int = 1, hybrid_workers: int = 0,
     teacher: bool = False,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Resources that the workers of a cluster lack, each with the line to type.
 
-    ``workers`` is what `libra.cluster.connection` gives: by address, with ``resources`` and
-    ``nthreads``. Training workers beyond ``train_workers`` wait to replace a lost one. ``teacher``:
-    one is needed.
+    ``workers``: `libra.cluster.connection.present_workers`. Training workers beyond
+    ``train_workers`` wait to replace a lost one. ``teacher``: one is needed.
     """
     problems = []
     for resource, (meaning, options) in NEEDED.items():
         supply = [float(w.get("resources", {}).get(resource, 0)) for w in workers.values()]
-        if resource == keys.TEACHER and not teacher:
-            continue
-        if resource == keys.HYBRID:
-            if (found := sum(units > 0 for units in supply)) < hybrid_workers:
+        total, holders = sum(supply), sum(units > 0 for units in supply)
+        start = f"dask worker {address} {options}"
+        match resource:
+            case keys.TEACHER if not teacher:
+                pass
+            case keys.HYBRID:
+                if holders < hybrid_workers:
+                    problems.append(
+                        f"{holders} workers supply HYBRID ({meaning}), cluster.hybrid_workers={hybrid_workers} are needed; "
+                        f"type for each that is missing: {start}"
+                    )
+            case _ if total <= 0:
+                problems.append(f"no worker supplies {resource} ({meaning}); type: {start}")
+            case keys.COMMIT if total != 1:
                 problems.append(
-                    f"{found} workers supply HYBRID ({meaning}), cluster.hybrid_workers={hybrid_workers} are needed; type for "
-                    f"each that is missing: dask worker {address} {options}"
+                    f"{total:g} units of COMMIT are supplied; exactly one process may write the store: "
+                    "give COMMIT=1 to one worker only"
                 )
-        elif sum(supply) <= 0:
-            problems.append(f"no worker supplies {resource} ({meaning}); type: dask worker {address} {options}")
-        elif resource == keys.COMMIT and sum(supply) != 1:
-            problems.append(
-                f"{sum(supply):g} units of COMMIT are supplied; exactly one process may write the store: "
-                "give COMMIT=1 to one worker only"
-            )
-        elif resource == keys.TRAIN and train_workers == 1 and sum(supply) != 1:
-            problems.append(
-                f"{sum(supply):g} units of TRAIN are supplied; training runs on one replica: give TRAIN=1 to one worker only, "
-                f"or type cluster.train_workers={sum(supply):g}"
-            )
-        elif resource == keys.TRAIN and (len([units for units in supply if units]) < train_workers or max(supply) > 1):
-            problems.append(
-                f"{sum(supply):g} units of TRAIN on {len([units for units in supply if units])} workers are supplied, "
-                f"cluster.train_workers={train_workers} are needed, one unit each; type for each that is missing: "
-                f"dask worker {address} {options}"
-            )
+            case keys.TRAIN if train_workers == 1 and total != 1:
+                problems.append(
+                    f"{total:g} units of TRAIN are supplied; training runs on one replica: give TRAIN=1 to one worker only, "
+                    f"or type cluster.train_workers={total:g}"
+                )
+            case keys.TRAIN if holders < train_workers or max(supply) > 1:
+                problems.append(
+                    f"{total:g} units of TRAIN on {holders} workers are supplied, cluster.train_workers={train_workers} are "
+                    f"needed, one unit each; type for each that is missing: {start}"
+                )
     for where, worker in workers.items():
         slots = max(float(worker.get("resources", {}).get(r, 0)) for r in (keys.ROLLOUT, keys.TOOL))
         if slots > worker.get("nthreads", 0):
@@ -90,17 +88,12 @@ def resource_problems(
 
 def engine_problems(workers: Mapping[str, Mapping[str, Any]], address: str, config: RunConfig) -> list[str]:
     """Differences between the rollout workers of a cluster and ``cluster.engines``, each with the
-    line to type.
-
-    None if ``cluster.engines`` is empty: then a run uses the engines that the cluster has.
-    """
+    line to type; none if ``cluster.engines`` is empty: a run uses the engines that the cluster has."""
     cluster, rollout = config.cluster, config.rollout
-    listed: Counter[tuple[int, int, int]] = Counter()
+    listed, found = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
     for group in cluster.engines:
         listed[group.tp, group.threads or cluster.threads or 0, group.slots or rollout.slots] += group.count
-    found: Counter[tuple[int, int, int]] = Counter()
-    for worker in workers.values():
-        has = worker.get("resources", {})
+    for has in (worker.get("resources", {}) for worker in workers.values()):
         if has.get(keys.ROLLOUT):
             threads = int(has.get(keys.THREADS, 0)) or cluster.threads or 0
             found[int(has.get(keys.TP, 0)) or rollout.tp, threads, int(has[keys.ROLLOUT])] += 1
@@ -131,25 +124,22 @@ def check_cluster(client: Client, config: RunConfig, *, wait_s: float = RETURN_W
     awaited for that long.
     """
     cluster, address = config.cluster, str(client.scheduler_info(n_workers=0)["address"])
-    began_s, said = time.monotonic(), False
+    until_s, said = time.monotonic() + wait_s, False
     while True:
-        left_s = wait_s - (time.monotonic() - began_s)
         # Before the workers: a worker that is back by then is among them.
         held, returning, in_force = client.run_on_scheduler(_seen_by_scheduler, config.run.name, wait_s)
         workers = present_workers(client)
         for worker in held.keys() & workers.keys():
-            workers[worker]["resources"] = {**workers[worker]["resources"], **held[worker]}
+            workers[worker]["resources"] |= held[worker]
         problems = resource_problems(
-            workers,
-            address,
-            train_workers=cluster.train_workers,
-            hybrid_workers=cluster.hybrid_workers,
+            workers, address, train_workers=cluster.train_workers, hybrid_workers=cluster.hybrid_workers,
             teacher=config.distil.teacher is not None,
-        )
+        )  # fmt: skip
         problems += engine_problems(workers, address, config)
         problems += [p.message for p in check_settings({"distributed": in_force}, "scheduler") if p.setting.breaks]
         if not problems:
             return
+        left_s = until_s - time.monotonic()
         if not returning or left_s <= 0:
             raise ClusterError("this cluster cannot run Libra:" + "".join(f"\n  {problem}" for problem in problems))
         if not said:
@@ -165,11 +155,8 @@ def _seen_by_scheduler(
     """On the scheduler: resources that workers will supply besides, by address; names of workers
     that left less than ``within_s`` ago; and Dask's settings.
 
-    Workers in setup, for another run or an earlier start of this one, will supply more, and so will
-    workers whose roles an earlier start of this run changed.
+    Workers in setup, and workers whose roles an earlier start of this run changed, will supply more.
     """
-    import dask
-
     settings: dict[str, Any] = dask.config.get("distributed")
     plugin: Any = dask_scheduler.plugins.get("libra")
     if plugin is None:

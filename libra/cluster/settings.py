@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import dask.config
+from dask.utils import key_split, parse_timedelta
+
 from libra.config import yaml_text
 from libra.config.yaml_text import one_line_yaml
 
@@ -24,16 +27,15 @@ Process = Literal["scheduler", "worker"]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One Dask setting: its dotted key, Libra's value, and the process that reads it ("worker"
-    includes the nanny).
+    """One Dask setting: the process that reads it ("worker" includes the nanny), its dotted key, Libra's value.
 
     ``breaks``: whether a run with another value hangs, fails or uses a wrong order; otherwise it is
     only slower or less robust. ``reason``: the effect of another value.
     """
 
+    process: Process
     key: str
     value: Any
-    process: Process
     breaks: bool
     reason: str
 
@@ -47,7 +49,7 @@ MIN_WORKER_TTL_S = 30.0
 """Minimum time-to-live: the scheduler counts a worker as dead if it does not answer for longer."""
 
 _SPILLS = "results are small; spilling them to disk would only hide a mistake"
-_TABLE: tuple[tuple[Process, str, Any, bool, str], ...] = (  # process that reads it, key, value, breaks, reason
+_TABLE: tuple[tuple[Process, str, Any, bool, str], ...] = (  # the fields of Setting; keys without their start
     ("scheduler", "work-stealing", False, True, "stealing moves quanta away from their KV cache, against their priority"),
     ("scheduler", "no-workers-timeout", None, True, "it fails parked tasks, which wait for a resource that no worker has"),
     ("scheduler", "worker-ttl", "120s", True, "a worker that is silent for longer, e.g. loading a model, counts as dead"),
@@ -67,8 +69,8 @@ _TABLE: tuple[tuple[Process, str, Any, bool, str], ...] = (  # process that read
 )  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = tuple(
-    Setting(f"distributed.{'' if key.startswith('admin.') else process + '.'}{key}", value, process, breaks, reason)
-    for process, key, value, breaks, reason in _TABLE
+    Setting(process, f"distributed.{'' if key.startswith('admin.') else process + '.'}{key}", *others)
+    for process, key, *others in _TABLE
 )
 
 DASK_SETTINGS: dict[str, Any] = {setting.key: setting.value for setting in SETTINGS}
@@ -96,24 +98,14 @@ class SettingProblem:
 
 
 def check_settings(in_force: Mapping[str, Any], process: Process) -> tuple[SettingProblem, ...]:
-    """Differences from `SETTINGS` in a process.
-
-    Parameters
-    ----------
-    in_force : mapping
-        Its configuration: ``dask.config.config`` there, or the value of ``dask.config.get("distributed")`` under that name.
-    process : "scheduler" or "worker"
-        Which settings matter there.
-    """
-    found = ((s, _lookup(in_force, s.key)) for s in SETTINGS if s.process == process)
+    """Differences from `SETTINGS` in a process, whose ``dask.config.config`` is ``in_force``."""
+    found = ((s, dask.config.get(s.key, "not set", config=in_force)) for s in SETTINGS if s.process == process)
     return tuple(SettingProblem(setting, got) for setting, got in found if not _fits(setting, got))
 
 
 def cluster_setting_problems(client: Client) -> tuple[SettingProblem, ...]:
     """Differences from `SETTINGS` in the scheduler and the workers a synchronous client is
     connected to, each once."""
-    import dask.config
-
     found = list(check_settings({"distributed": client.run_on_scheduler(dask.config.get, "distributed")}, "scheduler"))
     for in_force in client.run(dask.config.get, "distributed").values():
         found += [p for p in check_settings({"distributed": in_force}, "worker") if p not in found]
@@ -136,46 +128,28 @@ def settings_yaml(certificate: Path | None = None, key: Path | None = None) -> s
         }
         values |= {f"distributed.{process}.preload": [GUARD] for process in ("scheduler", "worker", "nanny")}
     tree: dict[str, Any] = {}
-    for dotted, value in values.items():
-        *sections, last = dotted.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[last] = value
+    dask.config.set(values, config=tree)
     head = f"# Dask as Libra needs it, for a scheduler and workers you start yourself: DASK_CONFIG={name}\n"
     return head + yaml_text.write(tree)
 
 
-def _lookup(tree: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key, whose parts may have '-' or '_'; "not set" where there is none."""
-    node: Any = tree
-    for part in key.split("."):
-        names = {name.replace("_", "-"): name for name in node} if isinstance(node, Mapping) else {}
-        if part not in names:
-            return "not set"
-        node = node[names[part]]
-    return node
-
-
 def _fits(setting: Setting, got: Any) -> bool:
-    if setting.key.endswith("worker-ttl"):
-        return got is None or _seconds(got) >= MIN_WORKER_TTL_S
-    if setting.key.endswith(".interval"):
-        return _seconds(got) >= _seconds(setting.value)
-    if setting.key.endswith("worker-saturation"):
-        return isinstance(got, int | float) and got <= 1.0
-    if setting.key.endswith("allowed-failures"):
-        return isinstance(got, int) and got >= setting.value
-    if setting.key.endswith("-length"):
-        return isinstance(got, int) and got <= setting.value
-    if setting.value is False:
-        return got is False
-    return bool(got == setting.value)
+    number = isinstance(got, int | float)
+    match setting.key.rpartition(".")[2]:
+        case "worker-ttl":
+            return got is None or _seconds(got) >= MIN_WORKER_TTL_S
+        case "interval":
+            return _seconds(got) >= _seconds(setting.value)
+        case "allowed-failures":
+            return number and got >= setting.value
+        case "worker-saturation":
+            return number and got <= setting.value
+        case name if name.endswith("-length"):
+            return number and got <= setting.value
+    return got is setting.value
 
 
 def _seconds(got: Any) -> float:
-    from dask.utils import parse_timedelta
-
     try:
         return float(parse_timedelta(got))
     except (ValueError, TypeError, KeyError):
@@ -188,7 +162,5 @@ def bound_key_cache() -> None:
 
     Each process keeps the last 100,000, 300 bytes each, of tasks that are long forgotten.
     """
-    from dask.utils import key_split
-
     if key_split.cache_info().currsize > KEPT_KEYS:
         key_split.cache_clear()

@@ -1,38 +1,48 @@
-"""A worker's process: its environment, and a preload that acts before it connects to the scheduler.
+"""A worker's process: its environment, the preload before it connects, its end before a time limit, and its stacks.
 
 A local worker writes errors to a file of the run and leaves Ctrl-C to the driver; standard output
-stays the terminal, for the prints of a user's own functions. The worker of a batch job takes no new
-tasks in the last ``DRAIN_S`` seconds before its time limit, and leaves after its last running task,
-or ``LEAVE_S`` before the limit.
+stays the terminal, for prints of a user's own functions. A worker whose event loop runs answers
+``libra_stacks`` itself. For a blocked one, Python's faulthandler writes its threads to a file in its
+local directory on SIGUSR1, which goes only to a process of this machine that has that file open.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import json
 import logging
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from libra.config import RunConfig
+from libra.cluster.hardware_inventory import may_have_gpu
+from libra.config import RunConfig, resolve_model
+from libra.errors import ModelError
+from libra.processes import fork_server
 from libra.processes.child_environment import loopback_direct
 
 if TYPE_CHECKING:
-    from distributed import Worker
+    from distributed import Scheduler, Worker
+    from distributed.scheduler import WorkerState
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 120.0
-LEAVE_S = 10.0
-"""Seconds before the time limit at which it leaves, even with running tasks."""
-_DRAINS: set[asyncio.Task[None]] = set()
-
-
+DRAIN_S, LEAVE_S = 120.0, 10.0
+"""Seconds before a batch job's time limit in which its worker takes no new tasks, and at which it leaves."""
+STACKS_FILE = "libra-stacks.txt"
+ANSWER_TIMEOUT_S = 2.0
+"""Seconds after which an event loop that does not answer counts as blocked."""
+SIGNAL_TIMEOUT_S = 1.0
+"""Seconds that faulthandler may take to write."""
 WORKER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -49,10 +59,22 @@ WORKER_ENVIRONMENT = {
 """Environment of every local worker process, set before torch is loaded; a variable of the driver
 with that name wins."""
 LOG_VARIABLE = "LIBRA_WORKER_LOG"
-"""The file for a worker's standard error: logs and tracebacks, its own and those of libraries. Not
-set: that of the driver."""
+"""The file for a worker's standard error; not set: the driver's standard error."""
+PRELOAD = (
+    "distributed.nanny",
+    "libra.worker.runtime",
+    "libra.graph.iteration",
+    "libra.train.replica",
+    "libra.rollout.transformers_engine",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.auto.modeling_auto",
+)
+"""Modules of workers, by name: this package must not know what its workers do."""
 HASH_SEED = "6640"
 """What Dask's nannies give workers that have none."""
+_drains: set[asyncio.Task[None]] = set()
+_dumps: dict[int, Any] = {}
+"""The open file of this process, by process id (a fork inherits it, and must open its own)."""
 
 
 def worker_environment(config: RunConfig) -> dict[str, str]:
@@ -69,30 +91,38 @@ def inherited_environment(config: RunConfig) -> dict[str, str]:
     return found | loopback_direct(found)
 
 
+def begin_forking(config: RunConfig) -> bool:
+    """Start importing the modules of local workers, which are forked from there; returns whether they can be.
+
+    Only with transformers' engine, and on a machine without a GPU.
+    """
+    if config.cluster.scheduler is not None or config.rollout.engine != "transformers" or may_have_gpu():
+        return False
+    model = []
+    try:
+        kind = json.loads((Path(resolve_model(config.model.path)) / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError, ModelError):  # named when the model is checked
+        kind = None
+    if isinstance(kind, str) and kind.isidentifier():
+        model = [f"transformers.models.{kind}.modeling_{kind}"]
+    return fork_server.begin([*PRELOAD, *model], inherited_environment(config))
+
+
 async def dask_setup(worker: Worker) -> None:
     """Called by Dask in the worker's process, before it connects to the scheduler."""
     end_s = end_of_job_s(os.environ)
     if end_s is not None:
         task = asyncio.ensure_future(leave_in_time(worker, end_s, DRAIN_S))
-        _DRAINS.add(task)
-        task.add_done_callback(_DRAINS.discard)
+        _drains.add(task)
+        task.add_done_callback(_drains.discard)
         return
     if path := os.environ.pop(LOG_VARIABLE, ""):
-        _errors_to(path)
+        with suppress(OSError):  # a full disk, which fails the run elsewhere
+            sys.stderr.flush()
+            fork_server.append_to(fork_server.STDERR, Path(path))
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _leave_to_the_driver)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _errors_to(path: str) -> None:
-    """Standard error to the end of a file, of this process and of those that it starts."""
-    try:
-        opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    except OSError:  # a full disk: what fails on that says so itself
-        return
-    sys.stderr.flush()
-    os.dup2(opened, 2)
-    os.close(opened)
 
 
 def _leave_to_the_driver(number: int, frame: FrameType | None) -> None:
@@ -107,7 +137,7 @@ def end_of_job_s(environment: Mapping[str, str]) -> float | None:
 
 
 async def leave_in_time(worker: Worker, end_s: float, drain_s: float) -> None:
-    """Wait, stop taking tasks, let those that run end, leave."""
+    """Wait until ``drain_s`` before ``end_s``, take no new tasks, and leave after the last running one."""
     from distributed.core import Status  # `libra run` reads this module before it needs Dask
 
     await asyncio.sleep(max(0.0, end_s - drain_s - time.time()))
@@ -119,3 +149,87 @@ async def leave_in_time(worker: Worker, end_s: float, drain_s: float) -> None:
     while worker.state.executing_count and time.time() < end_s - LEAVE_S:  # noqa: ASYNC110 (the worker's state has no event)
         await asyncio.sleep(0.2)
     await worker.close_gracefully(restart=False)
+
+
+# ---------------------------------------------------------------- stacks
+
+
+def install_stacks(worker: Worker) -> None:
+    """Let this worker answer requests for its stacks. A second call changes nothing."""
+    worker.handlers["libra_stacks"] = stacks
+    if os.getpid() in _dumps or not hasattr(faulthandler, "register"):
+        return
+    try:
+        file = (Path(worker.local_directory) / STACKS_FILE).open("w")
+    except OSError as error:
+        logger.info("a blocked event loop will leave no stacks, %s cannot be written: %s", STACKS_FILE, error)
+        return
+    chain = signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN)  # the default would kill
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=chain)
+    _dumps[os.getpid()] = file
+
+
+def stacks() -> str:
+    """All threads and asyncio tasks of this process; called on its event loop."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    ]
+    for task in sorted(asyncio.all_tasks(), key=asyncio.Task.get_name):
+        parts.append(f"Coroutine {task.get_name()}:\n{''.join(_awaited(task.get_coro()))}")
+    return "\n".join(parts)
+
+
+def _awaited(coroutine: Any) -> list[str]:
+    """Frames of a suspended coroutine, outermost first; ``Task.get_stack`` gives only the first."""
+    lines: list[str] = []
+    while coroutine is not None and len(lines) < 64:
+        kind = next((k for k in ("cr", "gi", "ag") if getattr(coroutine, f"{k}_frame", None) is not None), None)
+        if kind is None:
+            return [*lines, f"  waits for {coroutine!r:.200}\n"]
+        lines += traceback.format_list(traceback.extract_stack(getattr(coroutine, f"{kind}_frame"), limit=1))
+        coroutine = getattr(coroutine, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
+    return lines
+
+
+async def stacks_of(scheduler: Scheduler, ws: WorkerState) -> str:
+    """Stacks of a worker's process, requested by the scheduler; else why there are none."""
+    try:
+        answer: str = await asyncio.wait_for(scheduler.rpc(ws.address).libra_stacks(), ANSWER_TIMEOUT_S)
+        return f"(answered by the worker itself)\n{answer}"
+    except TimeoutError:
+        why = f"its event loop did not answer within {ANSWER_TIMEOUT_S:g} s"
+    except Exception as error:  # noqa: BLE001 - boundary to a process in an unknown state; the error is the finding
+        why = f"the request failed: {type(error).__name__}: {error}"
+    dump = Path(ws.local_directory) / STACKS_FILE
+    if not _holds_open(ws.pid, dump):
+        return f"({why}; process {ws.pid} is not on the scheduler's machine, or has no {STACKS_FILE})\n"
+    before = size = dump.stat().st_size
+    os.kill(ws.pid, signal.SIGUSR1)
+    until_s = time.monotonic() + SIGNAL_TIMEOUT_S
+    while time.monotonic() < until_s:
+        await asyncio.sleep(0.05)
+        last, size = size, dump.stat().st_size
+        if size == last > before:
+            break
+    if text := dump.read_bytes()[before:].decode(errors="replace"):
+        return f"({why}; written by faulthandler on SIGUSR1)\n{text}"
+    return f"({why}, nor did process {ws.pid} answer a signal: {_state(ws.pid)})\n"
+
+
+def _holds_open(pid: int, path: Path) -> bool:
+    """Whether a process of this machine has this file open, as far as /proc shows it."""
+    try:
+        return any(link.readlink() == path for link in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
+
+
+def _state(pid: int) -> str:
+    """The kernel's state of a process (proc(5)), in words."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "it has ended"
+    return f"it is stopped; kill -CONT {pid} continues it" if letter in "Tt" else f"state {letter} of proc(5)"

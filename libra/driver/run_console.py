@@ -35,9 +35,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from libra.cluster.fork_server import STDERR, redirected
 from libra.driver.start_records import STARTS_FILE
 from libra.errors import shell_path
+from libra.processes.fork_server import STDERR, redirected
 from libra.store.run_records import read_evaluations
 from libra.untrusted import shown
 

@@ -54,16 +54,6 @@ def own_children():
         return []
 
 
-def has_ended(child):
-    """Whether a child has ended. It is not reaped, so its pid and its group's stay its own; other
-    children are reaped."""
-    while True:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None or found.si_pid == child:
-            return found is not None
-        os.waitpid(found.si_pid, 0)
-
-
 def kill(pid, *, group=False):
     """Kill a child that has not been reaped, or its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -85,17 +75,6 @@ def end_children(within_s, child=0):
         time.sleep(0.001)
 
 
-def wake_pipe(*signals):
-    """A pipe that gets a byte for each of these signals, and for each child that ends."""
-    wake, write = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write)
-    for number in (signal.SIGCHLD, *signals):
-        signal.signal(number, lambda *_: None)
-    return wake
-
-
 def started(words):
     pid = os.fork()
     if pid == 0:
@@ -111,9 +90,23 @@ def started(words):
     return pid
 
 
+def has_ended(child):
+    """Whether a child has ended. It is not reaped, so its pid and its group's stay its own; other
+    children are reaped."""
+    while True:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None or found.si_pid == child:
+            return found is not None
+        os.waitpid(found.si_pid, 0)
+
+
 def keep(words):
     adopt()
-    wake = wake_pipe(*ENDS)
+    wake, write = os.pipe()  # a byte for each signal
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    for number in (signal.SIGCHLD, *ENDS):
+        signal.signal(number, lambda *_: None)
     program = started(words)
     os.close(1)  # readers see the program's end
     poll = select.poll()

@@ -16,7 +16,7 @@ from tornado.ioloop import PeriodicCallback
 
 from libra import facts, keys
 from libra.cluster.readiness import NEEDED
-from libra.cluster.worker_stacks import stacks_of
+from libra.cluster.worker_process import stacks_of
 from libra.policy.stall import Limits, Picture, RunningTask, Stall, Waiting, Watchdog
 from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import RunState

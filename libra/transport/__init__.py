@@ -1,6 +1,5 @@
 """Authenticated connections between the processes of a run, for batch rows, weights and gradients."""
 
-from libra.transport.channel import SILENCE_S, Address, Channel, accept, connect, new_secret
-from libra.transport.server import Server
+from libra.transport.channel import SILENCE_S, Address, Channel, Server, accept, connect, new_secret
 
 __all__ = ["SILENCE_S", "Address", "Channel", "Server", "accept", "connect", "new_secret"]

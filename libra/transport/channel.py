@@ -17,6 +17,10 @@ Invariants
    changed, repeated, left out or inserted is a TransportError.
 4. Bytes are sent from their own memory and received directly into their destination. The crc32 of
    ``checked`` bytes follows in a frame: it detects faults, not forgery. Nothing is encrypted.
+5. At most `MAX_UNPROVEN` connections of a server have not proven that they know the secret. One more
+   closes the oldest: silent connections cannot keep clients out. A flood of them leaves one warning.
+6. Accepting survives every error: without file descriptors (EMFILE, ENFILE) or threads it closes an
+   unproven connection, waits `RETRY_S` and continues. A handler's failure ends its own connection.
 """
 
 from __future__ import annotations
@@ -24,17 +28,22 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import socket
 import struct
+import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+import msgspec
+
 from libra.errors import TransportError
-from libra.seals import parsed_json
+
+logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 """Host and port."""
@@ -50,8 +59,12 @@ HANDSHAKE_S = 20.0
 """Limit of connecting and of both proofs together."""
 SILENCE_S = 30.0
 """Time without progress after which a peer in a transfer counts as dead."""
+MAX_UNPROVEN = 64
+RETRY_S = 0.1
+BACKLOG = 128
 _NONCE_BYTES = _MAC_BYTES = 32
 _LENGTH = struct.Struct("!I")
+_FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 
 def new_secret() -> str:
@@ -86,7 +99,7 @@ class Channel:
         start = bytearray(_LENGTH.size)
         if not (got := self._recv_all(memoryview(start))):
             return None
-        (length,) = _LENGTH.unpack(start)  # of which too few bytes may have come
+        (length,) = _LENGTH.unpack(start)  # too few of its bytes may have come
         if length > MAX_FRAME_BYTES:
             raise TransportError(f"a frame of {length} bytes is announced, allowed are {MAX_FRAME_BYTES}")
         frame = bytearray(length + _MAC_BYTES)
@@ -98,21 +111,16 @@ class Channel:
         self._received += 1
         self.received_bytes += len(start) + len(frame)
         try:
-            fields = parsed_json(text)
-        except ValueError as error:
-            raise TransportError(f"a frame is not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise TransportError(f"a frame is a JSON object, got {type(fields).__name__}")
-        return fields
+            return _FIELDS.decode(text)
+        except (ValueError, RecursionError) as error:
+            raise TransportError(f"a frame is a JSON object: {error}") from error
 
     def send_bytes(self, views: Sequence[memoryview], *, checked: bool = False) -> None:
         """Send all bytes of ``views``; with ``checked`` their crc32 follows in a frame."""
         crc = 0
         self.sent_bytes += sum(map(len, views))
         for window in _windows(views):
-            if checked:
-                for view in window:
-                    crc = zlib.crc32(view, crc)
+            crc = _crc32(window, crc) if checked else 0
             with _broken():
                 while window:
                     window = _after(window, self._socket.sendmsg(window))
@@ -131,15 +139,12 @@ class Channel:
                     if not got:
                         raise TransportError("the peer closed the connection during a transfer")
                     left = _after(left, got)
-            if checked:
-                for view in window:
-                    crc = zlib.crc32(view, crc)
+            crc = _crc32(window, crc) if checked else 0
         if checked and (sent := (self.recv_frame() or {}).get("crc32")) != crc:
             raise TransportError(f"bytes with crc32 {crc} arrived, sent were {sent}")
 
     def recv_some(self, view: memoryview) -> int:
-        """Receive into ``view`` and return the number of bytes: fewer than its size only at the connection's
-        end."""
+        """Receive into ``view``; returns the number of bytes, less than its size only at the connection's end."""
         if not (got := self._recv_all(view)):
             raise TransportError("the peer closed the connection during a transfer")
         return got
@@ -216,11 +221,9 @@ def _handshake(
                 connection.sendall(digest_of("client"))
             # From here on the kernel's deadlines: with one of Python's, no call can wait until all bytes have arrived.
             connection.settimeout(None)
-            if silence_s is not None:
-                seconds, fraction = divmod(silence_s, 1)
-                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                    value = struct.pack("ll", int(seconds), int(fraction * 1e6))
-                    connection.setsockopt(socket.SOL_SOCKET, option, value)
+            value = struct.pack("ll", *divmod(round((silence_s or 0) * 1e6), 10**6))  # 0: none
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, value)
     except TransportError:
         connection.close()
         raise
@@ -272,9 +275,111 @@ def _windows(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
         yield window
 
 
+def _crc32(window: Sequence[memoryview], crc: int) -> int:
+    for view in window:
+        crc = zlib.crc32(view, crc)
+    return crc
+
+
 def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
     for index, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[index + 1 :]]
         num_bytes -= len(view)
     return []
+
+
+class Server:
+    """Listens from a thread of its own until `close`; clients connect to ``address``. Port 0 is any free
+    one.
+
+    ``handle`` serves one channel in that connection's thread, which ends when it returns; it also gets
+    the client's host and port. Its TransportError, ValueError, LookupError and TypeError are logged.
+    """
+
+    def __init__(
+        self, handle: Callable[[Channel, str], None], *, secret: str, purpose: str, host: str, port: int = 0,
+        silence_s: float | None = SILENCE_S,
+    ) -> None:  # fmt: skip
+        self._handle, self._secret, self._purpose, self._silence_s = handle, secret, purpose, silence_s
+        self._listener = socket.create_server((host, port), backlog=BACKLOG)
+        self.address: Address = (host, self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._is_proven: dict[socket.socket, bool] = {}
+        self._refused = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name=f"libra-{purpose}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, and end all connections."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._thread.join()
+        self._listener.close()
+        with self._lock:
+            for connection in self._is_proven:
+                _shut_down(connection)
+
+    def _accept(self) -> None:
+        failing = False
+        while not self._closed.is_set():
+            try:
+                connection, (host, port) = self._listener.accept()
+                self._start(connection, f"{host}:{port}")
+                failing = False
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                if not failing and not self._closed.is_set():
+                    logger.warning("%s server: cannot accept connections: %s", self._purpose, error)
+                failing = True
+                with self._lock:
+                    self._shut_down_oldest()
+                self._closed.wait(RETRY_S)
+
+    def _start(self, connection: socket.socket, client: str) -> None:
+        with self._lock:
+            if list(self._is_proven.values()).count(False) >= MAX_UNPROVEN:
+                self._shut_down_oldest()
+            self._is_proven[connection] = False
+        name = f"libra-{self._purpose}-{client}"
+        try:
+            threading.Thread(target=self._serve, args=(connection, client), name=name, daemon=True).start()
+        except RuntimeError:
+            self._forget(connection)
+            raise
+
+    def _shut_down_oldest(self) -> None:
+        oldest = next((connection for connection, proven in self._is_proven.items() if not proven), None)
+        if oldest is not None:
+            del self._is_proven[oldest]
+            _shut_down(oldest)
+
+    def _serve(self, connection: socket.socket, client: str) -> None:
+        try:
+            channel = accept(connection, self._secret, purpose=self._purpose, silence_s=self._silence_s)
+            with self._lock:
+                if connection not in self._is_proven or self._closed.is_set():
+                    return
+                self._is_proven[connection] = True
+            self._handle(channel, client)
+        except (TransportError, ValueError, LookupError, TypeError) as error:
+            if self._closed.is_set():
+                return
+            with self._lock:
+                proven = self._is_proven.get(connection, False)
+                self._refused += not proven
+                log = logger.warning if proven or self._refused == 1 else logger.debug
+            log("%s server: the connection to %s ended: %s", self._purpose, client, error)
+        finally:
+            self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._is_proven.pop(connection, None)
+        connection.close()
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is down already
+        connection.shutdown(socket.SHUT_RDWR)

@@ -23,9 +23,9 @@ from distributed import Worker, get_worker
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from libra import keys
-from libra.cluster import worker_stacks
 from libra.cluster.device_lock import GpuTurns
 from libra.cluster.hardware_inventory import gpus_here, tool_gpus, tool_supply
+from libra.cluster.worker_process import install_stacks
 from libra.envs.action_process import ActionProcesses
 from libra.envs.asked_services import services_here
 from libra.envs.tool_calls import processes_for
@@ -118,7 +118,7 @@ class WorkerRuntime(WorkerPlugin):
 
     async def _build(self, worker: Worker) -> None:
         cheap_reschedule()
-        worker_stacks.install(worker)
+        install_stacks(worker)
         await self._build_context(worker)
         processes = await self._tool_processes(worker)
         supply = worker.state.total_resources

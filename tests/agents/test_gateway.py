@@ -15,7 +15,7 @@ anthropic = pytest.importorskip("anthropic", reason="type pip install anthropic"
 
 from gateway_place import CHAT, made, run, taken  # noqa: E402
 
-from libra.agents.connections import MAX_BODY_BYTES  # noqa: E402
+from libra.agents.gateway import MAX_BODY_BYTES  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)

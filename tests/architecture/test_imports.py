@@ -121,7 +121,7 @@ def test_every_module_follows_the_arrows(modules: dict[str, Path], imports_of: I
         ("libra.weights.store", "from libra.worker.run_spec import RunSpec"),
         ("libra.store.record_codec", "from libra.scheduler.queue import ParkedQueue"),
         ("libra.envs.tool", "if TYPE_CHECKING:\n    from libra.rollout import RolloutEngine"),
-        ("libra.transport.server", "from libra.worker.run_spec import RunSpec"),
+        ("libra.transport.channel", "from libra.worker.run_spec import RunSpec"),
         ("libra.types", "from libra.keys import make"),
         ("libra.driver.run_session", "from libra.cli.main import main"),
         ("libra.graph.iteration", "from libra.driver.run_session import Session"),

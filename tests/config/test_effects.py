@@ -120,7 +120,7 @@ def test_libra_simulate_reads_what_the_table_says(policy, drawn_from_traces, tmp
 
 
 def test_slurm_scripts_read_what_the_table_says(tmp_path):
-    from libra.cluster.slurm.jobs import scripts
+    from libra.cluster.slurm_jobs import scripts
 
     pytest.importorskip("dask_jobqueue")
     config = config_from_dict({})

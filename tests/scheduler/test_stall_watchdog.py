@@ -15,7 +15,7 @@ from distributed import Client, Nanny, Scheduler
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from libra import keys
-from libra.cluster import worker_stacks
+from libra.cluster import worker_process
 from libra.cluster.settings import DASK_SETTINGS
 from libra.scheduler import LibraPlugin, RunRegistration
 from libra.store.event_log import read_events
@@ -27,7 +27,7 @@ class Stacks(WorkerPlugin):
     """What `WorkerRuntime` does first."""
 
     def setup(self, worker):
-        worker_stacks.install(worker)
+        worker_process.install_stacks(worker)
 
 
 def quantum(blocks):
@@ -158,8 +158,8 @@ async def test_where_nothing_runs_the_line_says_which_worker_to_start(emulation,
 
 
 def test_a_signal_is_never_sent_to_a_process_that_does_not_hold_the_file_open(tmp_path):
-    (tmp_path / worker_stacks.FILE).touch()
-    assert not worker_stacks._holds_open(os.getpid(), tmp_path / worker_stacks.FILE)
-    with (tmp_path / worker_stacks.FILE).open():
-        assert worker_stacks._holds_open(os.getpid(), tmp_path / worker_stacks.FILE)
-    assert not worker_stacks._holds_open(2**22 + 1, tmp_path / worker_stacks.FILE)
+    (tmp_path / worker_process.STACKS_FILE).touch()
+    assert not worker_process._holds_open(os.getpid(), tmp_path / worker_process.STACKS_FILE)
+    with (tmp_path / worker_process.STACKS_FILE).open():
+        assert worker_process._holds_open(os.getpid(), tmp_path / worker_process.STACKS_FILE)
+    assert not worker_process._holds_open(2**22 + 1, tmp_path / worker_process.STACKS_FILE)

@@ -3,8 +3,7 @@
 import pytest
 
 from libra.cluster.local import number_of_workers, worker_resources
-from libra.cluster.slurm.jobs import scripts
-from libra.cluster.slurm.queue import lost
+from libra.cluster.slurm_jobs import lost, scripts
 from libra.config import config_from_dict
 from libra.config.sections import SlurmSection
 from libra.errors import ClusterError, ConfigError

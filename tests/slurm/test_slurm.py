@@ -16,7 +16,7 @@ from distributed.security import Security
 
 import single_node
 from libra.cluster.connection import Contact, connect, present_workers
-from libra.cluster.slurm.jobs import CONTACT_FILE
+from libra.cluster.slurm_jobs import CONTACT_FILE
 from libra.config import load_config
 from libra.errors import ClusterError
 

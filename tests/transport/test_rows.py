@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import row_sender
 
-from libra.transport import connect, memory_reads
+from libra.transport import connect
+from libra.transport import rows as transport_rows
 from libra.transport.rows import RowServer, fetch_rows
 
 SECRET = "known to the workers of one run"
@@ -50,7 +51,7 @@ def test_of_a_server_that_fails_nothing_arrives_and_its_error_is_named(start, fa
 @pytest.mark.live
 def test_a_neighbour_whose_memory_cannot_be_read_sends_it(start, monkeypatch):
     asked = []
-    monkeypatch.setattr(memory_reads, "can_read", lambda offer: bool(asked.append(offer["pid"])))
+    monkeypatch.setattr(transport_rows, "can_read", lambda offer: bool(asked.append(offer["pid"])))
     assert are_as_made(fetch_rows({start("0", "1"): ["1", "0"]}, SECRET).rows)
     assert len(asked) == 1
 
@@ -58,14 +59,14 @@ def test_a_neighbour_whose_memory_cannot_be_read_sends_it(start, monkeypatch):
 @pytest.mark.live
 def test_a_neighbour_that_is_somebody_else_is_not_read(start, monkeypatch):
     """A process id of another namespace, or memory that differs from the offer."""
-    seen, can_read = [], memory_reads.can_read
+    seen, can_read = [], transport_rows.can_read
 
     def wrong(offer):
         offer["probe"] = [offer["runs"][0][0], "00" * 32]
         seen.append(can_read(offer))
         return seen[-1]
 
-    monkeypatch.setattr(memory_reads, "can_read", wrong)
+    monkeypatch.setattr(transport_rows, "can_read", wrong)
     fetched = fetch_rows({start("0"): ["0"]}, SECRET)
     assert seen == [False]
     assert list(fetched.rows) == ["0"] and are_as_made(fetched.rows)

@@ -11,7 +11,7 @@ import pytest
 
 from libra.errors import TransportError
 from libra.transport import Server, connect
-from libra.transport import server as server_module
+from libra.transport import channel as channel_module
 
 SECRET = "known to the processes of one run"
 Serve = Callable[..., Server]
@@ -53,16 +53,16 @@ def test_silent_connections_cannot_keep_clients_out(serve):
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(socket.create_connection(server.address)) for _ in range(200)]
         check_serves(server.address)
-        assert all(map(ends, connections[: 200 - server_module.MAX_UNPROVEN])), "the oldest are closed"
-        assert threading.active_count() - others < server_module.MAX_UNPROVEN + 50
+        assert all(map(ends, connections[: 200 - channel_module.MAX_UNPROVEN])), "the oldest are closed"
+        assert threading.active_count() - others < channel_module.MAX_UNPROVEN + 50
         check_serves(server.address)
 
 
 def test_proven_connections_are_not_given_up_for_silent_ones(serve):
     server = serve()
-    channels = [proven(server.address) for _ in range(server_module.MAX_UNPROVEN + 10)]
+    channels = [proven(server.address) for _ in range(channel_module.MAX_UNPROVEN + 10)]
     with contextlib.ExitStack() as stack:
-        for _ in range(server_module.MAX_UNPROVEN + 10):
+        for _ in range(channel_module.MAX_UNPROVEN + 10):
             stack.enter_context(socket.create_connection(server.address))
         for n, channel in enumerate(channels):
             channel.send_frame(n=n)
@@ -75,7 +75,7 @@ def test_a_handler_that_fails_ends_its_own_connection(serve, caplog):
     server = serve()
     other = connect(server.address, SECRET, purpose="test")
     failing = connect(server.address, SECRET, purpose="test")
-    with caplog.at_level(logging.WARNING, "libra.transport.server"):
+    with caplog.at_level(logging.WARNING, "libra.transport.channel"):
         failing.send_frame(**{"raise": "no such request"})
         assert failing.recv_frame() is None
     assert "no such request" in caplog.text
@@ -115,7 +115,7 @@ class Announced(logging.Handler):
     def emit(self, record):
         print(record.getMessage(), flush=True)
 
-logging.getLogger("libra.transport.server").addHandler(Announced())
+logging.getLogger("libra.transport.channel").addHandler(Announced())
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, 4096))
 print(server.address[1], flush=True)
 sys.stdin.read()

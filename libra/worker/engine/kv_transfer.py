@@ -38,7 +38,7 @@ from libra.facts import HomeChanged
 from libra.rollout.engine import MovesKV
 from libra.rollout.kv_objects import KVObject
 from libra.transport import Address, Channel, Server, connect
-from libra.transport.memory_reads import machine, recv_views, send_views
+from libra.transport.rows import machine, recv_views, send_views
 from libra.types import TurnOutput, TurnRequest
 from libra.worker.context import WorkerContext
 from libra.worker.engine.verified_engine import Serving
