@@ -176,7 +176,6 @@ ENVIRONMENTS: dict[str, str] = {
     "python_tests": "libra.envs.python_tests:PythonTests",
     "jsonl": "libra.envs.function_environment:JsonLines",
     "reasoning_gym": "libra.envs.reasoning_gym:ReasoningGym",
-    "openenv": "libra.envs.replayed_games:OpenEnvClient",
 }
 
 

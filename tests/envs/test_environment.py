@@ -34,11 +34,7 @@ SANDBOXED = ("python_tests",)
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.live] * (name in SANDBOXED))
-        for name in sorted(ENVIRONMENTS)
-        if name != "openenv"  # its server has the prompts: test_openenv.py
-    ],
+    [pytest.param(name, marks=[pytest.mark.live] * (name in SANDBOXED)) for name in sorted(ENVIRONMENTS)],
 )
 def test_every_registered_name_makes_an_environment_whose_seed_counts(name, tmp_path, request):
     if name in SANDBOXED:
