@@ -170,13 +170,6 @@ class Tool:
         """Arguments without a default."""
         return tuple(self.schema["function"]["parameters"].get("required", ()))
 
-    @property
-    def usage(self) -> str:
-        """The shape of a valid call, e.g. ``{"name": "calculator", "arguments": {"expression":
-        ...}}``."""
-        arguments = ", ".join(f'"{name}": ...' for name in self.parameters)
-        return f'{{"name": "{self.name}", "arguments": {{{arguments}}}}}'
-
 
 def tool(
     function: Callable[..., Any],

@@ -232,7 +232,8 @@ REWARDS = {
     "verl": make_reward({"name": "gsm8k", "like": "verl"}),
     "math": make_reward("math"),
     "dapo_math": make_reward("dapo_math"),
-    "tags": make_reward(["tag_format", "tag_count"]),
+    "tags": make_reward("tag_format"),
+    "tag_count": make_reward("tag_count"),
 }
 
 
