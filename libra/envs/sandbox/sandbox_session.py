@@ -77,7 +77,6 @@ class Session:
         self._work: Path | None = None
         self._group = ControlGroup(())
         self._uid: tuple[int, socket.socket] | None = None
-        self._requests = self._answers = -1
         try:
             self._start()
         except BaseException:
@@ -107,15 +106,14 @@ class Session:
         """Kill all processes in it and delete its files."""
         process, self._process = self._process, None
         if process is not None:
-            for descriptor in (self._requests, self._answers):
-                os.close(descriptor)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             self._group.kill()
             process.wait()
-            if process.stderr is not None:
-                process.stderr.close()
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
         self._group.remove()
         self._group = ControlGroup(())
         if self._uid is not None:
@@ -126,42 +124,35 @@ class Session:
             _delete(work)
 
     def _start(self) -> None:
-        confined, limits = self.isolation == BUBBLEWRAP, self.limits
-        inside_requests, self._requests = os.pipe()
-        self._answers, inside_answers = os.pipe()
-        inside, filtered = [inside_requests, inside_answers], None
+        limits = self.limits
+        filtered = os.memfd_create("libra-filter") if self.isolation == BUBBLEWRAP else None
         try:
-            if confined:
-                filtered = os.memfd_create("libra-filter")
-                inside.append(filtered)
+            if filtered is not None:
                 os.pwrite(filtered, system_call_filter(), 0)
                 self._uid = reserve_uid()
             else:
                 self._work = Path(tempfile.mkdtemp(prefix="libra-sandbox-"))
             self._group = ControlGroup.make(limits.processes, 2 * limits.memory_bytes + limits.disk_bytes, limits.cpus)
-            uid = None if self._uid is None else self._uid[0]
-            words = command(limits, inside_requests, inside_answers, uid=uid, filtered=filtered)
+            words = command(limits, uid=None if self._uid is None else self._uid[0], filtered=filtered)
+            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
             self._process = _STARTER.submit(
-                subprocess.Popen, self._group.around(words), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE, cwd=self._work or "/", env={"PATH": os.environ.get("PATH", os.defpath)},
-                pass_fds=inside, start_new_session=True,
+                subprocess.Popen, self._group.around(words), bufsize=0, cwd=self._work or "/",
+                env={"PATH": os.environ.get("PATH", os.defpath)}, pass_fds=() if filtered is None else (filtered,),
+                start_new_session=True, **pipes,
             ).result()  # fmt: skip
         except OSError as error:
-            os.close(self._requests)
-            os.close(self._answers)
-            self.close()
             raise SandboxFailed(f"{self.isolation}: cannot be started: {error}") from error
         finally:
-            for descriptor in inside:
-                os.close(descriptor)
+            if filtered is not None:
+                os.close(filtered)
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
         ready = self._answer(time.monotonic() + START_S)
         if ready is None or not ready.get("ready"):
             self._process.kill()
-            said = self._process.stderr.read(2000).decode(errors="replace").strip() if self._process.stderr else ""
-            self.close()
-            raise SandboxFailed(
-                f"{self.isolation}: does not start: {said.splitlines()[-1] if said else 'it said nothing'}"
-            )
+            words = self._process.stderr.read(2000).decode(errors="replace").split("\n") if self._process.stderr else []
+            reason = next(filter(None, map(str.strip, reversed(words))), "without a message")
+            raise SandboxFailed(f"{self.isolation}: does not start: {reason}")
 
     def _ask(self, request: dict[str, Any], timeout_s: float, output_bytes: int, result_bytes: int) -> Finished:
         if self._process is None:
@@ -179,26 +170,23 @@ class Session:
         if "fault" in answer:
             self.close()
             raise SandboxFailed(f"{self.isolation}: {answer['fault']}")
-        output = _text(answer.get("output"))
-        result = _text(answer.get("result")) if request.get("call") else ""
-        code = answer.get("exit_code")
-        return Finished(code if isinstance(code, int) else None, output, result or None)
+        code, result = answer.get("exit_code"), _text(answer.get("result")) if request.get("call") else ""
+        return Finished(code if isinstance(code, int) else None, _text(answer.get("output")), result or None)
 
     def _send(self, data: bytes, deadline: float) -> bool:
-        os.set_blocking(self._requests, False)
-        view = memoryview(data)
+        assert self._process is not None
+        assert self._process.stdin is not None
+        descriptor, view = self._process.stdin.fileno(), memoryview(data)
         while view:
-            if not _ready(self._requests, select.POLLOUT, deadline):
+            if not _ready(descriptor, select.POLLOUT, deadline):
                 return False
-            view = view[os.write(self._requests, view) :]
+            view = view[os.write(descriptor, view) :]
         return True
 
     def _answer(self, deadline: float) -> dict[str, Any] | None:
         """The next answer; None if none comes before the deadline, or if it is malformed."""
         head = self._read(4, deadline)
-        if head is None:
-            return None
-        length = struct.unpack("!I", head)[0]
+        length = struct.unpack("!I", head)[0] if head is not None else MAX_ANSWER_BYTES + 1
         data = self._read(length, deadline) if length <= MAX_ANSWER_BYTES else None
         try:
             answer = json.loads(data) if data is not None else None
@@ -207,11 +195,13 @@ class Session:
         return answer if isinstance(answer, dict) else None
 
     def _read(self, count: int, deadline: float) -> bytes | None:
-        parts = bytearray()
+        assert self._process is not None
+        assert self._process.stdout is not None
+        descriptor, parts = self._process.stdout.fileno(), bytearray()
         while len(parts) < count:
-            if not _ready(self._answers, select.POLLIN, deadline):
-                return None
-            got = os.read(self._answers, min(65536, count - len(parts)))
+            got = b""
+            if _ready(descriptor, select.POLLIN, deadline):
+                got = os.read(descriptor, min(65536, count - len(parts)))
             if not got:
                 return None
             parts += got

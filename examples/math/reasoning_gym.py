@@ -48,7 +48,7 @@ _EXAMPLES = (
 
 
 class ReasoningGym(Environment):
-    """The environment registered as ``reasoning_gym``; needs the package reasoning-gym.
+    """Needs the package reasoning-gym. In a configuration: ``examples.math.reasoning_gym:ReasoningGym``.
 
     The reward is the dataset's ``score_answer``, 0 to 1. A hash of a question's text decides its
     split (1 in 8 is evaluation), so no run trains on a question that another holds out. Facts:
