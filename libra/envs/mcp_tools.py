@@ -243,20 +243,10 @@ def _tool(server: McpServer, offered: Any) -> Tool:
     async def call(**arguments: Any) -> str:
         return await server.call(offered.name, arguments)
 
-    schema = {"name": offered.name, "description": offered.description or "", "parameters": dict(offered.input_schema)}
-    # A checkable schema for every argument: JSON schema also allows ``true``, and a server may write nonsense.
-    parameters = schema["parameters"]
-    own, required = parameters.get("properties"), parameters.get("required")
-    arguments = {name: _checkable(each) for name, each in own.items()} if isinstance(own, Mapping) else {}
-    parameters["properties"] = arguments
-    parameters["required"] = [name for name in arguments if isinstance(required, list) and name in required]
+    # JSON schema also allows ``true`` for an argument.
+    given = dict(offered.input_schema)
+    given["properties"] = {
+        name: each if isinstance(each, Mapping) else {} for name, each in given.get("properties", {}).items()
+    }
+    schema = {"name": offered.name, "description": offered.description or "", "parameters": given}
     return Tool(offered.name, call, {"type": "function", "function": schema}, timeout_s=TIMEOUT_S)
-
-
-def _checkable(given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        return {}
-    kinds = given.get("type", "any")
-    known = isinstance(kinds, str) or (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds))
-    enum = isinstance(given.get("enum", []), list)
-    return {name: value for name, value in given.items() if (name != "type" or known) and (name != "enum" or enum)}

@@ -117,9 +117,7 @@ class EngineContract:
     # -- declared capacity (invariant 7) -----------------------------------------------------------------------------
 
     @served
-    async def test_it_declares_what_it_holds_and_the_seconds_of_its_own_passes(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_it_declares_its_kv_and_its_pass_times(self, engine: RolloutEngine, models: Models) -> None:
         """KV for a whole context at least, bytes that match its tokens, and the seconds of its own
         passes."""
         before, begun = engine.capacity(), engine.stats()
@@ -142,7 +140,7 @@ class EngineContract:
     # -- tokens and log-probabilities (invariants 1 and 2) -----------------------------------------------------------
 
     @served
-    async def test_greedy_tokens_are_those_of_transformers(self, engine: RolloutEngine, models: Models) -> None:
+    async def test_greedy_tokens_equal_transformers(self, engine: RolloutEngine, models: Models) -> None:
         requests = [ask(f"g{n}", length=1 + 17 * n, new=20, temperature=0.0) for n in range(6)]
         for request, output in zip(requests, await answers(engine, requests), strict=True):
             logits = models.logits(models.first, request.context_ids, output.token_ids).numpy()
@@ -153,18 +151,14 @@ class EngineContract:
             self.close_to(output.logprobs, models.logprobs(models.first, request.context_ids, output.token_ids))
 
     @served
-    async def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_recorded_logprobs_equal_transformers(self, engine: RolloutEngine, models: Models) -> None:
         requests = [ask(f"l{n}", new=30, seed=n, temperature=(1.0, 0.7)[n % 2]) for n in range(8)]
         for request, output in zip(requests, await answers(engine, requests), strict=True):
             expected = models.logprobs(models.first, request.context_ids, output.token_ids, request.temperature)
             self.close_to(output.logprobs, expected)
 
     @served
-    async def test_nucleus_sampling_keeps_the_likeliest_and_renormalises(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_nucleus_sampling_renormalises(self, engine: RolloutEngine, models: Models) -> None:
         request = ask("nucleus", new=40, seed=3, top_p=0.5)
         output = await engine.generate(request)
         logits = models.logits(models.first, request.context_ids, output.token_ids).numpy()
@@ -177,9 +171,7 @@ class EngineContract:
             assert abs(np.log(row[token] / row[kept].sum()) - logprob) <= 10 * self.tolerance
 
     @served
-    async def test_the_seed_decides_the_tokens_whoever_else_is_in_the_batch(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_the_seed_decides_the_tokens(self, engine: RolloutEngine, models: Models) -> None:
         requests = [ask(f"s{n}", new=16, seed=100 + n) for n in range(SLOTS)]
         together = [output.token_ids.tolist() for output in await answers(engine, requests)]
         assert together == [(await engine.generate(request)).token_ids.tolist() for request in requests]
@@ -196,7 +188,7 @@ class EngineContract:
         assert len(tokens) == 24
 
     @served
-    async def test_a_turn_in_parts_is_the_turn_in_one_piece(self, engine: RolloutEngine, models: Models) -> None:
+    async def test_a_turn_in_parts_is_the_whole_turn(self, engine: RolloutEngine, models: Models) -> None:
         """Greedy and sampled, alone and among others, with a stop id; only for engines that declare
         ``continues_turns``."""
         if not getattr(engine, "continues_turns", False):
@@ -230,7 +222,7 @@ class EngineContract:
     # -- slots and order (invariants 5 and 6) ------------------------------------------------------------------------
 
     @served
-    async def test_more_requests_than_slots_all_get_their_answer(self, engine: RolloutEngine, models: Models) -> None:
+    async def test_more_requests_than_slots_are_answered(self, engine: RolloutEngine, models: Models) -> None:
         before = engine.stats()
         requests = [ask(f"m{n}", length=3 + n % 9, new=2 + n % 5, seed=n) for n in range(5 * SLOTS)]
         outputs, after = await answers(engine, requests), engine.stats()
@@ -242,9 +234,7 @@ class EngineContract:
         assert used == sum(len(r.context_ids) for r in requests)
 
     @served
-    async def test_a_full_engine_starts_the_most_urgent_first_and_preempts_nobody(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_the_most_urgent_start_first(self, engine: RolloutEngine, models: Models) -> None:
         ended: list[str] = []
 
         async def one(name: str, priority: tuple[int, ...], new: int) -> None:
@@ -266,9 +256,7 @@ class EngineContract:
         assert ended[: len(names)] == ["a", "a2", "b", "b3", "c"]
 
     @served
-    async def test_abort_ends_a_running_request_with_what_it_has_and_leaves_no_slot(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_abort_ends_a_running_request(self, engine: RolloutEngine, models: Models) -> None:
         begun = engine.stats().generated_tokens
         task = asyncio.create_task(engine.generate(ask("gone", new=LONG)))
         await tokens_made(engine, 5, begun)
@@ -281,7 +269,7 @@ class EngineContract:
         assert [len(o.token_ids) for o in filled] == [3] * SLOTS
 
     @served
-    async def test_abort_of_a_waiting_request_gives_no_tokens(self, engine: RolloutEngine, models: Models) -> None:
+    async def test_abort_ends_a_waiting_request(self, engine: RolloutEngine, models: Models) -> None:
         await engine.pause()
         task = asyncio.create_task(engine.generate(ask("waiting")))
         await all_asked(engine)
@@ -292,9 +280,7 @@ class EngineContract:
         assert len(output.token_ids) == 0
 
     @served
-    async def test_cancelling_the_caller_aborts_its_request_and_no_later_one(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_cancelling_a_caller_aborts_its_request(self, engine: RolloutEngine, models: Models) -> None:
         begun = engine.stats().generated_tokens
         task = asyncio.create_task(engine.generate(ask("again", new=LONG)))
         await tokens_made(engine, 1, begun)
@@ -305,7 +291,7 @@ class EngineContract:
         assert len((await engine.generate(ask("again", new=3))).token_ids) == 3
 
     @served
-    async def test_what_cannot_be_served_is_said_at_once(self, engine: RolloutEngine, models: Models) -> None:
+    async def test_impossible_requests_are_refused(self, engine: RolloutEngine, models: Models) -> None:
         with pytest.raises(ContextOverflow, match=f"{MAX_CONTEXT_TOKENS}"):
             await engine.generate(ask("long", length=MAX_CONTEXT_TOKENS - 9, new=10))
         with pytest.raises(EngineError, match="the model knows"):
@@ -320,9 +306,7 @@ class EngineContract:
         assert (len((await first).token_ids), len(full.token_ids)) == (2, 10)
 
     @served
-    async def test_a_paused_engine_takes_no_step_and_goes_on_where_it_was(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_a_paused_engine_takes_no_step(self, engine: RolloutEngine, models: Models) -> None:
         straight = await engine.generate(ask("p", new=LONG, seed=4))
         begun = engine.stats().generated_tokens
         task = asyncio.create_task(engine.generate(ask("p", new=LONG, seed=4)))
@@ -339,9 +323,7 @@ class EngineContract:
     # -- weights (invariants 3 and 4) --------------------------------------------------------------------------------
 
     @served
-    async def test_weights_loaded_in_flight_serve_exactly_the_tokens_after_them(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_weights_are_loaded_in_flight(self, engine: RolloutEngine, models: Models) -> None:
         old, begun = engine.version, engine.stats().generated_tokens
         requests = [ask(f"v{n}", new=LONG, seed=n) for n in range(2)]
         tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
@@ -364,9 +346,7 @@ class EngineContract:
             assert (output.kv_versions == output.weight_versions).all()
 
     @served
-    async def test_a_later_turn_reuses_its_prefix_but_never_that_of_older_weights(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_a_later_turn_reuses_its_prefix(self, engine: RolloutEngine, models: Models) -> None:
         old = engine.version
         first = await engine.generate(ask("turns", length=100, new=30, seed=1))
         context = np.concatenate([ask("turns", length=100).context_ids, first.token_ids, np.arange(5)])
@@ -381,9 +361,7 @@ class EngineContract:
         assert other.kv_versions.tolist() == other.weight_versions.tolist() == [old + 1] * 10
 
     @served
-    async def test_weights_that_do_not_fit_leave_the_old_version_in_service(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_wrong_weights_leave_the_old_version(self, engine: RolloutEngine, models: Models) -> None:
         old, before = engine.version, await engine.generate(ask("keep", seed=1))
         with pytest.raises(WeightsError, match="shape"):
             await engine.load_version(old + 1, models.other)
@@ -395,9 +373,7 @@ class EngineContract:
         assert after.weight_versions.tolist() == [old] * 8
 
     @served
-    async def test_probes_tell_of_the_weights_really_served_and_run_while_paused(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_probes_tell_the_weights_served(self, engine: RolloutEngine, models: Models) -> None:
         begun = engine.stats().generated_tokens
         task = asyncio.create_task(engine.generate(ask("held", new=LONG, seed=6)))
         await tokens_made(engine, 3, begun)
@@ -419,18 +395,14 @@ class EngineContract:
     # -- lifecycle ---------------------------------------------------------------------------------------------------
 
     @served
-    async def test_callers_of_several_event_loops_are_each_answered_in_their_own(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_callers_have_their_own_event_loops(self, engine: RolloutEngine, models: Models) -> None:
         others = [ask(f"o{n}", new=4) for n in range(5)]
         there = asyncio.to_thread(lambda: asyncio.run(answers(engine, others)))
         outputs, mine = await asyncio.gather(there, engine.generate(ask("mine", new=4)))
         assert [len(output.token_ids) for output in (*outputs, mine)] == [4] * 6
 
     @served
-    async def test_a_killed_engine_process_fails_what_it_had_and_is_replaced(
-        self, engine: RolloutEngine, models: Models
-    ) -> None:
+    async def test_a_killed_engine_process_is_replaced(self, engine: RolloutEngine, models: Models) -> None:
         pids = list(getattr(engine, "process_ids", []))
         if not pids:
             pytest.skip("this engine has no process of its own")

@@ -1,22 +1,5 @@
 """Reward functions in the form of Libra, TRL or verifiers, recognised by their parameters and
-called like in their library.
-
-Three forms
------------
-libra
-    ``reward(completion, ...)`` takes any of prompt, completion (text of the last turn), episode and
-    columns by name, and returns one number.
-trl
-    ``reward(prompts, completions, completion_ids, **columns)`` of TRL's GRPOTrainer (1.16):
-    arguments and result are lists with one entry per completion, where None does not apply.
-    Recognised by ``completions``.
-verifiers
-    ``reward(prompt, completion, answer, state, info, task)`` of verifiers' rubrics takes messages
-    and returns one number. Recognised by a parameter ``state``, ``info`` or ``task`` that is not a
-    column and has no default, by ``completion`` annotated as messages or a list, or by the mark of
-    ``@vf.reward`` (0.4.0), whose weight counts.
-
-All may be ``async``. Ambiguous parameters are an error that names ``form``.
+called like in their library (docs/rewards.md).
 
 Unlike in TRL, a function gets one completion per call, because groups are graded as they finish;
 ``completion_ids`` has generated tokens alone; there is no ``trainer_state`` and no
