@@ -1,6 +1,6 @@
 """Train a real pretrained model on problems of reasoning-gym, with a calculator as its tool, through vLLM.
 
-On two cores: SmolLM2-135M, two iterations in some minutes (configs/math_tools.yaml). On GPUs the same with Qwen3-4B::
+On two cores: SmolLM2-135M, two iterations in some minutes (examples/math_tools.yaml). On GPUs the same with Qwen3-4B::
 
     python workflows/math_tools.py                                    # prepares the model if it is not there yet
     python workflows/math_tools.py --engine transformers run.iterations=40 evaluation.prompts=32
@@ -25,7 +25,7 @@ from libra.config.model_paths import PREPARED_MODELS, prepared_dir
 from libra.config.yaml_text import read_value
 from libra.errors import LibraError
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "math_tools.yaml"
+CONFIG = Path(__file__).resolve().parent.parent / "examples" / "math_tools.yaml"
 INSTALL_VLLM = "pip install -e '.[vllm]' on a machine with a GPU, else make setup-vllm"
 
 

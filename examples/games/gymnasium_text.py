@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libra.envs.replayed_games import Observed, ReplayedGame
+from examples.games.replayed_game import Observed, ReplayedGame
 from libra.errors import ConfigError, pip_install
 from libra.untrusted import error_text
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from libra.envs.replayed_games import Observed, ReplayedGame
+from examples.games.replayed_game import Observed, ReplayedGame
 from libra.errors import ConfigError, pip_install
 from libra.untrusted import error_text
 

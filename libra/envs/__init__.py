@@ -13,27 +13,7 @@ from libra.envs.tool_call_formats import TOOL_FORMATS, parse_hermes, parse_qwen3
 from libra.envs.tool_calls import hung_threads, run_action
 
 __all__ = [
-    "ENVIRONMENTS",
-    "REWARDS",
-    "TOOL_FORMATS",
-    "Environment",
-    "FunctionEnvironment",
-    "SessionKind",
-    "StateCopy",
-    "Tool",
-    "begin_state",
-    "check_state",
-    "decode_state",
-    "has_state",
-    "has_steps",
-    "hung_threads",
-    "make_environment",
-    "make_reward",
-    "parse_hermes",
-    "parse_qwen3_coder",
-    "run_action",
-    "run_grader",
-    "run_step",
-    "session",
-    "tool",
-]
+    "ENVIRONMENTS", "REWARDS", "TOOL_FORMATS", "Environment", "FunctionEnvironment", "SessionKind", "StateCopy", "Tool",
+    "begin_state", "check_state", "decode_state", "has_state", "has_steps", "hung_threads", "make_environment", "make_reward",
+    "parse_hermes", "parse_qwen3_coder", "run_action", "run_grader", "run_step", "session", "tool",
+]  # fmt: skip

@@ -145,6 +145,7 @@ class ActionProcesses:
         self._starter: socket.socket | None = None
         self._pid = 0
         self._lock = threading.Lock()
+        self._ending: set[asyncio.Task[None]] = set()
 
     def begin(self) -> None:
         """Fork the starter before the first call."""
@@ -169,97 +170,85 @@ class ActionProcesses:
         `ToolFault` if no process could start, or if it died, exceeded its memory, or wrote
         something unreadable, or if the call got no GPUs for `GPU_WAIT_S`.
         """
-        if not bounds.gpus or self._gpus is None:
-            return await self._run(tool, arguments, timeout_s, bounds, ())
-        held = await self._gpus.taken(bounds.gpus, f"tool {tool}", GPU_WAIT_S)
-        try:
-            return await self._run(tool, arguments, timeout_s, bounds, held.entries)
-        finally:
-            held.release()
-
-    async def _run(
-        self, tool: str, arguments: Mapping[str, Any], timeout_s: float, bounds: Bounds, gpus: Sequence[str]
-    ) -> Ran | None:
-        cores = self.cores.take(bounds.cores)
-        group: ControlGroup | None = None
-        try:
-            group = self._group(bounds, len(cores))
-            limit = bounds.memory_bytes if group is None else 0
-            groups = [str(place / "cgroup.procs") for place in (group.places if group is not None else ())]
-            request = pickle.dumps((tool, dict(arguments), cores, limit, groups, gpus))
+        with contextlib.ExitStack() as stack:
+            gpus: tuple[str, ...] = ()
+            if bounds.gpus and self._gpus is not None:
+                held = await self._gpus.taken(bounds.gpus, f"tool {tool}", GPU_WAIT_S)
+                stack.callback(held.release)
+                gpus = held.entries
+            cores = self.cores.take(bounds.cores)
+            stack.callback(self.cores.give_back, cores)
+            group = ControlGroup(())
+            if bounds.memory_bytes:
+                group = ControlGroup.make(PROCESSES, bounds.memory_bytes, len(cores) or len(self.cores.all))
+                if group.places:
+                    stack.callback(asyncio.get_running_loop().run_in_executor, None, _end, group)
+            groups = [str(place / "cgroup.procs") for place in group.places]
+            rlimit = 0 if groups else bounds.memory_bytes
+            request = pickle.dumps((tool, dict(arguments), cores, rlimit, groups, gpus))
             return await self._called(tool, request, timeout_s, bounds, group)
-        finally:
-            if group is not None:
-                asyncio.get_running_loop().run_in_executor(None, _end, group)
-            self.cores.give_back(cores)
 
     async def _called(
-        self, tool: str, request: bytes, timeout_s: float, bounds: Bounds, group: ControlGroup | None
+        self, tool: str, request: bytes, timeout_s: float, bounds: Bounds, group: ControlGroup
     ) -> Ran | None:
-        conn, loop = self._handed_over(tool), asyncio.get_running_loop()
-        starter, begun = self._pid, loop.create_task(_begin(conn, request))
+        memory = f"its {bounds.memory_bytes / 2**30:g} GiB of memory"
+        over = ToolFault(f"tool {tool}: killed: it took more than {memory}")
+        not_started = f"tool {tool}: no process could be started for its call"
+        try:
+            conn = self._handed_over()
+        except OSError as error:
+            raise ToolFault(f"{not_started}: {error.strerror or error}") from error
+        starter, begun = self._pid, asyncio.ensure_future(_begin(conn, request))
         try:
             if not (await asyncio.wait({begun}, timeout=BEGIN_S))[0]:
                 if self._pid == starter:
                     self.close()
                 raise ToolFault(f"tool {tool}: no process began its call within {BEGIN_S:g} s")
-            begun.result()
+            call = begun.result()
             async with asyncio.timeout(timeout_s):
-                (size,) = LENGTH.unpack(await _exactly(loop, conn, LENGTH.size))
+                (size,) = LENGTH.unpack(await call.reader.readexactly(LENGTH.size))
                 if size > MOST_BYTES:
                     raise ToolFault(f"tool {tool}: it returned {size} bytes; return at most {MOST_BYTES}")
-                ran = _read(tool, await _exactly(loop, conn, size))
+                ran = _read(tool, await call.reader.readexactly(size))
             if ran.error == "MemoryError" and bounds.memory_bytes:
-                raise _over(tool, bounds)
+                raise over
             return ran
         except TimeoutError:
             return None
         except (EOFError, ConnectionError) as error:
             if begun.exception() is not None:
-                raise _not_started(tool) from error
-            if group is not None and _killed_for_memory(group):
-                raise _over(tool, bounds) from error
-            maybe = f"; it may have taken more than its {_gib(bounds)} of memory" if bounds.memory_bytes else ""
+                raise ToolFault(not_started) from error
+            if _killed_for_memory(group):
+                raise over from error
+            maybe = f"; it may have taken more than {memory}" if bounds.memory_bytes else ""
             raise ToolFault(f"tool {tool}: its process died{maybe}") from error
         finally:
-            if bounds.gpus:
-                await _gone(begun, conn)
-            elif begun.done():
-                _kill(begun, conn)
-            else:  # cut off before its pid is known
-                begun.add_done_callback(lambda task: _kill(task, conn))
-
-    def _handed_over(self, tool: str) -> socket.socket:
-        """This end of a new call's socket; `ToolFault` if the machine has no process or descriptor
-        left."""
-        try:
-            mine, theirs = socket.socketpair()
-            with theirs:
+            ending = asyncio.ensure_future(_killed(begun))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            if bounds.gpus:  # its process must have freed them, even if this call is cancelled
                 try:
-                    self._hand_over(theirs)
-                    mine.setblocking(False)
-                except BaseException:
-                    mine.close()
+                    await asyncio.shield(ending)
+                except asyncio.CancelledError:
+                    await ending
                     raise
-        except OSError as error:
-            raise _not_started(tool, f": {error.strerror or error}") from error
+
+    def _handed_over(self) -> socket.socket:
+        """This end of a new call's socket; the other one goes to the starter, or to a new one if
+        that was killed."""
+        mine, theirs = socket.socketpair()
+        try:
+            with theirs, self._lock:
+                try:
+                    socket.send_fds(self._started(), [b"x"], [theirs.fileno()])
+                except OSError:
+                    logger.warning("the process that starts calls of tools has ended; another one is started")
+                    self.close()
+                    socket.send_fds(self._started(), [b"x"], [theirs.fileno()])
+        except BaseException:
+            mine.close()
+            raise
         return mine
-
-    def _hand_over(self, theirs: socket.socket) -> None:
-        """Give a call's socket to the starter, or to a new one if that was killed."""
-        with self._lock:
-            try:
-                socket.send_fds(self._started(), [b"x"], [theirs.fileno()])
-            except OSError:
-                logger.warning("the process that starts calls of tools has ended; another one is started")
-                self.close()
-                socket.send_fds(self._started(), [b"x"], [theirs.fileno()])
-
-    def _group(self, bounds: Bounds, cores: int) -> ControlGroup | None:
-        if not bounds.memory_bytes or not can_make_groups():
-            return None
-        group = ControlGroup.make(PROCESSES, bounds.memory_bytes, cores or len(self.cores.all))
-        return group if group.places else None
 
     def _started(self) -> socket.socket:
         if self._starter is None:
@@ -273,66 +262,52 @@ class ActionProcesses:
         return self._starter
 
 
-def _gib(bounds: Bounds) -> str:
-    return f"{bounds.memory_bytes / 2**30:g} GiB"
+class _Begun(NamedTuple):
+    """A call whose process, the leader of a group, has its request."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    pid: int
 
 
-def _over(tool: str, bounds: Bounds) -> ToolFault:
-    return ToolFault(f"tool {tool}: killed: it took more than its {_gib(bounds)} of memory")
-
-
-def _not_started(tool: str, why: str = "") -> ToolFault:
-    return ToolFault(f"tool {tool}: no process could be started for its call{why}")
-
-
-def _read(tool: str, data: bytearray) -> Ran:
-    """The message of a call's process; `ToolFault` if it is malformed."""
+async def _begin(conn: socket.socket, request: bytes) -> _Begun:
+    reader, writer = await asyncio.open_connection(sock=conn)
     try:
-        said = parsed_json(bytes(data))
-        after_s = None if said["refused"] is None else said["refused"][0]
-        told = None if said["refused"] is None else Refused(None if after_s is None else float(after_s))
-        text, error, ran_s = str(said["text"]), storable(str(said["error"])), float(said["ran_s"])
-        if not 0 <= ran_s < math.inf:
-            raise ValueError(f"it ran for {ran_s} s")
-        return Ran(text, error, bool(said["fault"]), ran_s, told)
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise ToolFault(f"tool {tool}: what its process said cannot be read ({error_text(error)})") from error
-
-
-async def _begin(conn: socket.socket, request: bytes) -> int:
-    """Send a request; returns the pid of its process, which leads a group."""
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(conn, LENGTH.pack(len(request)) + request)
-    return int(LENGTH.unpack(await _exactly(loop, conn, LENGTH.size))[0])
-
-
-def _kill(begun: asyncio.Task[int], conn: socket.socket) -> None:
-    """Kill the group of a call."""
-    conn.close()
-    if not begun.cancelled() and begun.exception() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(begun.result(), signal.SIGKILL)
-
-
-async def _gone(begun: asyncio.Task[int], conn: socket.socket) -> None:
-    """Kill the group of a call, and wait until its process has freed its GPUs, even if this call is
-    cancelled."""
-    ended = asyncio.ensure_future(_killed(begun, conn))
-    try:
-        await asyncio.shield(ended)
-    except asyncio.CancelledError:
-        await ended
+        writer.write(LENGTH.pack(len(request)) + request)
+        return _Begun(reader, writer, int(LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]))
+    except BaseException:
+        writer.close()
         raise
 
 
-async def _killed(begun: asyncio.Task[int], conn: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    with contextlib.suppress(EOFError, OSError, TimeoutError), conn:
-        async with asyncio.timeout(KILLED_S):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(await begun, signal.SIGKILL)
-            while await loop.sock_recv(conn, 1 << 16):
-                pass
+async def _killed(begun: asyncio.Future[_Begun]) -> None:
+    """Kill the group of a call, once its pid is known, and wait for its leader's end."""
+    with contextlib.suppress(EOFError, OSError, TimeoutError):
+        call = await begun
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(call.pid, signal.SIGKILL)
+        try:
+            async with asyncio.timeout(KILLED_S):
+                while await call.reader.read(1 << 16):
+                    pass
+        finally:
+            call.writer.close()
+
+
+def _read(tool: str, data: bytes) -> Ran:
+    """The message of a call's process; `ToolFault` if it is malformed."""
+    try:
+        told = parsed_json(data)
+        refusal = None
+        if told["refused"] is not None:
+            (after_s,) = told["refused"]
+            refusal = Refused(None if after_s is None else float(after_s))
+        ran = Ran(str(told["text"]), storable(str(told["error"])), bool(told["fault"]), float(told["ran_s"]), refusal)
+        if not 0 <= ran.ran_s < math.inf:
+            raise ValueError(f"it ran for {ran.ran_s} s")
+        return ran
+    except (ValueError, TypeError, KeyError) as error:
+        raise ToolFault(f"tool {tool}: the message of its process cannot be read ({error_text(error)})") from error
 
 
 def _end(group: ControlGroup) -> None:
@@ -341,23 +316,12 @@ def _end(group: ControlGroup) -> None:
 
 
 def _killed_for_memory(group: ControlGroup) -> bool:
-    for place in group.places:
-        for file in ("memory.events", "memory.oom_control"):
-            with contextlib.suppress(OSError):
-                words = Path(place / file).read_text().split()
-                if "oom_kill" in words and words[words.index("oom_kill") + 1] != "0":
-                    return True
+    for path in (place / file for place in group.places for file in ("memory.events", "memory.oom_control")):
+        with contextlib.suppress(OSError):
+            words = path.read_text().split()
+            if "oom_kill" in words and words[words.index("oom_kill") + 1] != "0":
+                return True
     return False
-
-
-async def _exactly(loop: asyncio.AbstractEventLoop, conn: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, at = memoryview(data), 0
-    while at < size:
-        if not (count := await loop.sock_recv_into(conn, view[at:])):
-            raise EOFError
-        at += count
-    return data
 
 
 def _start_calls(
@@ -407,8 +371,8 @@ def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_t
             _bind(cores, memory_bytes, groups)
             if gpus:
                 os.environ[GPUS_VARIABLE] = ",".join(gpus)
-            said = json.dumps(_outcome(functions[tool], arguments, to_text)).encode()
-            file.write(LENGTH.pack(len(said)) + said)
+            message = json.dumps(_outcome(functions[tool], arguments, to_text)).encode()
+            file.write(LENGTH.pack(len(message)) + message)
             file.flush()
     finally:
         os._exit(0)
@@ -435,25 +399,24 @@ def _bind(cores: Sequence[int], memory_bytes: int, groups: Sequence[str]) -> Non
         resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
-
-
 def _outcome(
     function: Callable[..., Any], arguments: Mapping[str, Any], to_text: Callable[[Any], str]
 ) -> dict[str, Any]:
+    async def awaited(value: Awaitable[Any]) -> Any:
+        return await value
+
     started_s = time.perf_counter()
-    text, error, fault, told = "", "", False, None
+    text, error, fault, refusal = "", "", False, None
     try:
         value = function(**arguments)
-        text = to_text(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+        text = to_text(asyncio.run(awaited(value)) if inspect.isawaitable(value) else value)
     except BaseException as raised:  # noqa: BLE001 boundary: the process is the call's own, so even an exit is only data
-        error, fault, told = type(raised).__name__, isinstance(raised, ToolFault), refused(raised, time.time())
+        error, fault, refusal = type(raised).__name__, isinstance(raised, ToolFault), refused(raised, time.time())
         try:
             text = str(raised)
         except BaseException:  # noqa: BLE001 its text is the tool's code, too
             text = "an error without a text"
-    api_said = None if told is None else [told.retry_after_s]
+    after_s = None if refusal is None else [refusal.retry_after_s]
     return {
-        "text": text, "error": error, "fault": fault, "refused": api_said, "ran_s": time.perf_counter() - started_s,
+        "text": text, "error": error, "fault": fault, "refused": after_s, "ran_s": time.perf_counter() - started_s,
     }  # fmt: skip

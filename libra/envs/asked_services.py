@@ -98,20 +98,20 @@ async def ask_async(service: str, given: Any) -> Any:
 
 
 def _asker(service: str) -> Asker:
-    asker = _ASKER.get() or (_HERE[0] if len(_HERE) == 1 else None)
+    asker, where = _ASKER.get() or (_HERE[0] if len(_HERE) == 1 else None), f"service {service!r}:"
     if asker is None:
         why = "of several runs" if _HERE else "of a run with services"
         raise ServiceFault(
-            f"service {service!r}: this call is not in a reward or tool {why}; ask it there, and name it in services.named"
+            f"{where} this call is not in a reward or tool {why}; ask it there, and name it in services.named"
         )
     if asker.pid != os.getpid():
         raise ServiceFault(
-            f"service {service!r}: this call has cores, memory or a GPU of its own, and so a process of its own, from which no "
-            "service can be asked; leave them out, or ask the service in the reward"
+            f"{where} this call has cores, memory or a GPU, and so a process of its own, which can ask no service; leave them "
+            "out, or ask the service in the reward"
         )
     if service not in asker.names:
         raise ServiceFault(
-            f"service {service!r}: this run has none of that name{nearest(service, list(asker.names))}; services.named has "
+            f"{where} this run has none of that name{nearest(service, list(asker.names))}; services.named has "
             f"{', '.join(sorted(asker.names))}"
         )
     return asker
@@ -169,6 +169,7 @@ class ServiceUse:
 class ServiceReward:
     """The number from a service as the reward: ``{service: judge}``.
 
+    Its input has the prompt's last message and all messages, the model's last turn, and columns.
     With ``late`` the reward is `libra.Late`, and its value comes with the answer
     (``trainer.late``); held-out questions wait. ``fast`` is the provisional reward of a late one.
     """
@@ -177,40 +178,35 @@ class ServiceReward:
     late: bool = False
     fast: float | None = None
 
+    def __post_init__(self) -> None:
+        where, fast = f"reward of service {self.service!r}", self.fast
+        if not isinstance(self.service, str):
+            raise ConfigError(f"reward: service is {self.service!r}; type the name of one of services.named")
+        if not isinstance(self.late, bool):
+            raise ConfigError(f"{where}: late is {self.late!r}; type true or false")
+        if fast is not None and (isinstance(fast, bool) or not isinstance(fast, int | float)):
+            raise ConfigError(f"{where}: fast is {fast!r}; type a number, or null")
+        if fast is not None and not self.late:
+            raise ConfigError(
+                f"{where}: fast={fast} is the reward until a late one comes, and late is false; type late: true, or leave fast out"
+            )
+
     def __call__(self, prompt: Prompt, completion: str, episode: Episode, **columns: Any) -> Any:
-        given = question(prompt, completion, columns)
+        messages = [dict(message) for message in prompt.messages]
+        last = messages[-1]["content"] if messages else ""
+        given = {**columns, "prompt": last, "messages": messages, "completion": completion}
         if not self.late or episode.trajectory_id.startswith("eval"):
             return ask(self.service, given)
         _asker(self.service).answer_later(self.service, given, episode.trajectory_id)
-        return Late(fast=self.fast)
-
-
-def question(prompt: Prompt, completion: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The input of a service for a reward: the prompt's last message and all messages, the model's
-    last turn, and columns."""
-    messages = [dict(message) for message in prompt.messages]
-    last = messages[-1]["content"] if messages else ""
-    return {**columns, "prompt": last, "messages": messages, "completion": completion}
+        return Late(fast=None if self.fast is None else float(self.fast))
 
 
 def service_reward(options: Mapping[str, Any]) -> ServiceReward:
     """The reward of ``{service: NAME, late: true, fast: 0.0}``; ConfigError for other options."""
-    known = ("service", "late", "fast", "weight")
+    known = ("service", "late", "fast")
     for option in options:
         if option not in known:
             raise ConfigError(
-                f"reward: no option {option!r} of a service{nearest(option, known)}; it takes {', '.join(known)}"
+                f"reward: no option {option!r} of a service{nearest(option, known)}; it takes {', '.join(known)} and weight"
             )
-    name, late, fast = options["service"], options.get("late", False), options.get("fast")
-    if not isinstance(name, str):
-        raise ConfigError(f"reward: service is {name!r}; type the name of one of services.named")
-    if not isinstance(late, bool):
-        raise ConfigError(f"reward of service {name!r}: late is {late!r}; type true or false")
-    if fast is not None and (isinstance(fast, bool) or not isinstance(fast, int | float)):
-        raise ConfigError(f"reward of service {name!r}: fast is {fast!r}; type a number, or null")
-    if fast is not None and not late:
-        raise ConfigError(
-            f"reward of service {name!r}: fast={fast} is the reward until a late one comes, and late is false; type late: true, "
-            "or leave fast out"
-        )
-    return ServiceReward(name, late, None if fast is None else float(fast))
+    return ServiceReward(**options)

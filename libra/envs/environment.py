@@ -173,13 +173,8 @@ class Scripted(Protocol):
 
 ENVIRONMENTS: dict[str, str] = {
     "tool_arithmetic": "libra.envs.tool_arithmetic:ToolArithmetic",
-    "python_tests": "libra.envs.python_tests:PythonTests",
     "jsonl": "libra.envs.function_environment:JsonLines",
-    "reasoning_gym": "libra.envs.reasoning_gym:ReasoningGym",
-    "openenv": "libra.envs.replayed_games:OpenEnvClient",
 }
-
-
 _METHODS = {"prompt": "def prompt(self, split, index)", "grade": "def grade(self, episode)"}
 
 
@@ -205,9 +200,9 @@ def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environme
             "); correct it, or type other environment.args"
         ) from error
     if not isinstance(environment, Environment):
+        made = type(environment).__name__
         raise ConfigError(
-            f"environment.name: {name!r} made a {type(environment).__name__}, not a libra.envs.Environment; write class "
-            f"{type(environment).__name__}(libra.envs.Environment)"
+            f"environment.name: {name!r} made a {made}, not a libra.envs.Environment; write class {made}(libra.envs.Environment)"
         )
     check_tool_types(environment)
     return environment
@@ -229,28 +224,35 @@ def check_named(name: str, args: Mapping[str, Any]) -> None:
 def _with_arguments(name: str, args: Mapping[str, Any], seed: int) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The factory of an environment and its arguments; ConfigError if the factory does not take
     them."""
-    factory = _find(name)
+    path = ENVIRONMENTS.get(name, name)
+    if not is_named(path):
+        raise ConfigError(
+            f"environment.name: no environment {name!r}{nearest(name, ENVIRONMENTS)}; "
+            f"registered: {', '.join(sorted(ENVIRONMENTS))}; or type package.module:attribute"
+        )
+    factory = named_part("environment.name", path)
+    if not callable(factory):
+        raise ConfigError(
+            f"environment.name: {name!r} is a {type(factory).__name__}; give a class or a function that makes one"
+        )
     parameters = inspect.signature(factory).parameters
-    arguments = dict(args)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if "seed" not in arguments and ("seed" in parameters or takes_any):
-        arguments["seed"] = seed
+    arguments = {"seed": seed, **args} if "seed" in parameters or takes_any else dict(args)
     for given in arguments:
         if given not in parameters and not takes_any:
-            allowed = [each for each in parameters if each != "seed"]
+            known = [each for each in parameters if each != "seed"]
             raise ConfigError(
-                f"environment.args.{given}: {name!r} takes no such argument{nearest(given, allowed)}; "
-                f"it takes {', '.join(allowed) or 'none'}"
+                f"environment.args.{given}: {name!r} takes no such argument{nearest(given, known)}; "
+                f"it takes {', '.join(known) or 'none'}"
             )
-    for key, parameter in parameters.items():
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if named and parameter.default is parameter.empty and key not in arguments:
-            raise ConfigError(
-                f"environment.args: {name!r} cannot be made with {sorted(arguments)}: missing a required argument: {key!r}; type "
-                f"environment.args.{key}=VALUE"
-            )
-    abstract = sorted(getattr(factory, "__abstractmethods__", ()))
-    if abstract:
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        key = str(error).rpartition("argument: ")[2].strip("'")
+        raise ConfigError(
+            f"environment.args: {name!r} cannot be made with {sorted(arguments)}: {error}; type environment.args.{key}=VALUE"
+        ) from error
+    if abstract := sorted(getattr(factory, "__abstractmethods__", ())):
         lines = " and ".join(_METHODS.get(each, f"def {each}(self, ...)") for each in abstract)
         raise ConfigError(f"environment.name: {name!r} does not define {' and '.join(abstract)}; write {lines}")
     return factory, arguments
@@ -264,18 +266,3 @@ def check_tool_types(environment: Environment) -> None:
             raise ConfigError(
                 f"environment: {environment.name} has {repr_text(each)} among its tools; type libra.tool({called}) in its place"
             )
-
-
-def _find(name: str) -> Callable[..., Any]:
-    path = ENVIRONMENTS.get(name, name)
-    if not is_named(path):
-        raise ConfigError(
-            f"environment.name: no environment {name!r}{nearest(name, ENVIRONMENTS)}; "
-            f"registered: {', '.join(sorted(ENVIRONMENTS))}; or type package.module:attribute"
-        )
-    found = named_part("environment.name", path)
-    if not callable(found):
-        raise ConfigError(
-            f"environment.name: {name!r} is a {type(found).__name__}; give a class or a function that makes one"
-        )
-    return found  # type: ignore[no-any-return]

@@ -7,8 +7,11 @@ import inspect
 import io
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -68,24 +71,23 @@ class FunctionEnvironment(Environment):
         seed: int = 0,
     ) -> None:  # fmt: skip
         prompts = _listed_rows(prompts, "prompts")
-        rows = _rows(prompts, "prompts", system)
+        rows = [_row(given, f"prompts[{index}]", system) for index, given in enumerate(prompts)]
         if not rows:
             raise ConfigError("prompts: got none; give at least one str, list of messages, or mapping with 'prompt'")
         self.seed = seed
-        self.tools = tuple(_tool(given, f"tools[{index}]") for index, given in enumerate(_listed(tools)))
-        _check_names(self.tools)
+        self.tools = _tools(tools)
         self.session = session
         if session is not None and not any(given.takes_session for given in self.tools):
             raise ConfigError(
                 "session: no tool takes it; give a tool the keyword session, as def click(selector: str, session: Browser) -> str, "
                 "or leave session out"
             )
+        self._train, self._eval = rows, rows[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
         if eval_prompts is not None:
-            self._train = rows
-            self._eval = _rows(_listed_rows(eval_prompts, "eval_prompts"), "eval_prompts", system)
+            held_out = _listed_rows(eval_prompts, "eval_prompts")
+            self._eval = [_row(given, f"eval_prompts[{index}]", system) for index, given in enumerate(held_out)]
         else:
-            self._train = [row for i, row in enumerate(rows) if not _held_out(i)]
-            self._eval = [row for i, row in enumerate(rows) if _held_out(i)]
+            self._train = [row for index, row in enumerate(rows) if (index + 1) % HELD_OUT_EVERY]
         self._num_prompts = len(rows)
         columns = set.intersection(*(set(facts) for _, facts in self._train + self._eval))
         plain = all(isinstance(row.get("prompt") if isinstance(row, Mapping) else row, str) for row in prompts)
@@ -98,20 +100,15 @@ class FunctionEnvironment(Environment):
             logger.warning("%d of %d evaluation prompts are also training prompts", repeated, len(self._eval))
 
     def prompt(self, split: str, index: int) -> Prompt:
-        if split == "train":
-            row_index = self._row_index(index)
-            messages, facts = self._train[row_index]
-        elif split == "eval":
-            if not self._eval:
-                raise ConfigError(
-                    f"no evaluation prompts: got {self._num_prompts} prompts, and one in {HELD_OUT_EVERY} is held out; "
-                    f"give eval_prompts=[...], or {HELD_OUT_EVERY} prompts or more, or type evaluation.prompts=0"
-                )
-            row_index = index % len(self._eval)
-            messages, facts = self._eval[row_index]
-        else:
-            raise ConfigError(f"split {split!r}: the splits are 'train' and 'eval'")
-        return Prompt(f"{split}-{row_index}", messages, facts)
+        self.check_split(split)
+        rows = self._train if split == "train" else self._eval
+        if not rows:
+            raise ConfigError(
+                f"no evaluation prompts: got {self._num_prompts} prompts, and one in {HELD_OUT_EVERY} is held out; "
+                f"give eval_prompts=[...], or {HELD_OUT_EVERY} prompts or more, or type evaluation.prompts=0"
+            )
+        row_index = self._row_index(index) if split == "train" else index % len(rows)
+        return Prompt(f"{split}-{row_index}", *rows[row_index])
 
     def prompt_id(self, split: str, index: int) -> str:
         return f"train-{self._row_index(index)}" if split == "train" else ""
@@ -132,10 +129,6 @@ class FunctionEnvironment(Environment):
         return self._reward(episode)
 
 
-def _held_out(index: int) -> bool:
-    return index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-
-
 @lru_cache(maxsize=4)
 def _order(seed: int, turn: int, num_rows: int) -> tuple[int, ...]:
     order = list(range(num_rows))
@@ -154,15 +147,20 @@ def _listed_rows(given: Any, where: str) -> list[Any]:
         if hasattr(given, whole):
             given = getattr(given, whole)()
     if hasattr(given, "columns"):  # its iterator gives columns
-        given = _rows_of_table(given, where)
+        table = type(given).__name__
+        methods = (("to_dicts", ()), ("to_pylist", ()), ("to_dict", ("records",)))  # polars, pyarrow, pandas
+        rows_of = next((partial(getattr(given, name), *words) for name, words in methods if hasattr(given, name)), None)
+        if rows_of is None:
+            raise ConfigError(f"{where}: got {table}, a table of columns; give its rows as a list of dicts")
+        given = rows_of()
     try:
-        rest, most = iter(given), len(given) if isinstance(given, Sized) else None
+        rest, endless = iter(given), not isinstance(given, Sized)
     except TypeError as error:
         raise ConfigError(
             f"{where}: got {type(given).__name__}, which has no rows; give a list, e.g. {where}=[...]"
         ) from error
-    if most is not None:
-        return [row for row, _ in zip(rest, range(most), strict=False)]
+    if not endless:
+        return list(islice(rest, len(given)))
     rows, chars = list[Any](), 0
     for row in rest:
         chars += len(str(row))
@@ -175,13 +173,6 @@ def _listed_rows(given: Any, where: str) -> list[Any]:
     return rows
 
 
-def _rows_of_table(table: Any, where: str) -> Any:
-    for name, arguments in (("to_dicts", ()), ("to_pylist", ()), ("to_dict", ("records",))):  # polars, pyarrow, pandas
-        if hasattr(table, name):
-            return getattr(table, name)(*arguments)
-    raise ConfigError(f"{where}: got {type(table).__name__}, a table of columns; give its rows as a list of dicts")
-
-
 def _advice(given: Any, where: str) -> str:
     if isinstance(given, io.IOBase):
         return f"give its lines, as {where}=[json.loads(line) for line in FILE]"
@@ -192,10 +183,6 @@ def _advice(given: Any, where: str) -> str:
     return f"give a list of prompts, e.g. {where}=[...]"
 
 
-def _rows(prompts: list[Any], where: str, system: str | None) -> list[Row]:
-    return [_row(given, f"{where}[{index}]", system) for index, given in enumerate(prompts)]
-
-
 def _row(given: Any, where: str, system: str | None) -> Row:
     facts: dict[str, Any] = {}
     if isinstance(given, Mapping):
@@ -204,24 +191,22 @@ def _row(given: Any, where: str, system: str | None) -> Row:
                 f"{where}: no 'prompt' among its columns {sorted(map(str, given))}; name the column of questions 'prompt'"
             )
         facts = {key: _plain(value) for key, value in given.items() if key != "prompt"}
-        taken = [name for name in OWN if name in facts]
-        if taken:
-            raise ConfigError(f"{where}: the column {taken[0]!r} has the name of an argument of rewards; rename it")
-        unnamed = [name for name in facts if not isinstance(name, str)]
-        if unnamed:
-            raise ConfigError(f"{where}: the name of the column {unnamed[0]!r} is not text; rename it")
+        for name in facts:
+            if name in OWN:
+                raise ConfigError(f"{where}: the column {name!r} has the name of an argument of rewards; rename it")
+            if not isinstance(name, str):
+                raise ConfigError(f"{where}: the name of the column {name!r} is not text; rename it")
         given = given["prompt"]
     given = _plain(given)
-    if isinstance(given, str) and not given.strip():
-        raise ConfigError(f"{where}: the prompt is empty; give a question, or leave it out")
     if isinstance(given, str):
+        if not given.strip():
+            raise ConfigError(f"{where}: the prompt is empty; give a question, or leave it out")
         messages = [{"role": "user", "content": given}]
     elif isinstance(given, Sequence) and given and all(_is_message(item) for item in given):
         messages = [dict(item) for item in given]
     else:
-        shown = repr(given)
         raise ConfigError(
-            f"{where}: got {shown[:120]}; a prompt is a str, or a list of messages {{'role': str, 'content': str}}"
+            f"{where}: got {repr(given)[:120]}; a prompt is a str, or a list of messages {{'role': str, 'content': str}}"
         )
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -236,35 +221,26 @@ def _is_message(item: object) -> bool:
     return isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
 
 
-def _listed(tools: Any) -> Sequence[Any]:
-    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
-        name = getattr(tools, "__name__", repr(tools)[:60])
-        raise ConfigError(f"tools: got {name} ({type(tools).__name__}); give a list of functions: tools=[FUNCTION]")
-    return tools
-
-
-def _tool(given: Any, where: str) -> Tool:
-    if isinstance(given, Tool):
-        return given
-    if inspect.isclass(given):
-        raise ConfigError(
-            f"{where}: got the class {given.__name__}; give a function, or an instance: tools=[{given.__name__}()]"
-        )
-    if not callable(given):
-        raise ConfigError(
-            f"{where}: got {repr(given)[:60]} ({type(given).__name__}); give the function itself, with type hints and a docstring: "
-            "tools=[FUNCTION]"
-        )
-    return tool(given)
-
-
-def _check_names(tools: Sequence[Tool]) -> None:
-    names = [given.name for given in tools]
-    for name in names:
-        if names.count(name) > 1:
+def _tools(given: Any) -> tuple[Tool, ...]:
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        name = getattr(given, "__name__", repr(given)[:60])
+        raise ConfigError(f"tools: got {name} ({type(given).__name__}); give a list of functions: tools=[FUNCTION]")
+    for index, each in enumerate(given):
+        where, name = f"tools[{index}]: got", getattr(each, "__name__", "")
+        if inspect.isclass(each):
+            raise ConfigError(f"{where} the class {name}; give a function, or an instance: tools=[{name}()]")
+        if not callable(each) and not isinstance(each, Tool):
+            raise ConfigError(
+                f"{where} {repr(each)[:60]} ({type(each).__name__}); give the function itself, with type hints and a docstring: "
+                "tools=[FUNCTION]"
+            )
+    tools = tuple(each if isinstance(each, Tool) else tool(each) for each in given)
+    for name, count in Counter(each.name for each in tools).items():
+        if count > 1:
             raise ConfigError(
                 f"tools: two are called {name!r}; give one another name with libra.envs.tool(f, name=...)"
             )
+    return tools
 
 
 class JsonLines(FunctionEnvironment):
@@ -310,50 +286,45 @@ class JsonLines(FunctionEnvironment):
         """ConfigError for a file that cannot be opened."""
         for argument, file in (("path", path), ("eval_path", eval_path)):
             if file is not None:
-                try:
+                with _reading(file, argument):
                     Path(file).open("rb").close()
-                except OSError as error:
-                    raise _unreadable(file, argument, error) from error
 
 
-def _unreadable(path: str, argument: str, error: Exception) -> ConfigError:
-    where = f"environment.args.{argument}"
-    return ConfigError(
-        f"{where}: cannot read {path!r} ({getattr(error, 'strerror', None) or error}); type {where}=FILE with the path of a "
-        "file of JSON lines"
-    )
+@contextmanager
+def _reading(path: str, argument: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        where = f"environment.args.{argument}"
+        raise ConfigError(
+            f"{where}: cannot read {path!r} ({getattr(error, 'strerror', None) or error}); type {where}=FILE with the path of a "
+            "file of JSON lines"
+        ) from error
 
 
 def _file_rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str, Any]]:
     """The lines of a file, with their columns renamed to the keys of ``columns``."""
-    where = f"environment.args.{argument}"
-    rows: list[dict[str, Any]] = []
-    try:
+    where = f"environment.args.{argument}: {path}"
+    with _reading(path, argument):
         lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, argument, error) from error
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = parsed_json(line)
-        except ValueError as error:
-            raise ConfigError(
-                f"{where}: {path}, line {number}: not JSON ({error}); every line is one JSON object"
-            ) from error
-        if not isinstance(row, dict):
-            raise ConfigError(
-                f"{where}: {path}, line {number}: got {type(row).__name__}; every line is one JSON object"
-            )
+            if not isinstance(row, dict):
+                raise TypeError(f"got {type(row).__name__}")
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{where}, line {number}: {error}; every line is one JSON object") from error
         for key, column in columns.items():
             if column not in row:
                 raise ConfigError(
-                    f"{where}: {path}, line {number}: no column {column!r} among {sorted(row)}; "
+                    f"{where}, line {number}: no column {column!r} among {sorted(row)}; "
                     f"type environment.args.{key}=NAME with the name of that column"
                 )
-        renamed = {column: key for key, column in columns.items()}
-        others = {column: value for column, value in row.items() if column not in renamed and column not in columns}
-        rows.append({**others, **{key: row[column] for column, key in renamed.items()}})
+        others = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
+        rows.append(others | {key: row[column] for key, column in columns.items()})
     if not rows:
-        raise ConfigError(f"{where}: {path} has no question; write at least one, a JSON object a line")
+        raise ConfigError(f"{where} has no question; write at least one, a JSON object a line")
     return rows

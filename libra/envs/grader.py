@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from libra.envs.environment import Environment
-from libra.envs.retries import BackOff, refused, with_retries
-from libra.envs.tool_calls import run_bounded
+from libra.envs.retries import BackOff, Refused, refused, with_retries
+from libra.envs.tool_calls import Outcome, run_bounded
 from libra.errors import RewardFault, RewardTimeout
 from libra.named_parts import defined_at, users_place
 from libra.types import EndReason, Episode, Late
@@ -34,42 +34,38 @@ async def run_grader(
         retries are used up. A trajectory without a reward never counts as one with reward 0.
     """
     where = f"environment {environment.name}, trajectory {episode.trajectory_id}"
+    is_async, name = inspect.iscoroutinefunction(environment.grade), f"reward of {environment.name}"
 
-    async def attempt() -> tuple[Any, BaseException | None] | None:
-        return await run_bounded(
-            lambda: environment.grade(episode),
-            {},
-            timeout_s,
-            is_async=inspect.iscoroutinefunction(environment.grade),
-            name=f"reward of {environment.name}",
-        )
+    async def attempt() -> tuple[Outcome, Refused | None]:
+        outcome = await run_bounded(lambda: environment.grade(episode), {}, timeout_s, is_async=is_async, name=name)
+        return outcome, None if outcome is None else refused(outcome[1], time.time())
 
-    outcome, retries = await with_retries(
-        attempt,
-        lambda each: refused(each[1], time.time()) if each is not None else None,
-        back_off or BackOff(),
-        f"reward of {episode.trajectory_id}",
+    (outcome, refusal), retries = await with_retries(
+        attempt, lambda each: each[1], back_off or BackOff(), f"reward of {episode.trajectory_id}"
     )
-    if outcome is not None and refused(outcome[1], time.time()) is not None:
+    if outcome is None:
+        raise RewardTimeout(_placed(f"{where}: the reward did not return within {timeout_s:g} s", None, environment))
+    value, error = outcome
+    if refusal is not None:
         raise RewardFault(
             f"{where}: the reward's API refuses calls for now (HTTP 429), also after {retries} retries"
-        ) from outcome[1]
+        ) from error
     try:
-        return _checked(outcome, where, timeout_s)
-    except RewardFault as fault:  # with the place in the user's code
-        cause, graders = fault.__cause__, getattr(environment, "graders", (environment.grade,))
-        place = users_place(cause) or next(filter(None, map(defined_at, graders)), "")
-        raise type(fault)(f"{str(fault)[:1500]}{place and f' ({place.strip()})'}") from cause
+        if error is not None:
+            raise RewardFault(f"{where}: the reward raised {error_text(error)}") from error
+        return _checked_late(value, where) if isinstance(value, Late) else _checked(value, where)
+    except RewardFault as fault:
+        raise RewardFault(_placed(str(fault), fault.__cause__, environment)) from fault.__cause__
 
 
-def _checked(outcome: tuple[Any, BaseException | None] | None, where: str, timeout_s: float) -> float | Late:
-    if outcome is None:
-        raise RewardTimeout(f"{where}: the reward did not return within {timeout_s:g} s")
-    value, error = outcome
-    if error is not None:
-        raise RewardFault(f"{where}: the reward raised {error_text(error)}") from error
-    if isinstance(value, Late):
-        return _checked_late(value, where)
+def _placed(message: str, cause: BaseException | None, environment: Environment) -> str:
+    """A message with the place in the user's code."""
+    graders = getattr(environment, "graders", (environment.grade,))
+    place = users_place(cause) or next(filter(None, map(defined_at, graders)), "")
+    return f"{message[:1500]}{place and f' ({place.strip()})'}"
+
+
+def _checked(value: Any, where: str) -> float:
     try:
         number = plain_number(value)
         reward = float(number) if isinstance(number, numbers.Real) else None

@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from libra.envs.environment import Environment
@@ -71,6 +70,14 @@ class _Life:
             if self.ready.done():
                 raise
             self.ready.set_exception(error)
+
+    async def end(self) -> None:
+        """End the process; `mcp` kills it if it does not read."""
+        self.stop.set()
+        if not self.ready.done():
+            self.task.cancel()
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            await asyncio.wait_for(asyncio.shield(self.task), 15.0)
 
 
 class McpServer:
@@ -124,7 +131,11 @@ class McpServer:
         from mcp.types import CONNECTION_CLOSED
 
         life = self._alive()
-        calling = asyncio.ensure_future(self._asked(life, name, arguments))
+
+        async def asked() -> Any:
+            return await (await asyncio.shield(life.ready)).call_tool(name, dict(arguments))
+
+        calling = asyncio.ensure_future(asked())
         try:
             await asyncio.wait({calling})  # cancelling the call itself would wait for the server
             result = calling.result()
@@ -149,35 +160,24 @@ class McpServer:
             raise RuntimeError(text)
         return text
 
-    async def _asked(self, life: _Life, name: str, arguments: Mapping[str, Any]) -> Any:
-        return await (await asyncio.shield(life.ready)).call_tool(name, dict(arguments))
-
     def _lose(self, life: _Life) -> None:
         """End a process that has ended or does not answer, unless another call already did."""
         if self._life is life:
             self._life = None
-            ending = asyncio.ensure_future(self._end(life))
+            ending = asyncio.ensure_future(life.end())
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
 
     def _alive(self) -> _Life:
         if self._life is not None and (self._life.stop.is_set() or self._life.task.done()):
             self._lose(self._life)
-        if self._life is None:
-            self._life = _Life(self.command, self.env)
+        self._life = self._life or _Life(self.command, self.env)
         return self._life
 
     async def _end_all(self) -> None:
-        life, self._life = self._life, None
-        await asyncio.gather(*self._ending, *([] if life is None else [self._end(life)]))
-
-    async def _end(self, life: _Life) -> None:
-        """End one process of the server; `mcp` kills it if it does not read."""
-        life.stop.set()
-        if not life.ready.done():
-            life.task.cancel()
-        with contextlib.suppress(Exception, asyncio.CancelledError):
-            await asyncio.wait_for(asyncio.shield(life.task), 15.0)
+        if self._life is not None:
+            self._lose(self._life)
+        await asyncio.gather(*self._ending)
 
 
 def _found(words: Sequence[str], env: Mapping[str, str]) -> Sequence[str]:
@@ -203,10 +203,20 @@ def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = 
     except ImportError as error:
         raise ConfigError(f"environment.tools.mcp: the package mcp is not installed ({error}); type {EXTRA}") from error
     child_environment(env, where=ENV_SETTING)
+    key = (command, tuple(env))
     with _lock:
-        server = _servers.get((command, tuple(env))) or McpServer(command, env)
-        _servers[command, tuple(env)] = server
+        server = _servers.setdefault(key, _servers.get(key) or McpServer(command, env))
         server.users += 1
+
+    def leave() -> None:
+        """End the server, if this environment is its last."""
+        with _lock:
+            server.users -= 1
+            if last := server.users == 0:
+                del _servers[key]
+        if last:
+            server.close()
+
     try:
         offered = server.tools()
         names = {each.name for each in environment.tools}
@@ -216,58 +226,27 @@ def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = 
                     f"environment.tools.mcp: {command!r} has a tool {each.name!r}, and so has {environment.name}; rename one"
                 )
     except BaseException:
-        if _left(server):
-            server.close()
+        leave()
         raise
-    environment = copy.copy(environment)
+    environment, own = copy.copy(environment), environment.close
+
+    async def close() -> None:
+        await own()
+        await asyncio.to_thread(leave)
+
     environment.tools = (*environment.tools, *(_tool(server, each) for each in offered))
-    environment.close = partial(_close, server, environment.close)  # type: ignore[method-assign]
+    environment.close = close  # type: ignore[method-assign]
     return environment
 
 
-async def _close(server: McpServer, own: Any) -> None:
-    await own()
-    if _left(server):
-        await asyncio.to_thread(server.close)
-
-
-def _left(server: McpServer) -> bool:
-    """Take one environment from the server; whether it was the last."""
-    with _lock:
-        server.users -= 1
-        if server.users == 0:
-            _servers.pop((server.command, server.env), None)
-        return server.users == 0
-
-
-def _checkable(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A server's schema, with a checkable schema for every argument: JSON schema also allows
-    ``true``, and a server may write nonsense."""
-    schema = dict(given)
-    own, required = schema.get("properties"), schema.get("required")
-    schema["properties"] = {name: _one(each) for name, each in own.items()} if isinstance(own, Mapping) else {}
-    named = required if isinstance(required, list) else []
-    schema["required"] = [name for name in named if isinstance(name, str) and name in schema["properties"]]
-    return schema
-
-
-def _one(given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        return {}
-    kinds = given.get("type", "any")
-    known = isinstance(kinds, str) or (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds))
-    enum = isinstance(given.get("enum", []), list)
-    return {name: value for name, value in given.items() if (name != "type" or known) and (name != "enum" or enum)}
-
-
 def _tool(server: McpServer, offered: Any) -> Tool:
-    schema = {
-        "name": offered.name,
-        "description": offered.description or "",
-        "parameters": _checkable(offered.input_schema),
-    }
-
     async def call(**arguments: Any) -> str:
         return await server.call(offered.name, arguments)
 
+    # JSON schema also allows ``true`` for an argument.
+    given = dict(offered.input_schema)
+    given["properties"] = {
+        name: each if isinstance(each, Mapping) else {} for name, each in given.get("properties", {}).items()
+    }
+    schema = {"name": offered.name, "description": offered.description or "", "parameters": given}
     return Tool(offered.name, call, {"type": "function", "function": schema}, timeout_s=TIMEOUT_S)

@@ -58,9 +58,9 @@ def refused(error: BaseException | None, at_s: float) -> Refused | None:
     """
     if error is None:
         return None
-    if isinstance(error, RateLimited):
-        return Refused(_seconds(error.retry_after_s))
     try:
+        if isinstance(error, RateLimited):
+            return Refused(_finite(error.retry_after_s))
         places = (error, getattr(error, "response", None))
         statuses = [getattr(place, name, None) for place in places for name in ("status_code", "status", "code")]
         if not any(type(status) is int and status == TOO_MANY for status in statuses):
@@ -68,28 +68,25 @@ def refused(error: BaseException | None, at_s: float) -> Refused | None:
         headers = [getattr(place, name, None) for place in places for name in ("headers", "hdrs")]
     except Exception:  # noqa: BLE001 boundary: attributes of an error of the user's code
         return None
-    told = (_retry_after_s(each, at_s) for each in headers if each is not None)
-    return Refused(next((after_s for after_s in told if after_s is not None), None))
+    return Refused(next((after_s for each in headers if (after_s := _retry_after_s(each, at_s)) is not None), None))
 
 
 def _retry_after_s(headers: Any, at_s: float) -> float | None:
     try:
         value = headers.get("Retry-After", headers.get("retry-after"))
-        if not isinstance(value, str):
-            return None
         if value.strip().isdecimal():
-            return float(value)
+            return _finite(value)
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - at_s)
     except Exception:  # noqa: BLE001 boundary: the headers are the client's and the server's
         return None
 
 
-def _seconds(value: Any) -> float | None:
+def _finite(value: Any) -> float | None:
     try:
         seconds = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return None if math.isnan(seconds) else seconds
+    return seconds if math.isfinite(seconds) else None
 
 
 async def with_retries(

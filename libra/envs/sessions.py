@@ -17,8 +17,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import inspect
-import itertools
 import logging
 import uuid
 from collections.abc import Callable
@@ -26,10 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra.envs.tool import SessionKind
-from libra.envs.tool_calls import run_bounded
+from libra.envs.tool_calls import called_or_fault
 from libra.errors import EnvironmentFault, SessionLost, ToolTimeout
-from libra.named_parts import raised_at
-from libra.untrusted import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +62,6 @@ class SessionPool:
         self.kind, self.clock, self.counts = kind, clock, SessionCounts()
         self.leases: dict[str, Lease] = {}
         self.free: list[Any] = []
-        self._name = uuid.uuid4().hex[:12]  # a later pool at the same address must not know these leases
-        self._numbers = itertools.count()
         self._pending = 0  # sessions being made or reset
         self._changed = asyncio.Condition()
         self._closing = False
@@ -79,7 +73,7 @@ class SessionPool:
         factory hangs.
         """
         value = await self._ready(trajectory_id)
-        name = f"{self._name}-{next(self._numbers)}"
+        name = uuid.uuid4().hex  # a later pool at the same address must not know these leases
         self.leases[name] = Lease(name, trajectory_id, value, self.clock())
         return name
 
@@ -90,7 +84,9 @@ class SessionPool:
             raise SessionLost("its session has ended: the worker that had it was restarted, or took it back")
         lease.used_s = self.clock()
         if not await self._is_alive(lease.value):
-            await self._drop(lease)
+            self.leases.pop(lease_id, None)
+            await self._replace(lease.value)
+            await self._tell()
             raise SessionLost(f"the session of {lease.trajectory_id} has died")
         return lease
 
@@ -180,11 +176,6 @@ class SessionPool:
             logger.warning("sessions: one counts as dead: %s", error)
             return False
 
-    async def _drop(self, lease: Lease) -> None:
-        self.leases.pop(lease.lease_id, None)
-        await self._replace(lease.value)
-        await self._tell()
-
     async def _replace(self, value: Any) -> None:
         self.counts.replaced += 1
         await self._close(value)
@@ -198,16 +189,7 @@ class SessionPool:
             logger.warning("sessions: one was not closed: %s", error)
 
     async def _called(self, what: str, function: Callable[..., Any], *given: Any) -> Any:
-        is_async = inspect.iscoroutinefunction(function)
-        outcome = await run_bounded(
-            lambda: function(*given), {}, self.kind.timeout_s, is_async=is_async, name=f"{what} of a session"
-        )
-        if outcome is None:
-            raise ToolTimeout(f"session: {what} did not return within {self.kind.timeout_s:g} s")
-        value, error = outcome
-        if error is not None:
-            raise EnvironmentFault(f"session: {what} raised {error_text(error)}{raised_at(error)}") from error
-        return value
+        return await called_or_fault(f"session: {what}", self.kind.timeout_s, function, *given, where="")
 
     async def _tell(self) -> None:
         async with self._changed:

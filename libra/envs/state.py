@@ -14,7 +14,6 @@ Invariants
 
 from __future__ import annotations
 
-import inspect
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -22,11 +21,10 @@ import msgspec
 
 from libra.envs.environment import Environment, check_tool_types
 from libra.envs.tool import MAX_PAYLOAD_CHARS, SessionKind
-from libra.envs.tool_calls import run_bounded
-from libra.errors import ConfigError, EnvironmentFault, ToolTimeout
-from libra.named_parts import raised_at
+from libra.envs.tool_calls import called_or_fault, cut
+from libra.errors import ConfigError, EnvironmentFault
 from libra.types import Prompt
-from libra.untrusted import error_text, storable
+from libra.untrusted import error_text
 
 STATE_FORM = (
     "None, bool, int, float, str, bytes, list and dict, or the type that annotates the return of reset (a dataclass, a "
@@ -49,34 +47,30 @@ def check_state(environment: Environment) -> Environment:
     takes a state or session that the environment does not have, and for an unknown kind of session
     or type of state."""
     check_tool_types(environment)
+    name, kind = environment.name, environment.session
+    make_session = "set session = libra.session(FACTORY, reset=..., close=...)"
     for tool in environment.tools:
+        where = f"tool {tool.name!r}: it takes"
         if tool.takes_state and not has_state(environment):
             raise ConfigError(
-                f"tool {tool.name!r}: it takes trajectory_state, and {environment.name} has none; define "
-                "reset(self, prompt), which returns the state of a trajectory at its beginning"
+                f"{where} trajectory_state, and {name} has none; define reset(self, prompt), which returns the first state "
+                "of a trajectory"
             )
-        if tool.takes_session and (environment.session is None or tool.inline):
+        if tool.takes_session and kind is None:
             raise ConfigError(
-                f"tool {tool.name!r}: it takes a session, "
-                + (
-                    f"and {environment.name} has none; set session = libra.session(FACTORY, reset=..., close=...), or give "
-                    "libra.train session=libra.session(...)"
-                    if environment.session is None
-                    else "so it runs on workers with TOOL slots; type inline=False"
-                )
+                f"{where} a session, and {name} has none; {make_session}, or give libra.train session=libra.session(...)"
             )
-    if environment.session is not None and not isinstance(environment.session, SessionKind):
+        if tool.takes_session and tool.inline:
+            raise ConfigError(f"{where} a session, so it runs on workers with TOOL slots; type inline=False")
+    if kind is not None and not isinstance(kind, SessionKind):
         raise ConfigError(
-            f"{environment.name}.session is {environment.session!r:.80}, not a kind of session; set session = "
-            "libra.session(FACTORY, reset=..., close=...), or give the attribute another name"
+            f"{name}.session is {kind!r:.80}, not a kind of session; {make_session}, or give the attribute another name"
         )
     if has_state(environment):
         _decoder(type(environment))
-    if environment.max_state_bytes < 1 or not environment.step_timeout_s > 0:
-        raise ConfigError(
-            f"{environment.name}: max_state_bytes is {environment.max_state_bytes!r} and step_timeout_s "
-            f"{environment.step_timeout_s!r}; both must be above 0"
-        )
+    for field in ("max_state_bytes", "step_timeout_s"):
+        if not (value := getattr(environment, field)) > 0:
+            raise ConfigError(f"{name}: {field} is {value!r}; it must be above 0")
     return environment
 
 
@@ -125,7 +119,7 @@ async def begin_state(environment: Environment, prompt: Prompt, where: str) -> b
     """
     if not has_state(environment):
         return None
-    state = await _called(environment, "reset", {"prompt": prompt}, where)
+    state = await _called(environment, "reset", where, prompt)
     copy = StateCopy(environment, None, where)
     copy.keep(state)
     try:
@@ -149,7 +143,7 @@ async def run_step(environment: Environment, text: str, copy: StateCopy, where: 
     EnvironmentFault if ``step`` raised or returned something else; ToolTimeout if it took too long.
     """
     state = copy.value()
-    reply = await _called(environment, "step", {"text": text, "state": state}, where)
+    reply = await _called(environment, "step", where, text, state)
     if not (reply is None or isinstance(reply, str)):
         raise EnvironmentFault(
             f"{environment.name}: step returned a {type(reply).__name__} for {where}; it returns the user's next turn as text, or "
@@ -157,33 +151,12 @@ async def run_step(environment: Environment, text: str, copy: StateCopy, where: 
         )
     if has_state(environment):
         copy.keep(state)
-    if reply is None:
-        return None
-    dropped = len(reply) - MAX_PAYLOAD_CHARS
-    kept = storable(reply[:MAX_PAYLOAD_CHARS])
-    return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(reply)} characters dropped]"
+    return None if reply is None else cut(reply, MAX_PAYLOAD_CHARS)
 
 
-async def _called(environment: Environment, name: str, arguments: dict[str, Any], where: str) -> Any:
-    method = getattr(environment, name)
-    given = tuple(arguments.values())
-    outcome = await run_bounded(
-        lambda: method(*given),
-        {},
-        environment.step_timeout_s,
-        is_async=inspect.iscoroutinefunction(method),
-        name=f"{name} of {environment.name}",
-    )
-    if outcome is None:
-        raise ToolTimeout(
-            f"{environment.name}: {name} did not return within {environment.step_timeout_s:g} s ({where})"
-        )
-    value, error = outcome
-    if error is not None:
-        raise EnvironmentFault(
-            f"{environment.name}: {name} raised {error_text(error)}{raised_at(error)} ({where})"
-        ) from error
-    return value
+async def _called(environment: Environment, method: str, where: str, *given: Any) -> Any:
+    function, name = getattr(environment, method), f"{environment.name}: {method}"
+    return await called_or_fault(name, environment.step_timeout_s, function, *given, where=f" ({where})")
 
 
 @cache

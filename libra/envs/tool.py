@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -43,9 +44,8 @@ class Tool:
     inline : bool
         Whether cheap calls run inside the generation quantum.
     fatal : tuple of str
-        Outcomes, "error" and "timeout", that end the trajectory with a failure which the model did
-        not cause, to be sampled again (``trainer.resample``). The model reads all other outcomes. A
-        tool raises `libra.errors.ToolFault` for single cases.
+        Outcomes, "error" and "timeout", that end the trajectory with a failure that is sampled
+        again (``trainer.resample``). The model reads all other outcomes.
     cores : tuple of (int, int)
         Least and most cores that a call has alone; with (0, 0) it shares the others. With cores,
         memory or a GPU each call has a process (`libra.envs.action_process`), and its changes in
@@ -60,14 +60,13 @@ class Tool:
         "measure" learns them from calls. None gives a call its least.
     quota : str
         Limit for its calls, a name of ``environment.quotas``, or empty.
+    services : tuple of str
+        Services that it asks (`libra.ask`), names of ``services.named``.
     revocable : bool
         Whether a call may be stopped and called again later, so that waiting calls can start. Its
         effects outside of its process may then happen twice.
     types : mapping of str to type
         Hints beyond plain JSON, such as an Enum or a dataclass: pydantic converts the call's JSON.
-    services : tuple of str
-        Services that it asks (`libra.ask`), names of ``services.named``, checked before a run
-        starts.
     """
 
     name: str
@@ -91,39 +90,57 @@ class Tool:
     takes_session: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ConfigError(f"tool {self.name!r}: timeout_s is {self.timeout_s!r}; it must be above 0 seconds")
-        if self.max_payload_chars < 1:
-            raise ConfigError(
-                f"tool {self.name!r}: max_payload_chars is {self.max_payload_chars!r}; it must be at least 1"
-            )
-        if not set(self.fatal) <= set(FATAL):
-            raise ConfigError(f"tool {self.name!r}: fatal is {self.fatal!r}; allowed are {', '.join(map(repr, FATAL))}")
-        self._check_resources()
-        is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
-            getattr(self.function, "__call__", None)  # noqa: B004  an instance whose __call__ is async
-        )
-        object.__setattr__(self, "is_async", is_async)
-        given = {STATE, SESSION} & set(inspect.signature(self.function).parameters)
-        if given and self.own_process:
-            raise ConfigError(
-                f"tool {self.name!r}: it takes {min(given)}, and cores, memory or a GPU, so it would run beside it in a process of "
-                "its own; leave one of them out"
-            )
-        if self.services and self.own_process:
-            raise ConfigError(
-                f"tool {self.name!r}: services={self.services!r}, and cores, memory or a GPU, so it would run in a process of its "
-                "own, from which no service can be asked; leave one of them out"
-            )
-        if is_async and self.own_process:
-            raise ConfigError(
-                f"tool {self.name!r}: an async tool shares the worker's event loop, so it cannot have cores or memory of its own; "
-                "leave them out, or make it a plain function"
-            )
         parameters = inspect.signature(self.function).parameters
+        # An instance whose __call__ is async counts, too.
+        functions = (self.function, getattr(self.function, "__call__", None))  # noqa: B004
+        object.__setattr__(self, "is_async", any(map(inspect.iscoroutinefunction, functions)))
         object.__setattr__(self, "takes_action_id", ACTION_ID in parameters)
         object.__setattr__(self, "takes_state", STATE in parameters)
         object.__setattr__(self, "takes_session", SESSION in parameters and SESSION not in self.parameters)
+        for wrong, message in self._faults(parameters):
+            if wrong:
+                raise ConfigError(f"tool {self.name!r}: {message}")
+
+    def _faults(self, parameters: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+        yield not self.timeout_s > 0, f"timeout_s is {self.timeout_s!r}; it must be above 0 seconds"
+        most_chars = self.max_payload_chars
+        yield most_chars < 1, f"max_payload_chars is {most_chars!r}; it must be at least 1"
+        known = ", ".join(map(repr, FATAL))
+        yield not set(self.fatal) <= set(FATAL), f"fatal is {self.fatal!r}; choose from {known}"
+        least, most = self.cores
+        cores = f"cores is {self.cores!r}"
+        wrong_cores = not 0 <= least <= most or bool(most and not least)
+        yield wrong_cores, f"{cores}; type the least and the most, e.g. (1, 8), or one number"
+        less = self.memory_gib < 0 or self.gpu < 0
+        yield less, f"memory_gib is {self.memory_gib!r} and gpu {self.gpu!r}; type 0 or more"
+        yield (
+            self.elastic is None and least != most,
+            f"{cores}, and the gain of more cores is unknown; type elastic='measure', or the speeds of {least} to {most} cores",
+        )
+        yield (
+            self.elastic is not None and not most > least,
+            f"elastic, with {cores}; type a least and a larger most, e.g. cores=(1, 8)",
+        )
+        yield (
+            self.revocable and not self.own_process,
+            "revocable, but a call without cores, memory or a GPU of its own shares the worker's process, where it cannot be "
+            "stopped; type cores=1, or leave revocable out",
+        )
+        yield (
+            self.declares and self.inline,
+            "inline calls run in a slot for generation; leave inline out, or its resources",
+        )
+        beside = "its cores, memory or GPU give each call a process of its own"
+        state = self.own_process and bool({STATE, SESSION} & set(parameters))
+        yield state, f"it takes {STATE} or {SESSION}, but {beside}; leave one of them out"
+        yield (
+            self.own_process and bool(self.services),
+            f"services={self.services!r}, but {beside}, which can ask no service; leave one of them out",
+        )
+        yield (
+            self.own_process and self.is_async,
+            f"an async tool shares the worker's event loop, but {beside}; leave them out, or make it a plain function",
+        )
 
     def call(self, /, **arguments: Any) -> Any:
         """Call the function with each argument in the type of its hint."""
@@ -133,37 +150,10 @@ class Tool:
         """An argument of a call in the type of its hint; ValidationError."""
         return TypeAdapter(self.types[name]).validate_python(value) if name in self.types else value
 
-    def _check_resources(self) -> None:
-        where, (least, most) = f"tool {self.name!r}", self.cores
-        if not 0 <= least <= most or (most and not least):
-            raise ConfigError(
-                f"{where}: cores is {self.cores!r}; type the least and the most, e.g. (1, 8), or one number"
-            )
-        if self.memory_gib < 0 or self.gpu < 0:
-            raise ConfigError(f"{where}: memory_gib is {self.memory_gib!r} and gpu {self.gpu!r}; type 0 or more")
-        if self.elastic is None and least != most:
-            raise ConfigError(
-                f"{where}: cores is {self.cores!r}, and nothing says how much more cores help; type elastic='measure', or the "
-                f"speeds of {least} to {most} cores"
-            )
-        if self.elastic is not None and not most > least:
-            raise ConfigError(
-                f"{where}: elastic, with cores {self.cores!r}; type a least and a larger most, e.g. cores=(1, 8)"
-            )
-        if self.revocable and not self.own_process:
-            raise ConfigError(
-                f"{where}: revocable, and a call without cores, memory or a GPU of its own shares the worker's process, where it "
-                "cannot be stopped; type cores=1, or leave revocable out"
-            )
-        if self.declares and self.inline:
-            raise ConfigError(
-                f"{where}: inline calls run in the slot of a generation; leave inline out, or its resources"
-            )
-
     @property
     def declares(self) -> bool:
         """Whether calls need more than a slot."""
-        return bool(self.cores[1] or self.memory_gib or self.gpu or self.quota)
+        return self.own_process or bool(self.quota)
 
     @property
     def own_process(self) -> bool:
@@ -179,13 +169,6 @@ class Tool:
     def required(self) -> tuple[str, ...]:
         """Arguments without a default."""
         return tuple(self.schema["function"]["parameters"].get("required", ()))
-
-    @property
-    def usage(self) -> str:
-        """The shape of a valid call, e.g. ``{"name": "calculator", "arguments": {"expression":
-        ...}}``."""
-        arguments = ", ".join(f'"{name}": ...' for name in self.parameters)
-        return f'{{"name": "{self.name}", "arguments": {{{arguments}}}}}'
 
 
 def tool(
@@ -204,8 +187,7 @@ def tool(
     services: str | tuple[str, ...] = (),
     revocable: bool = False,
 ) -> Tool:
-    """The `Tool` of a function with type hints and a Google-style docstring, which
-    ``get_json_schema`` reads.
+    """The `Tool` of a function with type hints and a Google-style docstring.
 
     A hint may be any type with a JSON schema in pydantic: an Enum, a dataclass, ``Annotated[int,
     Field(ge=1)]``, ... ConfigError if a hint or a description is missing, or a hint has no JSON
@@ -221,19 +203,18 @@ def tool(
 
 
 def _schema(function: Callable[..., Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a tool, and its hints beyond plain JSON."""
-    from transformers.utils import get_json_schema
-
+    """The schema of a tool, in the form of transformers' ``get_json_schema``, and its hints beyond
+    plain JSON."""
     where = f"tool {name!r}"
-    signature = inspect.signature(function)
-    hinted = function if inspect.isroutine(function) else type(function).__call__
     try:
+        hinted = function if inspect.isroutine(function) else type(function).__call__
         hints = get_type_hints(hinted, include_extras=True)
     except (NameError, TypeError) as error:
         raise ConfigError(
             f"{where}: its type hints cannot be read ({error}); use hints that the module imports"
         ) from error
-    shown = {key: value for key, value in signature.parameters.items() if key not in (ACTION_ID, STATE, SESSION)}
+    signature = inspect.signature(function).parameters
+    shown = {key: each for key, each in signature.items() if key not in (ACTION_ID, STATE, SESSION)}
     for key, parameter in shown.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigError(
@@ -241,78 +222,97 @@ def _schema(function: Callable[..., Any], name: str) -> tuple[dict[str, Any], di
             )
         if key not in hints:
             raise ConfigError(f"{where}: argument {key!r} has no type hint; type e.g. '{key}: str'")
-    doc = inspect.getdoc(function)
-    if not doc:
+    about, described = _descriptions(inspect.getdoc(function) or "", shown)
+    if not about:
+        lines = "".join(f"\\n    {key}: what it is" for key in shown)
+        args = f"\\n\\nArgs:{lines}" if shown else ""
         raise ConfigError(
-            f'{where}: no docstring, so the model cannot know its purpose; add e.g. """What it does.\\n\\n'
-            + ("Args:\\n    " + "\\n    ".join(f"{key}: what it is" for key in shown) if shown else "")
-            + '"""'
+            f'{where}: no docstring, so the model cannot know its purpose; add e.g. """What it does.{args}"""'
         )
+    if missing := [key for key in shown if key not in described]:
+        lines = "; ".join(f"'    {key}: what it is'" for key in missing)
+        raise ConfigError(f"{where}: its docstring does not describe every argument; add under 'Args:' {lines}")
+    properties = {
+        key: {**_type_schema(hints[key], f"{where}: argument {key!r}"), "description": described[key]} for key in shown
+    }
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    if required := [key for key, parameter in shown.items() if parameter.default is parameter.empty]:
+        parameters["required"] = required
+    schema = {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+    return schema, {key: hints[key] for key in shown if not _is_plain(hints[key])}
 
-    def stub() -> None: ...
 
-    # A substitute hides action_id, trajectory_state and session from the model.
-    stub.__name__, stub.__doc__ = name, doc
-    types = {key: hint for key, hint in hints.items() if key in shown and not _is_plain(hint)}
-    stub.__annotations__ = {key: dict if key in types else hint for key, hint in hints.items() if key in shown}
-    stub.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore[attr-defined]
-    own = {key: _type_schema(hint, f"{where}: argument {key!r}") for key, hint in types.items()}
-    try:
-        schema = get_json_schema(stub)
-    except Exception as error:  # boundary: transformers has its own error class for each fault of a docstring
-        missing = [key for key in shown if f"{key}:" not in doc and f"{key} (" not in doc]
-        lines = "; ".join(f"'    {key}: what it is'" for key in missing or shown)
-        raise ConfigError(
-            f"{where}: its docstring does not describe every argument; add under 'Args:' {lines}"
-        ) from error
+_SECTION = re.compile(r"\n\s*(Args|Returns|Raises):[ \t]*(?:\n|\Z)")
 
-    properties = schema["function"]["parameters"]["properties"]
-    properties.update({key: {**each, "description": properties[key]["description"]} for key, each in own.items()})
-    return schema, types
+
+def _descriptions(doc: str, names: Collection[str]) -> tuple[str, dict[str, str]]:
+    """Text of a docstring before its sections, and descriptions of arguments in its section Args."""
+    about, *rest = _SECTION.split("\n" + doc)
+    sections = dict(zip(rest[::2], rest[1::2], strict=True))
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in map(str.strip, sections.get("Args", "").splitlines()):
+        name, colon, text = line.partition(":")
+        name = name.partition("(")[0].strip()
+        if colon and name in names and name not in found:
+            lines = found[name] = [text.strip()]
+        elif line:
+            lines.append(line)
+    return about.strip(), {name: " ".join(each).strip() for name, each in found.items()}
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether a hint has only JSON's own types, whose schema transformers writes as models have
-    seen it."""
-    origin = get_origin(hint)
-    if origin in (list, tuple, dict, Union, UnionType):
+    """Whether JSON has the hint's type, so that pydantic need not convert arguments."""
+    if get_origin(hint) in (list, tuple, dict, Union, UnionType):
         return all(each is Ellipsis or _is_plain(each) for each in get_args(hint))
-    return origin is Literal or hint in (str, int, float, bool, list, tuple, dict, type(None), Any)
+    return get_origin(hint) is Literal or hint in (str, int, float, bool, list, tuple, dict, type(None), Any)
 
 
 def _type_schema(hint: Any, where: str) -> dict[str, Any]:
-    """Pydantic's JSON schema of a hint, without titles and references."""
     try:
         given = TypeAdapter(hint).json_schema()
-        schema: dict[str, Any] = _inlined(given, given.get("$defs", {}))
+        return _as_in_templates(given, given.get("$defs", {}))
     except Exception as error:  # boundary: pydantic, and methods of the user's types that it calls
         raise ConfigError(
             f"{where} has the type {getattr(hint, '__name__', hint)}, which has no JSON schema "
             f"({str(error).partition(chr(10))[0].rstrip('.')}); give it one that has, such as str, an Enum or a dataclass"
         ) from error
-    several = schema.get("anyOf", [])
-    if len(several) == 2 and {"type": "null"} in several:  # as transformers writes an optional one
-        schema.update(next(each for each in several if each != {"type": "null"}), nullable=True)
-        del schema["anyOf"]
-    return schema
 
 
-def _inlined(given: Any, definitions: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Any:
+_VALUES, _LEFT_OUT = ("const", "default", "enum", "examples"), ("$defs", "discriminator", "title")
+
+
+def _as_in_templates(given: Any, definitions: Mapping[str, Any], inside: frozenset[str] = frozenset()) -> Any:
+    """Pydantic's schema of a type as transformers writes it for chat templates: the type first,
+    "nullable", and no references or titles."""
     if isinstance(given, list):
-        return [_inlined(each, definitions, inside) for each in given]
+        return [_as_in_templates(each, definitions, inside) for each in given]
     if not isinstance(given, dict):
         return given
-    if isinstance(given.get("$ref"), str):
+    if "$ref" in given:
         name = given["$ref"].rpartition("/")[2]
         if name in inside:
             raise ValueError(f"{name} contains itself")
         more = {key: value for key, value in given.items() if key != "$ref"}
-        return _inlined({**definitions[name], **more}, definitions, (*inside, name))
-    left_out = {"$defs", "discriminator"} | ({"title"} if isinstance(given.get("title"), str) else set())
-    return {key: _inlined(value, definitions, inside) for key, value in given.items() if key not in left_out}
-
-
-SESSION_TIMEOUT_S = 30.0
+        return _as_in_templates({**definitions[name], **more}, definitions, inside | {name})
+    schema = {"type": given["type"]} if "type" in given else {}
+    for key, value in given.items():
+        if key == "properties":
+            schema[key] = {name: _as_in_templates(each, definitions, inside) for name, each in value.items()}
+        elif key in _LEFT_OUT or (key in ("minItems", "maxItems") and "prefixItems" in given):
+            continue
+        elif not (key in ("items", "additionalProperties") and value in ({}, True)):
+            schema[key] = value if key in _VALUES else _as_in_templates(value, definitions, inside)
+    if "const" in schema:
+        schema["enum"] = [schema.pop("const")]
+    several = schema.pop("anyOf", [])
+    some = [each for each in several if each != {"type": "null"}]
+    if len(some) == 1:
+        schema = {**some[0], **schema}
+    elif some:
+        simple = all(each.keys() == {"type"} for each in some)
+        schema |= {"type": sorted({each["type"] for each in some})} if simple else {"anyOf": some}
+    return schema | ({"nullable": True} if len(some) < len(several) else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +347,7 @@ class SessionKind:
     alive: Callable[[Any], Any] | None = None
     most: int | None = None
     idle: int = 8
-    timeout_s: float = SESSION_TIMEOUT_S
+    timeout_s: float = 30.0
     lease_s: float = 900.0
 
     def __post_init__(self) -> None:
@@ -357,13 +357,14 @@ class SessionKind:
                 raise ConfigError(
                     f"session: {name} is {value!r:.80}; it is a function{'' if name == 'factory' else ' or None'}"
                 )
-        if self.most is not None and self.most < 1:
-            raise ConfigError(f"session: most is {self.most!r}; it is a whole number above 0, or None")
-        if self.idle < 0 or not self.timeout_s > 0 or not self.lease_s > 0:
-            raise ConfigError(
-                f"session: idle is {self.idle!r}, timeout_s {self.timeout_s!r} and lease_s {self.lease_s!r}; idle is at least 0, "
-                "the others are above 0"
-            )
+        for name, fits, allowed in (
+            ("most", self.most is None or self.most >= 1, "a whole number above 0, or None"),
+            ("idle", self.idle >= 0, "at least 0"),
+            ("timeout_s", self.timeout_s > 0, "above 0"),
+            ("lease_s", self.lease_s > 0, "above 0"),
+        ):
+            if not fits:
+                raise ConfigError(f"session: {name} is {getattr(self, name)!r}; it must be {allowed}")
 
 
 def session(factory: Callable[[], Any], **options: Any) -> SessionKind:

@@ -69,21 +69,16 @@ class ToolArithmetic(Environment):
         self, *, timeout_rate: float = 0.02, timeout_s: float = 0.2, max_operations: int = MAX_OPERATIONS,
         spare_lines: int = 0, calculator: bool = True, inline: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        if not 0.0 <= timeout_rate < 1.0:
-            raise ConfigError(
-                f"environment.args.timeout_rate: got {timeout_rate!r}; a share of calls, at least 0 and below 1"
-            )
-        if not 1 <= max_operations <= MAX_OPERATIONS:
-            raise ConfigError(f"environment.args.max_operations: got {max_operations!r}; 1 to {MAX_OPERATIONS}")
-        if not 0 <= spare_lines <= MAX_OPERATIONS - max_operations:
-            raise ConfigError(
-                f"environment.args.spare_lines: got {spare_lines!r}; 0 to {MAX_OPERATIONS} - max_operations, "
-                f"which is {MAX_OPERATIONS - max_operations}"
-            )
-        self.seed = seed
-        self.spare_lines = spare_lines
-        self.timeout_rate = timeout_rate
-        self.max_operations = max_operations
+        most_spare = MAX_OPERATIONS - max_operations
+        for name, value, fits, allowed in (
+            ("timeout_rate", timeout_rate, 0.0 <= timeout_rate < 1.0, "a share of calls, at least 0 and below 1"),
+            ("max_operations", max_operations, 1 <= max_operations <= MAX_OPERATIONS, f"1 to {MAX_OPERATIONS}"),
+            ("spare_lines", spare_lines, 0 <= spare_lines <= most_spare, f"0 to {MAX_OPERATIONS} - max_operations"),
+        ):
+            if not fits:
+                raise ConfigError(f"environment.args.{name}: got {value!r}; {allowed}")
+        self.seed, self.timeout_rate = seed, timeout_rate
+        self.max_operations, self.spare_lines = max_operations, spare_lines
         own = tool(self.calculator, timeout_s=timeout_s, inline=inline)
         self.tools: tuple[Tool, ...] = (own,) if calculator else ()
 

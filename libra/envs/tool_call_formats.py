@@ -11,6 +11,7 @@ Invariants of every format
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,65 +20,72 @@ from libra.envs.tool import Tool
 from libra.types import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MAX_NAME_CHARS = 256
+_FUNCTION, _END_FUNCTION = "<function=", "</function>"
+_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_VALUE_END = re.compile(rf"{_END_PARAMETER}(?=\s*(?:{_PARAMETER}|{_END_FUNCTION}))")
+_SPACE = re.compile(r"\s*")
 
 
-class Places:
-    """Positions of a mark in a text, found once: ``str.find`` from every opening tag would be
-    quadratic."""
+class _Malformed(Exception):
+    """The reason, and the position up to which a call was read."""
 
-    def __init__(self, text: str, mark: str) -> None:
-        self._at: list[int] = []
-        position = text.find(mark)
-        while position >= 0:
-            self._at.append(position)
-            position = text.find(mark, position + len(mark))
-
-    def after(self, start: int) -> int:
-        """The first position at or after ``start``, or -1."""
-        index = bisect_left(self._at, start)
-        return self._at[index] if index < len(self._at) else -1
+    def __init__(self, reason: str, position: int) -> None:
+        super().__init__(reason)
+        self.position = position
 
 
-def skip_space(text: str, position: int) -> int:
-    """The first position at or after ``position`` without white space."""
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
+def _read(text: str, calls_at: Callable[[int], tuple[Sequence[ToolCall], int]]) -> tuple[ToolCall, ...]:
+    """The calls of each opening tag: ``calls_at`` reads them from a position, and returns the position
+    behind the closing tag, or raises `_Malformed`."""
+    closing = [match.start() for match in re.finditer(CLOSE, text)]  # str.find from every tag would be quadratic
+    calls: list[ToolCall] = []
+    position = text.find(OPEN)
+    while position >= 0:
+        try:
+            found, end = calls_at(_skip_space(text, position + len(OPEN)))
+        except _Malformed as problem:
+            found, end = (ToolCall("", {}, str(problem)),), problem.position
+            index = bisect_left(closing, end)
+            end = closing[index] + len(CLOSE) if index < len(closing) else end
+        calls += found
+        position = text.find(OPEN, end)
+    return tuple(calls)
 
 
-_DECODER = json.JSONDecoder()
-_WINDOW_CHARS = 512
-_LONGEST_WORD_CHARS = 16  # `json` reports "-Infinity" or "\\ud83d\\ude00" at its start, if the window's end cuts it
+def _skip_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    return match.end() if match else position
 
 
-def parse_hermes(text: str) -> tuple[ToolCall, ...]:
+def parse_hermes(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, ...]:
     """The calls in ``text``, in order.
 
     Decoding finds the end of the JSON, so an argument may contain ``</tool_call>``. After a
     malformed call reading continues behind its closing tag.
     """
-    calls: list[ToolCall] = []
-    closing = Places(text, CLOSE)
-    position = text.find(OPEN)
-    while position >= 0:
-        call, end = _one_call(text, position + len(OPEN), closing)
-        calls.append(call)
-        position = text.find(OPEN, end)
-    return tuple(calls)
+
+    def call_at(start: int) -> tuple[Sequence[ToolCall], int]:
+        try:
+            value, end = _decode(text, start)
+        except (ValueError, RecursionError) as error:
+            raise _Malformed("not valid JSON", start) from error
+        end = _skip_space(text, end)
+        if not text.startswith(CLOSE, end):
+            raise _Malformed("its tag is not closed after the JSON", end)
+        end += len(CLOSE)
+        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+            return [ToolCall("", {}, 'no "name"')], end
+        if not isinstance(value.get("arguments"), Mapping):
+            return [ToolCall("", {}, 'no "arguments"')], end
+        return [ToolCall(value["name"], value["arguments"])], end
+
+    return _read(text, call_at)
 
 
-def _one_call(text: str, start: int, closing: Places) -> tuple[ToolCall, int]:
-    """The call whose JSON starts at or after ``start``, and the position behind it."""
-    close = closing.after(start)
-    resume = close + len(CLOSE) if close >= 0 else start
-    try:
-        value, end = _decode(text, skip_space(text, start))
-    except (ValueError, RecursionError):
-        return ToolCall("", {}, "not valid JSON"), resume
-    end = skip_space(text, end)
-    if not text.startswith(CLOSE, end):
-        return ToolCall("", {}, "its tag is not closed after the JSON"), max(resume, end)
-    return _check(value), end + len(CLOSE)
+_DECODER = json.JSONDecoder()
+_WINDOW_CHARS = 512
+_LONGEST_WORD_CHARS = 16  # `json` reports "-Infinity" or "\\ud83d\\ude00" at its start, if the window's end cuts it
 
 
 def _decode(text: str, start: int) -> tuple[Any, int]:
@@ -103,119 +111,74 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
         size *= 4
 
 
-def _check(value: object) -> ToolCall:
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        return ToolCall("", {}, 'no "name"')
-    if not isinstance(value.get("arguments"), Mapping):
-        return ToolCall("", {}, 'no "arguments"')
-    return ToolCall(value["name"], value["arguments"])
-
-
-MAX_NAME_CHARS = 256
-_FUNCTION, _END_FUNCTION = "<function=", "</function>"
-_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
-
-
 def parse_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, ...]:
     """The calls in ``text``, in order; one tag may hold several functions. Schemas of ``tools``
     give the types of values."""
-    reader = _Reader(text, {tool.name: tool.parameters for tool in tools})
-    calls: list[ToolCall] = []
-    position = text.find(OPEN)
-    while position >= 0:
-        found, end = reader.read(position + len(OPEN))
-        calls += found
-        position = text.find(OPEN, end)
-    return tuple(calls)
+    schemas = {tool.name: tool.parameters for tool in tools}
+    value_ends = [match.start() for match in _VALUE_END.finditer(text)] if OPEN in text else []
 
-
-def _coder_usage(tool: Tool) -> str:
-    """The shape of a valid call, e.g.
-    ``<function=run><parameter=code>...</parameter></function>``."""
-    parameters = "".join(f"{_PARAMETER}{name}>...{_END_PARAMETER}" for name in tool.parameters)
-    return f"{_FUNCTION}{tool.name}>{parameters}{_END_FUNCTION}"
-
-
-class _Malformed(Exception):
-    """A malformed call, and the position up to which it was read."""
-
-    def __init__(self, reason: str, position: int) -> None:
-        super().__init__(reason)
-        self.position = position
-
-
-class _Reader:
-    def __init__(self, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        self.text, self.schemas = text, schemas
-        self.closing = Places(text, CLOSE)
-        self.value_ends: list[int] = []
-        if OPEN in text:
-            position = text.find(_END_PARAMETER)
-            while position >= 0:
-                after = skip_space(text, position + len(_END_PARAMETER))
-                if text.startswith((_PARAMETER, _END_FUNCTION), after):
-                    self.value_ends.append(position)
-                position = text.find(_END_PARAMETER, after)
-
-    def read(self, start: int) -> tuple[list[ToolCall], int]:
-        """The calls of the tag before ``start``, and the next position."""
-        calls: list[ToolCall] = []
-        position = skip_space(self.text, start)
-        try:
-            while not (calls and self.text.startswith(CLOSE, position)):
-                call, position = self._function(position)
-                calls.append(call)
-        except _Malformed as problem:
-            # After the last read position: all calls together take linear time.
-            close = self.closing.after(problem.position)
-            resume = close + len(CLOSE) if close >= 0 else problem.position
-            return [ToolCall("", {}, str(problem))], resume
-        return calls, position + len(CLOSE)
-
-    def _function(self, position: int) -> tuple[ToolCall, int]:
-        if not self.text.startswith(_FUNCTION, position):
-            reason = "its tag is not closed" if position >= len(self.text) else "no <function=NAME>"
-            raise _Malformed(reason, position)
-        name, position = self._name(position + len(_FUNCTION), "function")
-        schema, arguments = self.schemas.get(name, {}), {}
-        position = skip_space(self.text, position)
-        while self.text.startswith(_PARAMETER, position):
-            parameter, start = self._name(position + len(_PARAMETER), "parameter")
-            index = bisect_left(self.value_ends, start)
-            if index == len(self.value_ends):
-                raise _Malformed(f"parameter {parameter} is not closed", start)
-            end = self.value_ends[index]
-            if parameter in arguments:
-                raise _Malformed(f"parameter {parameter} is given twice", end)
-            # One line break on either side belongs to the format, not to the value.
-            value = self.text[start:end].removeprefix("\n").removesuffix("\n")
-            arguments[parameter] = _converted(value, schema.get(parameter, {}))
-            position = skip_space(self.text, end + len(_END_PARAMETER))
-        if not self.text.startswith(_END_FUNCTION, position):
-            raise _Malformed(f"function {name} is not closed", position)
-        return ToolCall(name, arguments), skip_space(self.text, position + len(_END_FUNCTION))
-
-    def _name(self, start: int, what: str) -> tuple[str, int]:
-        end = self.text.find(">", start, start + MAX_NAME_CHARS)
-        name = self.text[start:end].strip() if end >= 0 else ""
+    def name_at(start: int, what: str) -> tuple[str, int]:
+        end = text.find(">", start, start + MAX_NAME_CHARS)
+        name = text[start:end].strip() if end >= 0 else ""
         if not name or "<" in name or "\n" in name:
             raise _Malformed(f"a {what} without a name", start)
         return name, end + 1
+
+    def function_at(position: int) -> tuple[ToolCall, int]:
+        if not text.startswith(_FUNCTION, position):
+            reason = "its tag is not closed" if position >= len(text) else "no <function=NAME>"
+            raise _Malformed(reason, position)
+        name, position = name_at(position + len(_FUNCTION), "function")
+        schema, arguments = schemas.get(name, {}), dict[str, Any]()
+        position = _skip_space(text, position)
+        while text.startswith(_PARAMETER, position):
+            parameter, start = name_at(position + len(_PARAMETER), "parameter")
+            index = bisect_left(value_ends, start)
+            if index == len(value_ends):
+                raise _Malformed(f"parameter {parameter} is not closed", start)
+            end = value_ends[index]
+            if parameter in arguments:
+                raise _Malformed(f"parameter {parameter} is given twice", end)
+            # One line break on either side belongs to the format, not to the value.
+            value = text[start:end].removeprefix("\n").removesuffix("\n")
+            arguments[parameter] = _converted(value, schema.get(parameter, {}))
+            position = _skip_space(text, end + len(_END_PARAMETER))
+        if not text.startswith(_END_FUNCTION, position):
+            raise _Malformed(f"function {name} is not closed", position)
+        return ToolCall(name, arguments), _skip_space(text, position + len(_END_FUNCTION))
+
+    def calls_at(position: int) -> tuple[Sequence[ToolCall], int]:
+        calls: list[ToolCall] = []
+        while not (calls and text.startswith(CLOSE, position)):
+            call, position = function_at(position)
+            calls.append(call)
+        return calls, position + len(CLOSE)
+
+    return _read(text, calls_at)
 
 
 def _converted(value: str, schema: Mapping[str, Any]) -> Any:
     """``value`` in the type of its schema, or unchanged."""
     kinds = schema.get("type", "string")
     kinds = {kinds} if isinstance(kinds, str) else set(kinds)
-    if schema.get("nullable"):
-        kinds.add("null")
-    if "string" in kinds and not ("null" in kinds and value.strip() == "null"):
+    null = "null" in kinds or bool(schema.get("nullable"))
+    if "string" in kinds and not (null and value.strip() == "null"):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
         # Models trained on Python write its constants.
         return {"True": True, "False": False, "None": None}.get(value.strip(), value)
+
+
+def _hermes_usage(tool: Tool) -> str:
+    arguments = ", ".join(f'"{name}": ...' for name in tool.parameters)
+    return f'{{"name": "{tool.name}", "arguments": {{{arguments}}}}}'
+
+
+def _coder_usage(tool: Tool) -> str:
+    parameters = "".join(f"{_PARAMETER}{name}>...{_END_PARAMETER}" for name in tool.parameters)
+    return f"{_FUNCTION}{tool.name}>{parameters}{_END_FUNCTION}"
 
 
 class ToolFormat(NamedTuple):
@@ -226,7 +189,7 @@ class ToolFormat(NamedTuple):
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat(lambda text, tools: parse_hermes(text), lambda tool: tool.usage),
+    "hermes": ToolFormat(parse_hermes, _hermes_usage),
     "qwen3_coder": ToolFormat(parse_qwen3_coder, _coder_usage),
 }
 """By the value of ``rollout.tool_format``."""

@@ -24,19 +24,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from pydantic import ValidationError
 
-from libra.envs.action_process import ActionProcesses, Bounds, GpusOfCalls, Ran
+from libra.envs.action_process import ActionProcesses, Bounds, GpusOfCalls
 from libra.envs.environment import Environment
 from libra.envs.retries import BackOff, Refused, refused, with_retries
 from libra.envs.tool import ACTION_ID, SESSION, STATE, Tool
 from libra.envs.tool_call_formats import TOOL_FORMATS
-from libra.errors import ToolFault, ToolTimeout
+from libra.errors import EnvironmentFault, ToolFault, ToolTimeout
 from libra.named_parts import raised_at
 from libra.types import Prompt, ToolCall, ToolReturn, ToolStatus
 from libra.untrusted import error_text, shown_line, storable
@@ -50,6 +50,9 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 SMALL_CHARS = 1 << 18
 """Characters of at most 1 MiB, which stand in their record."""
 
+Outcome = tuple[Any, BaseException | None] | None
+"""Value and error of a call of the user's code; None after a time-out."""
+
 
 class StateOfCall(Protocol):
     """The trajectory's state; `libra.envs.state.StateCopy` is one."""
@@ -59,12 +62,11 @@ class StateOfCall(Protocol):
     def keep(self, value: Any) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    """One attempt of a call; ``outcome`` is (value, error), or None after a time-out."""
+class _Tried(NamedTuple):
+    """One attempt of a call."""
 
     arguments: dict[str, Any]
-    outcome: tuple[Any, BaseException | None] | None
+    outcome: Outcome
     latency_s: float
     refused: Refused | None
 
@@ -109,71 +111,60 @@ async def run_action(
         The tool raised it, its outcome is ``fatal`` (`ToolTimeout` for a time-out), or its API
         refused it until retries were used up.
     """
-    fault = _malformed(environment, call)
-    if fault is not None:
-        known = call.name if call.error is None and any(tool.name == call.name for tool in environment.tools) else ""
-        return ToolReturn(known, ToolStatus.MALFORMED, storable(fault), 0.0, len(fault))
-    tool = next(tool for tool in environment.tools if tool.name == call.name)
+    tool = next((tool for tool in environment.tools if tool.name == call.name), None) if call.error is None else None
+    if fault := _malformed(environment, call, tool):
+        return ToolReturn("" if tool is None else tool.name, ToolStatus.MALFORMED, storable(fault), 0.0, len(fault))
+    assert tool is not None
 
     async def attempt() -> _Tried:
-        return await _tried(tool, _arguments(tool, call, action_id, state, session), processes, cores)
+        hidden = {ACTION_ID: action_id} if tool.takes_action_id else {}
+        hidden |= {STATE: state.value()} if tool.takes_state and state is not None else {}
+        hidden |= {SESSION: session} if tool.takes_session else {}
+        return await _tried(tool, {**call.arguments, **hidden}, processes, cores)
 
     tried, retries = await with_retries(attempt, lambda each: each.refused, back_off or BackOff(), action_id)
     if tried.refused is not None:
         raise ToolFault(
             f"tool {tool.name}: its API refuses calls for now (HTTP 429), also after {retries} retries ({action_id})"
         )
-    if tried.outcome is None:
-        return _timed_out(tool, tried, prompt, action_id)
-    payload, status = _payload(tool, tried, tried.outcome, state, action_id)
+    payload, status = _payload(tool, tried, state, f"{action_id}, prompt {shown_line(prompt.prompt_id)}")
     reference = ""
-    if keep is not None:  # a thread writes text that may become a file
+    if keep is not None and status is not ToolStatus.TIMEOUT:  # a thread writes text that may become a file
         reference = keep(payload) if len(payload) <= SMALL_CHARS else await asyncio.to_thread(keep, payload)
-    return replace(_bounded_return(tool, status, payload, tried.latency_s), reference=reference)
-
-
-def _arguments(tool: Tool, call: ToolCall, action_id: str, state: StateOfCall | None, session: Any) -> dict[str, Any]:
-    arguments = dict(call.arguments)
-    if tool.takes_action_id:
-        arguments[ACTION_ID] = action_id
-    if tool.takes_state and state is not None:
-        arguments[STATE] = state.value()
-    if tool.takes_session:
-        arguments[SESSION] = session
-    return arguments
+    content = cut(payload, tool.max_payload_chars)
+    if status is ToolStatus.OK and len(payload) > tool.max_payload_chars:
+        status = ToolStatus.TRUNCATED
+    return ToolReturn(tool.name, status, content, tried.latency_s, len(payload), reference=reference)
 
 
 async def _tried(tool: Tool, arguments: dict[str, Any], processes: ActionProcesses | None, cores: int | None) -> _Tried:
+    started_s = time.perf_counter()
     if tool.own_process and processes is not None:
         bounds = Bounds(tool.cores[0] if cores is None else cores, round(tool.memory_gib * 2**30), tool.gpu)
-        started_s = time.perf_counter()
         ran = await processes.run(tool.name, arguments, tool.timeout_s, bounds)
         if ran is None:
             return _Tried(arguments, None, time.perf_counter() - started_s, None)
-        return _Tried(arguments, _as_outcome(ran), ran.ran_s, ran.refused)
-    started_s = time.perf_counter()
+        error: Exception | None = None
+        if ran.error:
+            error = ToolFault(ran.text) if ran.fault else type(ran.error, (Exception,), {})(ran.text)
+        return _Tried(arguments, (ran.text, error), ran.ran_s, ran.refused)
     outcome = await run_bounded(tool.call, arguments, tool.timeout_s, is_async=tool.is_async, name=f"tool {tool.name}")
     latency_s = time.perf_counter() - started_s
     return _Tried(arguments, outcome, latency_s, refused(outcome[1], time.time()) if outcome is not None else None)
 
 
-def _timed_out(tool: Tool, tried: _Tried, prompt: Prompt, action_id: str) -> ToolReturn:
-    prompt_id = shown_line(prompt.prompt_id)
-    logger.info("tool %s timed out after %g s (%s, prompt %s)", tool.name, tool.timeout_s, action_id, prompt_id)
-    content = f"timed out after {tool.timeout_s:g} s"
-    if ToolStatus.TIMEOUT in tool.fatal:
-        raise ToolTimeout(f"tool {tool.name}: {content} ({action_id})")
-    return ToolReturn(tool.name, ToolStatus.TIMEOUT, content, tried.latency_s, len(content))
-
-
-def _payload(
-    tool: Tool, tried: _Tried, outcome: tuple[Any, BaseException | None], state: StateOfCall | None, action_id: str
-) -> tuple[str, ToolStatus]:
+def _payload(tool: Tool, tried: _Tried, state: StateOfCall | None, where: str) -> tuple[str, ToolStatus]:
     """Text and status of an outcome; keeps the state if the call returned. `ToolFault` as in
     `run_action`."""
-    value, error = outcome
+    if tried.outcome is None:
+        logger.info("tool %s timed out after %g s (%s)", tool.name, tool.timeout_s, where)
+        content = f"timed out after {tool.timeout_s:g} s"
+        if ToolStatus.TIMEOUT in tool.fatal:
+            raise ToolTimeout(f"tool {tool.name}: {content} ({where})")
+        return content, ToolStatus.TIMEOUT
+    value, error = tried.outcome
     if isinstance(error, ToolFault) or (error is not None and ToolStatus.ERROR in tool.fatal):
-        raise ToolFault(f"tool {tool.name}: {error_text(error)}{raised_at(error)} ({action_id})") from error
+        raise ToolFault(f"tool {tool.name}: {error_text(error)}{raised_at(error)} ({where})") from error
     if error is None and tool.takes_state and state is not None:
         state.keep(tried.arguments[STATE])
     try:
@@ -182,6 +173,12 @@ def _payload(
         return _as_text(value), ToolStatus.OK
     except Exception as fault_of_text:  # noqa: BLE001 boundary: __str__ of a tool's value is the tool's code too
         return f"{type(fault_of_text).__name__} while reading what the tool returned", ToolStatus.ERROR
+
+
+def cut(text: str, most: int) -> str:
+    """Storable text of at most ``most`` characters, and a note with the number of dropped ones."""
+    kept, dropped = storable(text[:most]), len(text) - most
+    return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(text)} characters dropped]"
 
 
 def processes_for(
@@ -193,16 +190,9 @@ def processes_for(
     return ActionProcesses(functions, cores, _as_text, gpus) if functions else None
 
 
-def _as_outcome(ran: Ran) -> tuple[Any, BaseException | None]:
-    """The outcome of a call in its own process, in the form of `run_bounded`."""
-    if not ran.error:
-        return ran.text, None
-    return None, ToolFault(ran.text) if ran.fault else type(ran.error, (Exception,), {})(ran.text)
-
-
 async def run_bounded(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float, *, is_async: bool, name: str
-) -> tuple[Any, BaseException | None] | None:
+) -> Outcome:
     """Call ``function(**arguments)``, in a thread unless it is ``async``.
 
     Returns (value, None) or (None, exception), which is `NoThread` if the call could not start, or
@@ -211,7 +201,7 @@ async def run_bounded(
     loop = asyncio.get_running_loop()
     until_s = loop.time() + timeout_s
     thread: CallThread | None = None
-    waiting: asyncio.Future[tuple[Any, BaseException | None]]
+    waiting: asyncio.Future[Any]
     if is_async:
         waiting = loop.create_task(_guarded(function, arguments))
     else:
@@ -223,16 +213,13 @@ async def run_bounded(
             return None, error
     try:
         done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
-    except asyncio.CancelledError:
-        waiting.cancel()
-        raise
+    finally:
+        waiting.cancel()  # it has no effect once the call is done
     if done:
-        outcome = waiting.result()
-        value = outcome[0]
+        value, fault = waiting.result()
         if not inspect.isawaitable(value):
-            return outcome
+            return value, fault
         return await run_bounded(lambda: value, {}, max(0.0, until_s - loop.time()), is_async=True, name=name)
-    waiting.cancel()
     if thread is not None:
         thread.abandon()
         logger.warning(
@@ -241,7 +228,20 @@ async def run_bounded(
     return None
 
 
-async def _guarded(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
+async def called_or_fault(name: str, timeout_s: float, function: Callable[..., Any], *given: Any, where: str) -> Any:
+    """The value of ``function(*given)``; EnvironmentFault if it raised, ToolTimeout after
+    ``timeout_s``."""
+    is_async = inspect.iscoroutinefunction(function)
+    outcome = await run_bounded(lambda: function(*given), {}, timeout_s, is_async=is_async, name=name)
+    if outcome is None:
+        raise ToolTimeout(f"{name} did not return within {timeout_s:g} s{where}")
+    value, error = outcome
+    if error is not None:
+        raise EnvironmentFault(f"{name} raised {error_text(error)}{raised_at(error)}{where}") from error
+    return value
+
+
+async def _guarded(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
     try:
         return await function(**arguments), None
     except (Exception, SystemExit) as error:  # noqa: BLE001 boundary: what a tool raises is shown to the model
@@ -252,60 +252,47 @@ def _in_thread(
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
     loop: asyncio.AbstractEventLoop,
-    waiting: asyncio.Future[tuple[Any, BaseException | None]],
+    waiting: asyncio.Future[Any],
 ) -> None:
-    outcome: tuple[Any, BaseException | None]
+    outcome: Outcome
     try:
         outcome = function(**arguments), None
     except BaseException as error:  # noqa: BLE001 boundary: the thread is the tool's own, so even an exit is only data
         outcome = None, error
-
-    def deliver() -> None:
-        if not waiting.done():
-            waiting.set_result(outcome)
-
-    try:
-        loop.call_soon_threadsafe(deliver)
-    except RuntimeError:  # the loop closed while the tool ran: no one awaits the result
-        logger.debug("%s returned after its event loop had closed", threading.current_thread().name)
+    with suppress(RuntimeError):  # the loop closed while the tool ran: no one awaits the result
+        loop.call_soon_threadsafe(lambda: waiting.done() or waiting.set_result(outcome))
 
 
-def _malformed(environment: Environment, call: ToolCall) -> str | None:
-    """The fault of a call and the right form; None for a well-formed call."""
+def _malformed(environment: Environment, call: ToolCall, tool: Tool | None) -> str:
+    """The fault of a call and the right form; empty for a well-formed call."""
     usage_of = TOOL_FORMATS[environment.tool_format].usage
-    usage = " or ".join(usage_of(tool) for tool in environment.tools) or "no tools here"
-    if call.error is not None:
-        return f"malformed call: {call.error}; expected {usage}"
-    tool = next((tool for tool in environment.tools if tool.name == call.name), None)
     if tool is None:
-        return f"malformed call: no tool {call.name[:80]!r}; expected {usage}"
-    for name in call.arguments:
-        if name not in tool.parameters:
-            return f"malformed call: {tool.name} has no argument {name[:80]!r}; expected {usage_of(tool)}"
-    for name in tool.required:
-        if name not in call.arguments:
-            return f"malformed call: argument {name!r} is missing; expected {usage_of(tool)}"
-    for name, value in call.arguments.items():
-        schema = tool.parameters[name]
-        if name in tool.types:
-            if refusal := _refusal(tool, name, value):
-                return f"malformed call: argument {name!r}{refusal}; expected {usage_of(tool)}"
-        elif not _fits(value, schema):
-            wanted = " or ".join(_types(schema)) + (f", one of {schema['enum']}" if "enum" in schema else "")
-            return f"malformed call: argument {name!r} must be {wanted}, got {type(value).__name__}; expected {usage_of(tool)}"
-    return None
+        usage = " or ".join(usage_of(each) for each in environment.tools) or "no tools here"
+        return f"malformed call: {call.error or f'no tool {call.name[:80]!r}'}; expected {usage}"
+    faults = (
+        *(f"{tool.name} has no argument {name[:80]!r}" for name in call.arguments if name not in tool.parameters),
+        *(f"argument {name!r} is missing" for name in tool.required if name not in call.arguments),
+    )
+    fault = next(iter(faults), "") or next(filter(None, (_wrong(tool, *each) for each in call.arguments.items())), "")
+    return fault and f"malformed call: {fault}; expected {usage_of(tool)}"
 
 
-def _refusal(tool: Tool, name: str, value: object) -> str:
-    """The fault of an argument for pydantic or a validator of the user's type; empty without
-    one."""
+def _wrong(tool: Tool, name: str, value: object) -> str:
+    """The fault of an argument for its schema, for pydantic or for a validator of the user's type;
+    empty without one."""
+    schema = tool.parameters[name]
+    if name not in tool.types:
+        if _fits(value, schema):
+            return ""
+        wanted = " or ".join(_types(schema)) + (f", one of {schema['enum']}" if "enum" in schema else "")
+        return f"argument {name!r} must be {wanted}, got {type(value).__name__}"
     try:
         tool.typed(name, value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        return "".join(f"[{key!r}]" for key in first["loc"]) + f": {first['msg']}"
+        return f"argument {name!r}{''.join(f'[{key!r}]' for key in first['loc'])}: {first['msg']}"
     except Exception as error:  # noqa: BLE001 boundary: the type is the user's
-        return f": {error_text(error)}"
+        return f"argument {name!r}: {error_text(error)}"
     return ""
 
 
@@ -339,17 +326,6 @@ def _as_text(value: object) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(value)
-
-
-def _bounded_return(tool: Tool, status: ToolStatus, payload: str, latency_s: float) -> ToolReturn:
-    dropped = len(payload) - tool.max_payload_chars
-    kept = storable(payload[: tool.max_payload_chars])
-    if dropped <= 0:
-        return ToolReturn(tool.name, status, kept, latency_s, len(payload))
-    content = f"{kept}\n[{dropped} of {len(payload)} characters dropped]"
-    if status is ToolStatus.OK:
-        status = ToolStatus.TRUNCATED
-    return ToolReturn(tool.name, status, content, latency_s, len(payload))
 
 
 KEPT_IDLE = 64

@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,8 @@ from numpy.typing import NDArray
 from libra.errors import ContextOverflow, EngineError, WeightsError
 from libra.projections import project_tensors
 from libra.rollout.engine import RolloutEngine
-from libra.testing.divided_turns import DividedTurns
 from libra.testing.models import VOCAB, Models, ask
-from libra.types import EngineCapacity, StopReason, TurnOutput, TurnRequest
+from libra.types import StopReason, TurnOutput, TurnRequest
 
 SLOTS = 4
 MAX_CONTEXT_TOKENS = 512
@@ -45,13 +45,38 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
+async def tokens_made(engine: RolloutEngine, count: int, since: int) -> None:
+    """Return when the engine has generated ``count`` tokens since ``since``."""
+    await until(lambda: engine.stats().generated_tokens >= since + count)
+
+
+async def answers(engine: RolloutEngine, requests: Sequence[TurnRequest]) -> list[TurnOutput]:
+    """The answers of requests at once."""
+    return await asyncio.gather(*map(engine.generate, requests))
+
+
 async def all_asked(engine: RolloutEngine) -> None:
     """Return when the engine has the requests of all tasks that were created before."""
     await asyncio.sleep(0)  # each task runs up to its request
     await engine.abort("nobody")  # engines handle requests in order
 
 
-class EngineContract(DividedTurns):
+def served(test: Callable[[Any, RolloutEngine, Models], Awaitable[None]]) -> Callable[..., None]:
+    """A test in the event loop of the class's engine, which serves the first model as a new
+    version."""
+
+    def runs(self: Any, run: Any, models: Models) -> None:
+        async def body(engine: RolloutEngine) -> None:
+            await engine.load_version(engine.version + 1, models.first)
+            await test(self, engine, models)
+
+        run(body)
+
+    runs.__name__, runs.__doc__ = test.__name__, test.__doc__
+    return runs
+
+
+class EngineContract:
     """The tests. A subclass defines `make_engine`, and may change `tolerance`."""
 
     tolerance = TOLERANCE
@@ -65,8 +90,6 @@ class EngineContract(DividedTurns):
         tied head."""
         raise NotImplementedError
 
-    # -- the shared engine -------------------------------------------------------------------------------------------
-
     @pytest.fixture(scope="class")
     @classmethod
     def models(cls, tmp_path_factory: pytest.TempPathFactory) -> Models:
@@ -78,35 +101,30 @@ class EngineContract(DividedTurns):
     def run(cls, models: Models) -> Iterator[Callable[[Callable[[RolloutEngine], Awaitable[Any]]], Any]]:
         """``run(body)``: await ``body(engine)`` with the engine of this class."""
         engine = cls().make_engine(models.first, slots=SLOTS, max_context_tokens=MAX_CONTEXT_TOKENS)
+
+        async def begin() -> None:
+            with pytest.raises(EngineError, match="not started"):
+                await engine.generate(ask("early"))
+            await engine.start()
+
         with asyncio.Runner() as runner:
-            runner.run(asyncio.wait_for(_begin(engine), LIMIT_S))
+            runner.run(asyncio.wait_for(begin(), LIMIT_S))
             try:
                 yield lambda body: runner.run(asyncio.wait_for(body(engine), LIMIT_S))
             finally:
                 runner.run(engine.close())
 
-    async def serve_first(self, engine: RolloutEngine, models: Models) -> int:
-        """Serve the first model as a new version, as every test does first."""
-        await engine.load_version(engine.version + 1, models.first)
-        return engine.version
-
     # -- declared capacity (invariant 7) -----------------------------------------------------------------------------
 
-    def test_it_declares_what_it_holds_and_the_seconds_of_its_own_passes(self, run: Any, models: Models) -> None:
+    @served
+    async def test_it_declares_its_kv_and_its_pass_times(self, engine: RolloutEngine, models: Models) -> None:
         """KV for a whole context at least, bytes that match its tokens, and the seconds of its own
         passes."""
-
-        async def body(engine: RolloutEngine) -> tuple[EngineCapacity, EngineCapacity, float]:
-            await self.serve_first(engine, models)
-            before, busy_s, steps = engine.capacity(), engine.stats().busy_s, engine.stats().steps
-            for number in range(3):  # batches of different sizes, which the fit needs
-                width = (1, SLOTS, 2)[number]
-                asked = (ask(f"d{number}-{n}", length=20 + 60 * n, new=100, seed=n) for n in range(width))
-                await asyncio.gather(*(engine.generate(request) for request in asked))
-            passes = engine.stats().steps - steps
-            return before, engine.capacity(), (engine.stats().busy_s - busy_s) / passes
-
-        before, after, pass_s = run(body)
+        before, begun = engine.capacity(), engine.stats()
+        for width in (1, SLOTS, 2):  # batches of different sizes, which the fit needs
+            await answers(engine, [ask(f"d{width}-{n}", length=20 + 60 * n, new=100, seed=n) for n in range(width)])
+        after, ended = engine.capacity(), engine.stats()
+        pass_s = (ended.busy_s - begun.busy_s) / (ended.steps - begun.steps)
         assert (after.kv_tokens, after.kv_token_bytes, after.slots, after.tp) == (
             before.kv_tokens, before.kv_token_bytes, SLOTS, before.tp,
         )  # fmt: skip
@@ -121,38 +139,29 @@ class EngineContract(DividedTurns):
 
     # -- tokens and log-probabilities (invariants 1 and 2) -----------------------------------------------------------
 
-    def test_greedy_tokens_are_those_of_transformers(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> list[tuple[TurnRequest, TurnOutput]]:
-            await self.serve_first(engine, models)
-            requests = [ask(f"g{n}", length=1 + 17 * n, new=20, temperature=0.0) for n in range(6)]
-            return list(zip(requests, await asyncio.gather(*(engine.generate(r) for r in requests)), strict=True))
-
-        for request, output in run(body):
-            logits = self.reference(models.first, request, output, models)
+    @served
+    async def test_greedy_tokens_equal_transformers(self, engine: RolloutEngine, models: Models) -> None:
+        requests = [ask(f"g{n}", length=1 + 17 * n, new=20, temperature=0.0) for n in range(6)]
+        for request, output in zip(requests, await answers(engine, requests), strict=True):
+            logits = models.logits(models.first, request.context_ids, output.token_ids).numpy()
             assert len(output.token_ids) == 20
             # Tokens within rounding of the best are ties.
             chosen = logits[np.arange(20), output.token_ids]
             assert (logits.max(1) - chosen <= self.tolerance).all()
             self.close_to(output.logprobs, models.logprobs(models.first, request.context_ids, output.token_ids))
 
-    def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> list[tuple[TurnRequest, TurnOutput]]:
-            await self.serve_first(engine, models)
-            requests = [ask(f"l{n}", new=30, seed=n, temperature=(1.0, 0.7)[n % 2]) for n in range(8)]
-            return list(zip(requests, await asyncio.gather(*(engine.generate(r) for r in requests)), strict=True))
-
-        for request, output in run(body):
+    @served
+    async def test_recorded_logprobs_equal_transformers(self, engine: RolloutEngine, models: Models) -> None:
+        requests = [ask(f"l{n}", new=30, seed=n, temperature=(1.0, 0.7)[n % 2]) for n in range(8)]
+        for request, output in zip(requests, await answers(engine, requests), strict=True):
             expected = models.logprobs(models.first, request.context_ids, output.token_ids, request.temperature)
             self.close_to(output.logprobs, expected)
 
-    def test_nucleus_sampling_keeps_the_likeliest_and_renormalises(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> tuple[TurnRequest, TurnOutput]:
-            await self.serve_first(engine, models)
-            request = ask("nucleus", new=40, seed=3, top_p=0.5)
-            return request, await engine.generate(request)
-
-        request, output = run(body)
-        logits = self.reference(models.first, request, output, models)
+    @served
+    async def test_nucleus_sampling_renormalises(self, engine: RolloutEngine, models: Models) -> None:
+        request = ask("nucleus", new=40, seed=3, top_p=0.5)
+        output = await engine.generate(request)
+        logits = models.logits(models.first, request.context_ids, output.token_ids).numpy()
         probabilities = np.exp(logits - logits.max(1, keepdims=True))
         probabilities /= probabilities.sum(1, keepdims=True)
         for row, token, logprob in zip(probabilities, output.token_ids, output.logprobs, strict=True):
@@ -161,175 +170,167 @@ class EngineContract(DividedTurns):
             assert token in kept
             assert abs(np.log(row[token] / row[kept].sum()) - logprob) <= 10 * self.tolerance
 
-    def test_the_seed_decides_the_tokens_whoever_else_is_in_the_batch(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> tuple[list[list[int]], list[list[int]]]:
-            await self.serve_first(engine, models)
-            requests = [ask(f"s{n}", new=16, seed=100 + n) for n in range(SLOTS)]
-            together = await asyncio.gather(*(engine.generate(r) for r in requests))
-            alone = [await engine.generate(r) for r in requests]
-            return [o.token_ids.tolist() for o in together], [o.token_ids.tolist() for o in alone]
+    @served
+    async def test_the_seed_decides_the_tokens(self, engine: RolloutEngine, models: Models) -> None:
+        requests = [ask(f"s{n}", new=16, seed=100 + n) for n in range(SLOTS)]
+        together = [output.token_ids.tolist() for output in await answers(engine, requests)]
+        assert together == [(await engine.generate(request)).token_ids.tolist() for request in requests]
+        assert len(set(map(tuple, together))) == SLOTS
 
-        together, alone = run(body)
-        assert together == alone
-        assert len({tuple(tokens) for tokens in together}) == SLOTS
-
-    def test_a_stop_id_ends_the_turn_and_is_kept(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> tuple[TurnOutput, TurnOutput]:
-            await self.serve_first(engine, models)
-            free = await engine.generate(ask("stop", new=24, seed=5))
-            stop = int(free.token_ids[6])
-            return free, await engine.generate(ask("stop", new=24, seed=5, stop_ids=(stop, VOCAB - 1)))
-
-        free, stopped = run(body)
-        first = min(
-            free.token_ids.tolist().index(token) for token in (free.token_ids[6], VOCAB - 1) if token in free.token_ids
-        )
-        assert stopped.token_ids.tolist() == free.token_ids.tolist()[: first + 1]
+    @served
+    async def test_a_stop_id_ends_the_turn_and_is_kept(self, engine: RolloutEngine, models: Models) -> None:
+        free = await engine.generate(ask("stop", new=24, seed=5))
+        tokens, stops = free.token_ids.tolist(), (int(free.token_ids[6]), VOCAB - 1)
+        stopped = await engine.generate(ask("stop", new=24, seed=5, stop_ids=stops))
+        first = min(tokens.index(token) for token in stops if token in tokens)
+        assert stopped.token_ids.tolist() == tokens[: first + 1]
         assert (free.stop_reason, stopped.stop_reason) == (StopReason.LENGTH, StopReason.STOP)
-        assert len(free.token_ids) == 24
+        assert len(tokens) == 24
+
+    @served
+    async def test_a_turn_in_parts_is_the_whole_turn(self, engine: RolloutEngine, models: Models) -> None:
+        """Greedy and sampled, alone and among others, with a stop id; only for engines that declare
+        ``continues_turns``."""
+        if not getattr(engine, "continues_turns", False):
+            pytest.skip("this engine does not declare continues_turns")
+
+        async def in_parts(request: TurnRequest, part: int) -> list[TurnOutput]:
+            outputs: list[TurnOutput] = []
+            context, done = request.context_ids, 0
+            while True:
+                new = min(part, request.max_new_tokens - done)
+                asked = replace(request, context_ids=context, max_new_tokens=new, generated=done)
+                outputs.append(await engine.generate(asked))
+                context, done = np.concatenate([context, outputs[-1].token_ids]), done + new
+                if outputs[-1].stop_reason is StopReason.STOP or done == request.max_new_tokens:
+                    return outputs
+
+        fields: tuple[dict[str, float], ...] = ({"temperature": 0.0}, {}, {"temperature": 0.7}, {"top_p": 0.6})
+        requests = [ask(f"c{n}", length=30 + n, new=40, seed=n, **each) for n, each in enumerate(fields)]
+        stop = int((await engine.generate(requests[1])).token_ids[24])
+        requests.append(ask("stopped", context=requests[1].context_ids, new=40, seed=1, stop_ids=(stop,)))
+        wholes = [await engine.generate(request) for request in requests]
+        for size in (7, 1, 39):
+            divided = await asyncio.gather(*(in_parts(request, size) for request in requests))
+            for whole, parts in zip(wholes, divided, strict=True):
+                assert np.concatenate([part.token_ids for part in parts]).tolist() == whole.token_ids.tolist()
+                self.close_to(np.concatenate([part.logprobs for part in parts]), whole.logprobs)
+                assert parts[-1].stop_reason is whole.stop_reason
+                assert all(part.stop_reason is StopReason.LENGTH for part in parts[:-1])
+                assert len(parts) == -(-len(whole.token_ids) // size)
 
     # -- slots and order (invariants 5 and 6) ------------------------------------------------------------------------
 
-    def test_more_requests_than_slots_all_get_their_answer(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> Any:
-            await self.serve_first(engine, models)
-            before = engine.stats()
-            requests = [ask(f"m{n}", length=3 + n % 9, new=2 + n % 5, seed=n) for n in range(5 * SLOTS)]
-            outputs = await asyncio.gather(*(engine.generate(r) for r in requests))
-            return before, requests, outputs, engine.stats()
-
-        before, requests, outputs, after = run(body)
+    @served
+    async def test_more_requests_than_slots_are_answered(self, engine: RolloutEngine, models: Models) -> None:
+        before = engine.stats()
+        requests = [ask(f"m{n}", length=3 + n % 9, new=2 + n % 5, seed=n) for n in range(5 * SLOTS)]
+        outputs, after = await answers(engine, requests), engine.stats()
         assert [len(o.token_ids) for o in outputs] == [r.max_new_tokens for r in requests]
         assert all(o.queued_s >= 0 and o.busy_s > 0 for o in outputs)
         assert (after.running, after.waiting, after.slots) == (0, 0, SLOTS)
         assert after.generated_tokens - before.generated_tokens == sum(r.max_new_tokens for r in requests)
-        context = sum(len(r.context_ids) for r in requests)
         used = after.prefilled_tokens - before.prefilled_tokens + after.cached_tokens - before.cached_tokens
-        assert used == context
+        assert used == sum(len(r.context_ids) for r in requests)
 
-    def test_a_full_engine_starts_the_most_urgent_first_and_preempts_nobody(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> list[str]:
-            await self.serve_first(engine, models)
-            ended: list[str] = []
+    @served
+    async def test_the_most_urgent_start_first(self, engine: RolloutEngine, models: Models) -> None:
+        ended: list[str] = []
 
-            async def one(name: str, priority: tuple[int, ...], new: int) -> None:
-                await engine.generate(ask(name, new=new, priority=priority))
-                ended.append(name)
+        async def one(name: str, priority: tuple[int, ...], new: int) -> None:
+            await engine.generate(ask(name, new=new, priority=priority))
+            ended.append(name)
 
-            await engine.pause()
-            holders = [asyncio.create_task(one(f"holder{n}", (0,), LONG)) for n in range(SLOTS - 1)]
-            names = {"c": (2,), "a": (0, 1), "b": (1,), "a2": (0, 1), "b3": (1, 0, 5)}
-            tasks = [asyncio.create_task(one(name, priority, 2)) for name, priority in names.items()]
-            await all_asked(engine)
-            assert engine.stats().running + engine.stats().waiting == SLOTS - 1 + len(tasks)
-            await engine.resume()
-            await asyncio.gather(*tasks)
-            assert not any(task.done() for task in holders)
-            for n in range(SLOTS - 1):
-                await engine.abort(f"holder{n}")
-            await asyncio.gather(*holders)
-            return ended[: len(names)]
+        await engine.pause()
+        holders = [asyncio.create_task(one(f"holder{n}", (0,), LONG)) for n in range(SLOTS - 1)]
+        names = {"c": (2,), "a": (0, 1), "b": (1,), "a2": (0, 1), "b3": (1, 0, 5)}
+        tasks = [asyncio.create_task(one(name, priority, 2)) for name, priority in names.items()]
+        await all_asked(engine)
+        assert engine.stats().running + engine.stats().waiting == SLOTS - 1 + len(tasks)
+        await engine.resume()
+        await asyncio.gather(*tasks)
+        assert not any(task.done() for task in holders)
+        for n in range(SLOTS - 1):
+            await engine.abort(f"holder{n}")
+        await asyncio.gather(*holders)
+        assert ended[: len(names)] == ["a", "a2", "b", "b3", "c"]
 
-        assert run(body) == ["a", "a2", "b", "b3", "c"]
-
-    def test_abort_ends_a_running_request_with_what_it_has_and_leaves_no_slot(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> Any:
-            await self.serve_first(engine, models)
-            begun = engine.stats().generated_tokens
-            task = asyncio.create_task(engine.generate(ask("gone", new=LONG)))
-            await until(lambda: engine.stats().generated_tokens >= begun + 5)
-            await engine.abort("gone")
-            output, stats = await task, engine.stats()
-            filled = await asyncio.gather(*(engine.generate(ask(f"f{n}", new=3)) for n in range(SLOTS)))
-            return output, stats, filled
-
-        output, stats, filled = run(body)
+    @served
+    async def test_abort_ends_a_running_request(self, engine: RolloutEngine, models: Models) -> None:
+        begun = engine.stats().generated_tokens
+        task = asyncio.create_task(engine.generate(ask("gone", new=LONG)))
+        await tokens_made(engine, 5, begun)
+        await engine.abort("gone")
+        output, stats = await task, engine.stats()
         assert output.stop_reason is StopReason.ABORT
         assert 1 <= len(output.token_ids) == len(output.logprobs) == len(output.weight_versions) < LONG
         assert (stats.running, stats.retained, stats.waiting) == (0, 0, 0)
+        filled = await answers(engine, [ask(f"f{n}", new=3) for n in range(SLOTS)])
         assert [len(o.token_ids) for o in filled] == [3] * SLOTS
 
-    def test_abort_of_a_waiting_request_gives_no_tokens(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> TurnOutput:
-            await self.serve_first(engine, models)
-            await engine.pause()
-            task = asyncio.create_task(engine.generate(ask("waiting")))
-            await all_asked(engine)
-            await engine.abort("waiting")
-            output = await task
-            await engine.resume()
-            return output
-
-        output = run(body)
+    @served
+    async def test_abort_ends_a_waiting_request(self, engine: RolloutEngine, models: Models) -> None:
+        await engine.pause()
+        task = asyncio.create_task(engine.generate(ask("waiting")))
+        await all_asked(engine)
+        await engine.abort("waiting")
+        output = await task
+        await engine.resume()
         assert output.stop_reason is StopReason.ABORT
         assert len(output.token_ids) == 0
 
-    def test_cancelling_the_caller_aborts_its_request_and_no_later_one(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> int:
-            await self.serve_first(engine, models)
-            begun = engine.stats().generated_tokens
-            task = asyncio.create_task(engine.generate(ask("again", new=LONG)))
-            await until(lambda: engine.stats().generated_tokens > begun)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await until(lambda: engine.stats().running == 0)
-            return len((await engine.generate(ask("again", new=3))).token_ids)
+    @served
+    async def test_cancelling_a_caller_aborts_its_request(self, engine: RolloutEngine, models: Models) -> None:
+        begun = engine.stats().generated_tokens
+        task = asyncio.create_task(engine.generate(ask("again", new=LONG)))
+        await tokens_made(engine, 1, begun)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: engine.stats().running == 0)
+        assert len((await engine.generate(ask("again", new=3))).token_ids) == 3
 
-        assert run(body) == 3
+    @served
+    async def test_impossible_requests_are_refused(self, engine: RolloutEngine, models: Models) -> None:
+        with pytest.raises(ContextOverflow, match=f"{MAX_CONTEXT_TOKENS}"):
+            await engine.generate(ask("long", length=MAX_CONTEXT_TOKENS - 9, new=10))
+        with pytest.raises(EngineError, match="the model knows"):
+            await engine.generate(ask("ids", context=[1, VOCAB]))
+        await engine.pause()
+        first = asyncio.create_task(engine.generate(ask("twice", new=2)))
+        await all_asked(engine)
+        with pytest.raises(EngineError, match="already has a request"):
+            await engine.generate(ask("twice", new=2))
+        await engine.resume()
+        full = await engine.generate(ask("full", length=MAX_CONTEXT_TOKENS - 10, new=10))
+        assert (len((await first).token_ids), len(full.token_ids)) == (2, 10)
 
-    def test_what_cannot_be_served_is_said_at_once(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> int:
-            await self.serve_first(engine, models)
-            with pytest.raises(ContextOverflow, match=f"{MAX_CONTEXT_TOKENS}"):
-                await engine.generate(ask("long", length=MAX_CONTEXT_TOKENS - 9, new=10))
-            with pytest.raises(EngineError, match="the model knows"):
-                await engine.generate(ask("ids", context=[1, VOCAB]))
-            await engine.pause()
-            first = asyncio.create_task(engine.generate(ask("twice", new=2)))
-            await all_asked(engine)
-            with pytest.raises(EngineError, match="already has a request"):
-                await engine.generate(ask("twice", new=2))
-            await engine.resume()
-            full = await engine.generate(ask("full", length=MAX_CONTEXT_TOKENS - 10, new=10))
-            return len((await first).token_ids) + len(full.token_ids)
-
-        assert run(body) == 12
-
-    def test_a_paused_engine_takes_no_step_and_goes_on_where_it_was(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> tuple[list[int], list[int]]:
-            await self.serve_first(engine, models)
-            straight = await engine.generate(ask("p", new=LONG, seed=4))
-            begun = engine.stats().generated_tokens
-            task = asyncio.create_task(engine.generate(ask("p", new=LONG, seed=4)))
-            await until(lambda: engine.stats().generated_tokens >= begun + 4)
-            await engine.pause()
-            before = engine.stats()
-            for _ in range(20):
-                await engine.abort("nobody")
-            after = engine.stats()
-            assert (after.generated_tokens, after.steps, after.running) == (before.generated_tokens, before.steps, 1)
-            await engine.resume()
-            return (await task).token_ids.tolist(), straight.token_ids.tolist()
-
-        stopped, straight = run(body)
-        assert stopped == straight
+    @served
+    async def test_a_paused_engine_takes_no_step(self, engine: RolloutEngine, models: Models) -> None:
+        straight = await engine.generate(ask("p", new=LONG, seed=4))
+        begun = engine.stats().generated_tokens
+        task = asyncio.create_task(engine.generate(ask("p", new=LONG, seed=4)))
+        await tokens_made(engine, 4, begun)
+        await engine.pause()
+        before = engine.stats()
+        for _ in range(20):
+            await engine.abort("nobody")
+        after = engine.stats()
+        assert (after.generated_tokens, after.steps, after.running) == (before.generated_tokens, before.steps, 1)
+        await engine.resume()
+        assert (await task).token_ids.tolist() == straight.token_ids.tolist()
 
     # -- weights (invariants 3 and 4) --------------------------------------------------------------------------------
 
-    def test_weights_loaded_in_flight_serve_exactly_the_tokens_after_them(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> Any:
-            old = await self.serve_first(engine, models)
-            begun = engine.stats().generated_tokens
-            requests = [ask(f"v{n}", new=LONG, seed=n) for n in range(2)]
-            tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
-            await until(lambda: engine.stats().generated_tokens >= begun + 12)
-            await engine.load_version(old + 1, models.second)
-            assert engine.version == engine.stats().version == old + 1
-            return old, list(zip(requests, await asyncio.gather(*tasks), strict=True))
-
-        old, served = run(body)
-        for request, output in served:
+    @served
+    async def test_weights_are_loaded_in_flight(self, engine: RolloutEngine, models: Models) -> None:
+        old, begun = engine.version, engine.stats().generated_tokens
+        requests = [ask(f"v{n}", new=LONG, seed=n) for n in range(2)]
+        tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
+        await tokens_made(engine, 12, begun)
+        await engine.load_version(old + 1, models.second)
+        assert engine.version == engine.stats().version == old + 1
+        for request, output in zip(requests, await asyncio.gather(*tasks), strict=True):
             changed = int((output.weight_versions == old).sum())
             assert 0 < changed < LONG
             assert output.weight_versions.tolist() == [old] * changed + [old + 1] * (LONG - changed)
@@ -344,61 +345,48 @@ class EngineContract(DividedTurns):
             self.close_to(output.logprobs[changed:], after[changed:])
             assert (output.kv_versions == output.weight_versions).all()
 
-    def test_a_later_turn_reuses_its_prefix_but_never_that_of_older_weights(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> Any:
-            old = await self.serve_first(engine, models)
-            first = await engine.generate(ask("turns", length=100, new=30, seed=1))
-            context = np.concatenate([ask("turns", length=100).context_ids, first.token_ids, np.arange(5)])
-            second = ask("turns", turn=1, new=10, seed=2, context=context)
-            again = await engine.generate(second)
-            await engine.load_version(old + 1, models.second)
-            return old, second, again, await engine.generate(second)
-
-        old, second, same, other = run(body)
+    @served
+    async def test_a_later_turn_reuses_its_prefix(self, engine: RolloutEngine, models: Models) -> None:
+        old = engine.version
+        first = await engine.generate(ask("turns", length=100, new=30, seed=1))
+        context = np.concatenate([ask("turns", length=100).context_ids, first.token_ids, np.arange(5)])
+        second = ask("turns", turn=1, new=10, seed=2, context=context)
+        same = await engine.generate(second)
+        await engine.load_version(old + 1, models.second)
+        other = await engine.generate(second)
         assert 0 < same.cached_tokens < len(second.context_ids)
         assert other.cached_tokens == 0
         self.close_to(same.logprobs, models.logprobs(models.first, second.context_ids, same.token_ids))
         self.close_to(other.logprobs, models.logprobs(models.second, second.context_ids, other.token_ids))
         assert other.kv_versions.tolist() == other.weight_versions.tolist() == [old + 1] * 10
 
-    def test_weights_that_do_not_fit_leave_the_old_version_in_service(
-        self, run: Any, models: Models, tmp_path: Path
-    ) -> None:
-        async def body(engine: RolloutEngine) -> Any:
-            old = await self.serve_first(engine, models)
-            before = await engine.generate(ask("keep", seed=1))
-            with pytest.raises(WeightsError, match="shape"):
-                await engine.load_version(old + 1, models.other)
-            with pytest.raises(WeightsError, match="cannot be read"):
-                await engine.load_version(old + 2, tmp_path)
-            after = await engine.generate(ask("keep", seed=1))
-            return old, engine.version, before, after
-
-        old, version, before, after = run(body)
-        assert version == old
+    @served
+    async def test_wrong_weights_leave_the_old_version(self, engine: RolloutEngine, models: Models) -> None:
+        old, before = engine.version, await engine.generate(ask("keep", seed=1))
+        with pytest.raises(WeightsError, match="shape"):
+            await engine.load_version(old + 1, models.other)
+        with pytest.raises(WeightsError, match="cannot be read"):
+            await engine.load_version(old + 2, models.directory)
+        after = await engine.generate(ask("keep", seed=1))
+        assert engine.version == old
         assert after.token_ids.tolist() == before.token_ids.tolist()
         assert after.weight_versions.tolist() == [old] * 8
 
-    def test_probes_tell_of_the_weights_really_served_and_run_while_paused(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> Any:
-            old = await self.serve_first(engine, models)
-            begun = engine.stats().generated_tokens
-            task = asyncio.create_task(engine.generate(ask("held", new=LONG, seed=6)))
-            await until(lambda: engine.stats().generated_tokens >= begun + 3)
-            await engine.pause()
-            await engine.load_version(old + 1, models.second)
-            before = engine.stats().generated_tokens
-            ids = ask("probe", length=60).context_ids
-            scored, projected = await engine.score(ids), await engine.project(11)
-            assert engine.stats().generated_tokens == before
-            await engine.resume()
-            return ids, scored, projected, await task
-
-        ids, scored, projected, output = run(body)
+    @served
+    async def test_probes_tell_the_weights_served(self, engine: RolloutEngine, models: Models) -> None:
+        begun = engine.stats().generated_tokens
+        task = asyncio.create_task(engine.generate(ask("held", new=LONG, seed=6)))
+        await tokens_made(engine, 3, begun)
+        await engine.pause()
+        await engine.load_version(engine.version + 1, models.second)
+        before = engine.stats().generated_tokens
+        ids = ask("probe", length=60).context_ids
+        scored, projected = await engine.score(ids), await engine.project(11)
+        assert engine.stats().generated_tokens == before
+        await engine.resume()
+        assert len((await task).token_ids) == LONG
         self.close_to(scored, models.logprobs(models.second, ids[:1], ids[1:]))
-        assert len(output.token_ids) == LONG
-        reference = _projections(models.second, 11)
-        stale = _projections(models.first, 11)
+        reference, stale = _projections(models.second, 11), _projections(models.first, 11)
         assert set(projected) == set(reference)
         for name, numbers in reference.items():
             assert np.abs(np.subtract(projected[name], numbers)).max() < 1e-4, name
@@ -406,39 +394,28 @@ class EngineContract(DividedTurns):
 
     # -- lifecycle ---------------------------------------------------------------------------------------------------
 
-    def test_callers_of_several_event_loops_are_each_answered_in_their_own(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> Any:
-            await self.serve_first(engine, models)
+    @served
+    async def test_callers_have_their_own_event_loops(self, engine: RolloutEngine, models: Models) -> None:
+        others = [ask(f"o{n}", new=4) for n in range(5)]
+        there = asyncio.to_thread(lambda: asyncio.run(answers(engine, others)))
+        outputs, mine = await asyncio.gather(there, engine.generate(ask("mine", new=4)))
+        assert [len(output.token_ids) for output in (*outputs, mine)] == [4] * 6
 
-            async def others() -> list[int]:
-                outputs = await asyncio.gather(*(engine.generate(ask(f"o{n}", new=4)) for n in range(5)))
-                return [len(output.token_ids) for output in outputs]
-
-            there = asyncio.to_thread(lambda: asyncio.run(others()))
-            lengths, mine = await asyncio.gather(there, engine.generate(ask("mine", new=4)))
-            return lengths, len(mine.token_ids)
-
-        assert run(body) == ([4] * 5, 4)
-
-    def test_a_killed_engine_process_fails_what_it_had_and_is_replaced(self, run: Any, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> Any:
-            pids = getattr(engine, "process_ids", [])
-            if not pids:
-                pytest.skip("this engine has no process of its own")
-            await self.serve_first(engine, models)
-            await engine.load_version(engine.version + 1, models.second)
-            begun = engine.stats().generated_tokens
-            names = [f"k{n}" for n in range(2 * SLOTS)]
-            tasks = [asyncio.create_task(engine.generate(ask(name, new=LONG))) for name in names]
-            await until(lambda: engine.stats().generated_tokens >= begun + 5)
-            os.kill(pids[0], signal.SIGKILL)
-            failures = await asyncio.gather(*tasks, return_exceptions=True)
-            request = ask("k0", new=12, seed=9)
-            return pids, failures, request, await engine.generate(request), engine
-
-        pids, failures, request, output, engine = run(body)
+    @served
+    async def test_a_killed_engine_process_is_replaced(self, engine: RolloutEngine, models: Models) -> None:
+        pids = list(getattr(engine, "process_ids", []))
+        if not pids:
+            pytest.skip("this engine has no process of its own")
+        await engine.load_version(engine.version + 1, models.second)
+        begun = engine.stats().generated_tokens
+        tasks = [asyncio.create_task(engine.generate(ask(f"k{n}", new=LONG))) for n in range(2 * SLOTS)]
+        await tokens_made(engine, 5, begun)
+        os.kill(pids[0], signal.SIGKILL)
+        failures = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(failure) for failure in failures if not isinstance(failure, EngineError)] == []
-        assert not set(pids) & set(engine.process_ids)
+        request = ask("k0", new=12, seed=9)
+        output = await engine.generate(request)
+        assert not set(pids) & set(engine.process_ids)  # type: ignore[attr-defined]
         assert output.weight_versions.tolist() == [engine.version] * 12
         self.close_to(output.logprobs, models.logprobs(models.second, request.context_ids, output.token_ids))
         assert (engine.stats().running, engine.stats().waiting) == (0, 0)
@@ -449,15 +426,16 @@ class EngineContract(DividedTurns):
             task = asyncio.create_task(engine.generate(ask("pending")))
             await all_asked(engine)
             await asyncio.gather(engine.close(), engine.close())
-            with pytest.raises(EngineError, match="closed"):
-                await task
-            with pytest.raises(EngineError, match="closed"):
-                await engine.generate(ask("late"))
+            for asked in (task, engine.generate(ask("late"))):
+                with pytest.raises(EngineError, match="closed"):
+                    await asked
 
         run(body)
 
     def test_a_degree_changes_what_is_declared_and_no_probability(self, models: Models) -> None:
-        async def body(engine: RolloutEngine) -> None:
+        async def body(tp: int) -> None:
+            options: dict[str, Any] = {"slots": SLOTS, "max_context_tokens": MAX_CONTEXT_TOKENS, "tp": tp}
+            engine = self.make_engine(models.first, **options)
             await engine.start()
             try:
                 assert engine.capacity().tp == tp
@@ -468,27 +446,14 @@ class EngineContract(DividedTurns):
                 await engine.close()
 
         for tp in (degree for degree in self.tp_degrees if degree > 1):
-            options: dict[str, Any] = {"slots": SLOTS, "max_context_tokens": MAX_CONTEXT_TOKENS, "tp": tp}
-            asyncio.run(body(self.make_engine(models.first, **options)))
-
-    # -- comparing ---------------------------------------------------------------------------------------------------
+            asyncio.run(body(tp))
 
     def close_to(self, got: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
         """Log-probabilities agree within the tolerance."""
         assert len(got) == len(expected)
         if len(got):
             gap = float(np.abs(got - expected).max())
-            assert gap <= self.tolerance, f"largest gap {gap:.2e}, allowed {self.tolerance:.2e}"
-
-    def reference(self, directory: Path, request: TurnRequest, output: TurnOutput, models: Models) -> Any:
-        """Logits of transformers before each token, as numpy."""
-        return models.logits(directory, request.context_ids, output.token_ids).numpy()
-
-
-async def _begin(engine: RolloutEngine) -> None:
-    with pytest.raises(EngineError, match="not started"):
-        await engine.generate(ask("early"))
-    await engine.start()
+            assert gap <= self.tolerance, f"largest gap {gap:.2e}, tolerance {self.tolerance:.2e}"
 
 
 def _projections(directory: Path, seed: int) -> dict[str, tuple[float, ...]]:

@@ -15,20 +15,12 @@ from collections.abc import Callable, Iterator
 
 NUM_TEXTS = 500
 LARGEST_CHARS = 10_000_000
-"""Length of the largest texts, of which there are `NUM_LARGEST`."""
-NUM_LARGEST = 4
+"""Length of the four largest texts."""
 
 _SURROGATES = ("\ud800", "\udfff", "\udc00\ud800", "a\ud83d", "\udcff\udcfe", "\ud800" * 50)
 _ESCAPED_SURROGATES = (
-    r"\ud800",
-    r"\udfff",
-    r"\udc00\ud800",
-    r"\ud83d",
-    r"\uD800\u0041",
-    r"\u0000",
-    r"\u001b]0;x\u0007",
-    r"\u202e",
-)
+    r"\ud800", r"\udfff", r"\udc00\ud800", r"\ud83d", r"\uD800\u0041", r"\u0000", r"\u001b]0;x\u0007", r"\u202e",
+)  # fmt: skip
 _CONTROLS = tuple(chr(code) for code in (*range(0x20), *range(0x7F, 0xA0)))
 _TERMINAL = (
     "\x1b[31mred\x1b[0m", "\x1b[2J\x1b[H", "\x1b[1A\x1b[2K", "\x1b]0;title\x07", "\x1b]52;c;cm0gLXJmIC8=\x07",
@@ -85,24 +77,18 @@ def hostile_texts(seed: int = 0, count: int = NUM_TEXTS, *, largest_chars: int =
     largest_chars : int
         Length of the four largest texts; others have at most 200,000 characters.
     """
-    rng = random.Random(f"hostile/{seed}")
-    found = dict.fromkeys(_large(largest_chars))
-    combined = _combined(rng)
-    for text in _each_kind():
-        found[text] = None
+    rng, big = random.Random(f"hostile/{seed}"), largest_chars
+    largest = [
+        _hermes("n" * big), _hermes("echo", {"text": "v" * big}), _hermes("echo", {"k" * big: 1}),
+        f"<tool_call><function={'f' * big}>",
+    ]  # fmt: skip
+    found, combined = list(dict.fromkeys((*largest, *_each_kind()))), _combined(rng)
     if len(found) > count:
-        kept = list(found)
-        return kept[:NUM_LARGEST] + rng.sample(kept[NUM_LARGEST:], count - NUM_LARGEST)
-    while len(found) < count:
-        found[next(combined)] = None
-    return list(found)
-
-
-def _large(chars: int) -> Iterator[str]:
-    yield _hermes("n" * chars)
-    yield _hermes("echo", {"text": "v" * chars})
-    yield _hermes("echo", {"k" * chars: 1})
-    yield f"<tool_call><function={'f' * chars}>"
+        return largest + rng.sample(found[len(largest) :], count - len(largest))
+    unique = dict.fromkeys(found)
+    while len(unique) < count:
+        unique[next(combined)] = None
+    return list(unique)
 
 
 def _each_kind() -> Iterator[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,8 @@ import torch
 
 from libra.config import config_from_dict, resolve_model
 from libra.config.trainer import TrainerSection
-from libra.envs import (
-    Environment,
-    StateCopy,
-    begin_state,
-    check_state,
-    decode_state,
-    has_steps,
-    run_action,
-    run_grader,
-    run_step,
-)
+from libra.envs import Environment, run_action, run_grader
+from libra.envs.state import StateCopy, begin_state, check_state, decode_state, has_steps, run_step
 from libra.model_loader import loader_of
 from libra.orderings import check_ordering, own_ordering
 from libra.policy import OnlineLearner, Ordering
@@ -43,14 +35,7 @@ from libra.sim.configured import drawn_workload, simulator_of
 from libra.sim.simulator import Simulator
 from libra.train import GroupRewards, Replica, TrainSettings
 from libra.train.logprobs import load_model
-from libra.train.own_parts import (
-    check_advantage,
-    check_loss,
-    check_schedule,
-    estimator_of,
-    group_of,
-    own_losses,
-)
+from libra.train.own_parts import check_advantage, check_loss, check_schedule, estimator_of, group_of, own_losses
 from libra.train.sequences import Sequences
 from libra.types import EndReason, Episode, Late, Prompt, ToolReturn, ToolStatus, Turn
 
@@ -58,11 +43,19 @@ TOLERANCE = 1e-6
 """Largest difference of the loss of a token between two ways of packing its sequence."""
 
 
-class LossContract:
-    """Tests of a `libra.train.own_parts.TokenLoss`."""
-
+class _NamedPart:
     name: str
     """``package.module:attribute``."""
+    check: Callable[[str], Any]
+
+    def test_it_is_accepted_before_a_run(self) -> None:
+        type(self).check(self.name)
+
+
+class LossContract(_NamedPart):
+    """Tests of a `libra.train.own_parts.TokenLoss`."""
+
+    check = staticmethod(check_loss)
 
     def losses(self, tokens: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses and gradients (N,) of ``tokens`` (3, N): logp, old logp and advantage of sequences
@@ -83,9 +76,6 @@ class LossContract:
         advantage_S = torch.randn(len(lengths), generator=generator)
         return torch.stack([logp_N, old_N, torch.repeat_interleave(advantage_S, torch.tensor(lengths))])
 
-    def test_it_is_accepted_before_a_run(self) -> None:
-        check_loss(self.name)
-
     def test_it_is_finite_and_the_same_again(self) -> None:
         tokens = self.tokens([7, 1, 20])
         first, again = self.losses(tokens, [7, 1, 20]), self.losses(tokens, [7, 1, 20])
@@ -105,20 +95,16 @@ class LossContract:
             assert torch.allclose(each, torch.cat([one[index] for one in alone]), atol=TOLERANCE)
 
 
-class AdvantageContract:
+class AdvantageContract(_NamedPart):
     """Tests of a `libra.train.own_parts.AdvantageEstimator`."""
 
-    name: str
-    """``package.module:attribute``."""
+    check = staticmethod(check_advantage)
 
     def advantages(self, groups: list[GroupRewards]) -> list[np.ndarray[Any, Any]]:
         """Advantages as a batch gets them."""
         estimate = estimator_of(TrainerSection(advantage=self.name))
         assert callable(estimate)
         return estimate(groups)
-
-    def test_it_is_accepted_before_a_run(self) -> None:
-        check_advantage(self.name)
 
     def test_groups_of_failures_and_of_one_sample_have_finite_advantages(self) -> None:
         nothing = float("nan")
@@ -137,16 +123,12 @@ class AdvantageContract:
         assert all(np.array_equal(group.reward, old, equal_nan=True) for group, old in zip(groups, before, strict=True))
 
 
-class ScheduleContract:
+class ScheduleContract(_NamedPart):
     """Tests of a `libra.train.own_parts.LRSchedule`."""
 
-    name: str
-    """``package.module:attribute``."""
+    check = staticmethod(check_schedule)
     steps = 2000
     """Steps that are tried."""
-
-    def test_it_is_accepted_before_a_run(self) -> None:
-        check_schedule(self.name)
 
     def test_it_is_a_finite_factor_and_the_same_at_the_same_step(self) -> None:
         settings = TrainSettings(lr=1.0, lr_schedule=self.name)
@@ -154,11 +136,10 @@ class ScheduleContract:
         assert factors == [settings.lr_at(step) for step in reversed(range(self.steps))][::-1]
 
 
-class LoaderContract:
+class LoaderContract(_NamedPart):
     """Tests of a `libra.model_loader.ModelLoader`."""
 
-    name: str
-    """``package.module:attribute``."""
+    check = staticmethod(loader_of)
     model = "libra/tiny-arithmetic"
     """``model.path`` of the model that is tried; its weights are one file."""
 
@@ -168,9 +149,6 @@ class LoaderContract:
         found = resolve_model(self.model)
         assert isinstance(found, Path), f"{self.model}: fetch it before"
         return found
-
-    def test_it_is_accepted_before_a_run(self) -> None:
-        loader_of(self.name)
 
     def test_the_model_has_the_tensors_of_its_directory_and_is_the_same_again(self) -> None:
         first, again = (load_model(self.directory, torch.float32, self.name) for _ in range(2))
@@ -200,31 +178,22 @@ class LoaderContract:
         assert np.allclose(replica.score(ids), asyncio.run(scored()), atol=1e-4)
 
 
-class PolicyContract:
+class PolicyContract(_NamedPart):
     """Tests of a `libra.policy.Ordering`, with the simulator."""
 
-    name: str
-    """``package.module:attribute``."""
+    check = staticmethod(check_ordering)
 
     def simulator(self, ordering: Ordering | None = None) -> Simulator:
         """Two iterations of 8 groups of 4 on one small engine, under the policy, or under a given
         object."""
-        sections = {
-            "run": {"eta": 1},
-            "trainer": {"prompts": 8, "group_size": 4},
-            "policy": {"name": self.name},
-            "model": {"path": "Qwen3-0.6B"},
-            "rollout": {"slots": 4},
-            "planner": {"lengths": {"turns": 5}},
+        config = config_from_dict({
+            "run": {"eta": 1}, "trainer": {"prompts": 8, "group_size": 4}, "policy": {"name": self.name},
+            "model": {"path": "Qwen3-0.6B"}, "rollout": {"slots": 4}, "planner": {"lengths": {"turns": 5}},
             "simulation": {"iterations": 2},
-        }
-        config = config_from_dict(sections)
+        })  # fmt: skip
         around = simulator_of(config)
         own = own_ordering(self.name) if ordering is None else ordering
         return Simulator(drawn_workload(config), around.engines, own, options=around.options)
-
-    def test_it_is_accepted_before_a_run(self) -> None:
-        check_ordering(self.name)
 
     def test_every_trajectory_ends_and_a_second_run_decides_the_same(self) -> None:
         first, again = self.simulator().run(), self.simulator().run()
@@ -244,31 +213,31 @@ class _Restored:
     """An ordering that is restored from its own snapshot again and again."""
 
     def __init__(self, name: str) -> None:
-        self.name, self._name, self.events, self.restored = name, name, 0, 0
-        self._ordering = own_ordering(name)
+        self.name, self.events, self.restored = name, 0, 0
+        self.ordering: Any = own_ordering(name)
 
     def handle(self, event: Any) -> Any:
         self.events += 1
         if self.events % 25 == 0:
-            snapshot = json.loads(json.dumps(self._ordering.snapshot()))
-            self._ordering = own_ordering(self._name)
-            self._ordering.restore(snapshot)
+            snapshot = json.loads(json.dumps(self.ordering.snapshot()))
+            self.ordering = own_ordering(self.name)
+            self.ordering.restore(snapshot)
             self.restored += 1
-        return self._ordering.handle(event)
+        return self.ordering.handle(event)
 
     def snapshot(self) -> Any:
-        return self._ordering.snapshot()
+        return self.ordering.snapshot()
 
     def restore(self, snapshot: Any) -> None:
-        self._ordering.restore(snapshot)
+        self.ordering.restore(snapshot)
 
 
 class _RestoredLearner(_Restored):
     def learn(self) -> None:
-        self._ordering.learn()  # type: ignore[attr-defined]
+        self.ordering.learn()
 
     def forget_live(self) -> None:
-        self._ordering.forget_live()  # type: ignore[attr-defined]
+        self.ordering.forget_live()
 
 
 class EnvironmentContract:
@@ -317,28 +286,26 @@ class EnvironmentContract:
 
     async def reward(self, prompt: Prompt) -> float | Late:
         """Reward of `turns`, each taken by a new object."""
-        where, played = prompt.prompt_id, list[Turn]()
-        data, ended = await begin_state(self.make_environment(), prompt, where), False
+        where, played, end = prompt.prompt_id, list[Turn](), EndReason.MAX_TURNS
+        data = await begin_state(self.make_environment(), prompt, where)
         for number, text in enumerate(self.turns):
             environment = self.make_environment()
             await environment.setup()
-            copy = StateCopy(environment, data, where)
-            calls = tuple(environment.parse(text))
+            copy, calls = StateCopy(environment, data, where), tuple(environment.parse(text))
             returns = [
                 await run_action(environment, prompt, call, action_id=f"{where}/{number}/{index}", state=copy)
                 for index, call in enumerate(calls)
             ]
             if not calls:
                 reply = await run_step(environment, text, copy, where) if has_steps(environment) else None
-                ended = reply is None
                 returns = [] if reply is None else [ToolReturn("step", ToolStatus.OK, reply)]
+                end = EndReason.ANSWERED if reply is None else end
             data = copy.data
             played.append(Turn(text, calls, tuple(returns), num_tokens=len(text)))
             await environment.close()
-            if ended:
+            if end is EndReason.ANSWERED:
                 break
         environment = self.make_environment()
-        end = EndReason.ANSWERED if ended else EndReason.MAX_TURNS
         return await run_grader(
             environment, Episode(where, prompt, tuple(played), end, decode_state(environment, data))
         )

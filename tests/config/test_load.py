@@ -142,7 +142,7 @@ def test_environment_arguments_merge_key_by_key():
 def test_another_environment_starts_without_the_arguments_of_the_first(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("environment: {name: tool_arithmetic, args: {timeout_rate: 0.1}}\n")
-    config = load_config(path, ["environment.args.limit=3", "environment.name=python_tests"])
+    config = load_config(path, ["environment.args.limit=3", "environment.name=jsonl"])
     assert config.environment.args == {"limit": 3}
     assert load_config(path, ["environment.name=tool_arithmetic"]).environment.args == {"timeout_rate": 0.1}
 

@@ -28,23 +28,11 @@ def module(monkeypatch):
     return made.__name__
 
 
-NEEDED = ("reasoning_gym",)
-SANDBOXED = ("python_tests",)
-
-
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.live] * (name in SANDBOXED))
-        for name in sorted(ENVIRONMENTS)
-        if name != "openenv"  # its server has the prompts: test_openenv.py
-    ],
+    sorted(ENVIRONMENTS),
 )
-def test_every_registered_name_makes_an_environment_whose_seed_counts(name, tmp_path, request):
-    if name in SANDBOXED:
-        request.getfixturevalue("needs_sandbox")
-    if name in NEEDED:
-        pytest.importorskip(name)
+def test_every_registered_name_makes_an_environment_whose_seed_counts(name, tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(f'{{"prompt": "{i} + 1?", "answer": {i + 1}}}\n' for i in range(30)))
     args = {

@@ -1,6 +1,7 @@
 import asyncio
+import json
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field, TypeAdapter, create_model
@@ -71,7 +72,45 @@ def test_schema_says_what_the_function_says_and_hides_the_action_id():
     assert made.required == ("city",)
     assert made.takes_action_id
     assert not made.is_async
-    assert made.usage == '{"name": "weather", "arguments": {"city": ..., "days": ...}}'
+
+
+def test_the_text_of_a_schema_is_the_one_that_models_were_trained_on():
+    """As `transformers.utils.get_json_schema` writes it, to the order of keys."""
+
+    def given(
+        a: list[int], b: dict[str, float], c: int | str, d: tuple[int, str], e: dict, f: list,
+        g: bool | None = None, h: Literal["x", "y"] | None = None, i: list[str] | str = "", trajectory_state: Any = None,
+    ) -> str:  # fmt: skip
+        """Does it:
+
+        well.
+
+        Args:
+            a: 1st.
+            b: 2nd,
+                on two lines.
+            c: 3rd.
+            d: 4th.
+            e: 5th.
+            f: 6th.
+            g: 7th.
+            h: 8th.
+            i: 9th.
+
+        Returns:
+            Text.
+        """
+
+    assert json.dumps(tool(given).schema) == (
+        '{"type": "function", "function": {"name": "given", "description": "Does it:\\n\\nwell.", "parameters": {"type": '
+        '"object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "description": "1st."}, "b": {"type": '
+        '"object", "additionalProperties": {"type": "number"}, "description": "2nd, on two lines."}, "c": {"type": ["integer", '
+        '"string"], "description": "3rd."}, "d": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], '
+        '"description": "4th."}, "e": {"type": "object", "description": "5th."}, "f": {"type": "array", "description": "6th."}, '
+        '"g": {"type": "boolean", "nullable": true, "description": "7th."}, "h": {"type": "string", "enum": ["x", "y"], '
+        '"nullable": true, "description": "8th."}, "i": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": '
+        '"string"}], "description": "9th."}}, "required": ["a", "b", "c", "d", "e", "f"]}}}'
+    )
 
 
 @pytest.mark.parametrize(

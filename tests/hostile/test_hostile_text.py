@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.math.reasoning_gym import ReasoningGym
 from hostile_input import (
     HOSTILE_TEXT,
     PARSERS,
@@ -27,7 +28,6 @@ from libra import facts
 from libra.cli.replay import event_text
 from libra.config import resolve_model
 from libra.envs import run_action, run_grader
-from libra.envs.reasoning_gym import ReasoningGym
 from libra.envs.rewards import make_reward
 from libra.envs.tool_arithmetic import ToolArithmetic
 from libra.errors import RewardFault, ToolFault
@@ -232,7 +232,8 @@ REWARDS = {
     "verl": make_reward({"name": "gsm8k", "like": "verl"}),
     "math": make_reward("math"),
     "dapo_math": make_reward("dapo_math"),
-    "tags": make_reward(["tag_format", "tag_count"]),
+    "tags": make_reward("tag_format"),
+    "tag_count": make_reward("tag_count"),
 }
 
 

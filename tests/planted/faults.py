@@ -105,8 +105,8 @@ FAULTS = (
     Fault(
         "parser_drops_an_adjacent_call",
         "envs/tool_call_formats.py",
-        "calls.append(call)\n        position = text.find(OPEN, end)",
-        "calls.append(call)\n        position = text.find(OPEN, end + 1)",
+        "calls += found\n        position = text.find(OPEN, end)",
+        "calls += found\n        position = text.find(OPEN, end + 1)",
         ("envs/tool_calls",),
     ),
     Fault(

@@ -1,7 +1,7 @@
 """Rewards by name, for prompts whose rows have a column ``answer``.
 
-A reward is ``"gsm8k"``, or ``{"name": "gsm8k", "method": "flexible"}`` with options, or a list of
-both for their sum, each times its ``weight`` (1 unless given). ``docs/rewards.md`` lists all names.
+A reward is ``"gsm8k"``, or ``{"name": "gsm8k", "method": "flexible"}`` with options.
+``docs/rewards.md`` lists all names.
 """
 
 from __future__ import annotations
@@ -85,79 +85,57 @@ REWARDS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class _Term:
+class NamedReward:
+    """A reward by name. Its signature has only the parameters that it reads, so no column can
+    become an option."""
+
     name: str
-    weight: float
     options: Mapping[str, Any]
 
-    def __call__(self, given: Mapping[str, Any]) -> float:
-        function, reads = REWARDS[self.name]
-        return self.weight * function(*(_READS[name](given) for name in reads), **self.options)
-
-
-@dataclass(frozen=True)
-class NamedReward:
-    """A sum of rewards by name. Its signature has only the parameters of its terms, so no column
-    can become an option."""
-
-    terms: tuple[_Term, ...]
-
     def __call__(self, **given: Any) -> float:
-        return sum(term(given) for term in self.terms)
+        function, reads = REWARDS[self.name]
+        return function(*(_READS[name](given) for name in reads), **self.options)
 
     def check_truths(self, answers: Sequence[Any]) -> None:
-        """ConfigError if there are answers and a term can read none of them."""
-        for name in (term.name for term in self.terms if "answer" in REWARDS[term.name][1]):
-            read = gsm8k.wanted if name == "gsm8k" else str
-            if answers and not any(read(truth(answer)) for answer in answers):
-                what = "number" if name == "gsm8k" else "text or number"
-                raise ConfigError(
-                    f"reward {name}: the column 'answer' has no {what} in the first {len(answers)} rows, e.g. "
-                    f"{repr_text(answers[0])[:80]}; give it the right answers, e.g. 18, '#### 18' or '\\boxed{{18}}'"
-                )
+        """ConfigError if there are answers and it can read none of them."""
+        if "answer" not in REWARDS[self.name][1] or not answers:
+            return
+        read, wanted = (gsm8k.wanted, "number") if self.name == "gsm8k" else (str, "text or number")
+        if not any(read(truth(answer)) for answer in answers):
+            raise ConfigError(
+                f"reward {self.name}: the column 'answer' has no {wanted} in the first {len(answers)} rows, e.g. "
+                f"{repr_text(answers[0])[:80]}; give it the right answers, e.g. 18, '#### 18' or '\\boxed{{18}}'"
+            )
 
     @property
     def __signature__(self) -> inspect.Signature:
-        reads = {name: None for term in self.terms for name in REWARDS[term.name][1]}
+        reads = REWARDS[self.name][1]
         return inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in reads])
 
 
-def make_reward(given: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]) -> NamedReward:
-    """The reward of a name, of a mapping with "name" and options, or of a list of both.
+def make_reward(given: str | Mapping[str, Any]) -> NamedReward:
+    """The reward of a name, or of a mapping with "name" and options.
 
     ConfigError for an unknown name, an unknown, missing or wrong option, and a package that is not
     installed.
     """
-    several = [given] if isinstance(given, str | Mapping) else list(given)
-    if not several:
-        raise ConfigError(f"reward: got an empty list; name at least one of {', '.join(REWARDS)}")
-    reward = NamedReward(tuple(_term(each) for each in several))
-    # Grading an empty completion finds impossible options before a run starts.
-    episode = Episode("", Prompt("", ()), (), EndReason.ANSWERED)
-    reward(completion="", answer="0", episode=episode)
-    return reward
-
-
-def _term(given: str | Mapping[str, Any]) -> _Term:
     options = {"name": given} if isinstance(given, str) else dict(given)
-    name, weight = options.pop("name", None), options.pop("weight", 1.0)
+    name = options.pop("name", None)
     if name not in REWARDS:
         raise ConfigError(
             f"reward: no reward is called {name!r}{nearest(name, REWARDS)}; type one of {', '.join(REWARDS)}"
         )
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise ConfigError(f"reward {name}: weight is {weight!r}; it must be a number")
     function, reads = REWARDS[name]
-    parameters = list(inspect.signature(function).parameters.values())[len(reads) :]
-    known = {parameter.name: parameter for parameter in parameters}
+    known = dict(list(inspect.signature(function).parameters.items())[len(reads) :])
     for option in options:
         if option not in known:
             raise ConfigError(
                 f"reward {name}: no option {option!r}{nearest(option, known)}; it takes {', '.join(known) or 'none'}"
             )
-    missing = [
-        each for each, parameter in known.items() if parameter.default is parameter.empty and each not in options
-    ]
-    if missing:
-        raise ConfigError(f"reward {name}: option {missing[0]!r} is missing; type {{name: {name}, {missing[0]}: ...}}")
-    return _Term(name, float(weight), options)
+    for option, parameter in known.items():
+        if parameter.default is parameter.empty and option not in options:
+            raise ConfigError(f"reward {name}: option {option!r} is missing; type {{name: {name}, {option}: ...}}")
+    reward = NamedReward(name, options)
+    # Grading an empty completion finds impossible options before a run starts.
+    reward(completion="", answer="0", episode=Episode("", Prompt("", ()), (), EndReason.ANSWERED))
+    return reward

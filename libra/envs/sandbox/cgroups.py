@@ -11,7 +11,6 @@ import contextlib
 import functools
 import os
 import secrets
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,6 @@ PERIOD_US = 100_000
 KILL_S = 20.0
 """Longest seconds for the end of killed processes: the kernel frees some GiB slowly on a loaded
 machine."""
-_left: set[Path] = set()
-_removing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +75,10 @@ class ControlGroup:
             time.sleep(0.005)
 
     def remove(self) -> None:
-        """Delete this group and earlier ones that still had a process; a group that still has one
-        waits for the next."""
-        with _removing:
-            _left.update(self.places)
-            for place in tuple(_left):
-                try:
-                    place.rmdir()
-                except FileNotFoundError:
-                    pass
-                except OSError:
-                    continue
-                _left.discard(place)
+        """Delete this group; one that still has a process stays."""
+        for place in self.places:
+            with contextlib.suppress(OSError):
+                place.rmdir()
 
     def _has_threads(self) -> bool:
         """Whether a thread is left: it keeps the group when its ending process is no longer

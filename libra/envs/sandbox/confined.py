@@ -76,15 +76,12 @@ def reserve_uid() -> tuple[int, socket.socket] | None:
     raise OSError(f"all {len(UIDS)} user ids of sandboxes are taken")
 
 
-def command(limits: Limits, requests: int, answers: int, *, uid: int | None, filtered: int | None) -> list[str]:
-    """The command line of a supervisor with descriptors for requests and answers, which becomes the
-    user ``uid``.
+def command(limits: Limits, *, uid: int | None, filtered: int | None) -> list[str]:
+    """The command line of a supervisor, which becomes the user ``uid``.
 
     ``filtered`` is a descriptor of the system call filter; None runs it without bubblewrap.
     """
-    orders = json.dumps({
-        "requests": requests, "answers": answers, "alone": filtered is not None, "uid": uid, "limits": limits.rlimits(),
-    })  # fmt: skip
+    orders = json.dumps({"alone": filtered is not None, "uid": uid, "limits": limits.rlimits()})
     if filtered is None:
         return [sys.executable, "-I", "-S", "-u", str(SUPERVISOR), orders]
     inside = ["/py/bin/python", "-I", "-S", "-u", "-B", "/supervisor.py", orders]

@@ -1,12 +1,12 @@
 """The process inside a sandbox, which forks for each program.
 
 Python runs this file with ``-I -S``; it imports the standard library alone. Its command line is one
-JSON object. It reads requests from descriptor ``requests`` and writes answers to ``answers``: 4
+JSON object. It reads requests from its standard input and writes answers to its standard output: 4
 bytes of length, then JSON.
 
 Invariants
 ----------
-1. A program has neither of those descriptors, and no privilege to trace or read the supervisor.
+1. A program has neither of these descriptors, and no privilege to trace or read the supervisor.
 2. After an answer every process of its program is dead.
 3. Output and result beyond their limits are dropped, and a program is killed at its deadline: no
    request waits for ever.
@@ -73,33 +73,32 @@ def run_forked(request, alone, limits):
     deadline = time.monotonic() + request["timeout_s"]
     held = {output: bytearray(), result: bytearray()}
     most = {output: request["output_bytes"], result: request["result_bytes"]}
-    status, over = None, False
-    waiting = {output, result}
+
+    def keep(end):
+        got = os.read(end, 65536)
+        held[end] += got[: max(0, most[end] - len(held[end]))]
+        return got
+
+    status, over, waiting = None, False, {output, result}
     ended = os.pidfd_open(child)  # readable once the program has ended
     while status is None and not over:
         left = deadline - time.monotonic()
-        ready = select.select([ended, *waiting], [], [], max(0.0, left))[0]
-        for end in set(ready) - {ended}:
-            got = os.read(end, 65536)
-            if not got:
-                waiting.discard(end)
-            held[end] += got[: max(0, most[end] - len(held[end]))]
+        ready = set(select.select([ended, *waiting], [], [], max(0.0, left))[0])
+        waiting -= {end for end in ready - {ended} if not keep(end)}
         over = left <= 0
         if ended in ready:
             status = os.waitpid(child, 0)[1]
     os.close(ended)
     killed = kill_all(child, alone)
-    for end in list(waiting):  # no process is left that could write more
+    for end in (output, result):
         os.set_blocking(end, False)
         try:
-            while got := os.read(end, 65536):
-                held[end] += got[: max(0, most[end] - len(held[end]))]
+            while end in waiting and keep(end):  # no process is left that could write more
+                pass
         except BlockingIOError:
             pass
-    os.close(output)
-    os.close(result)
-    if status is None:
-        status = killed.get(child)
+        os.close(end)
+    status = killed.get(child) if status is None else status
     code = None if over or status is None else os.waitstatus_to_exitcode(status)
     return {"exit_code": code, "output": held[output].decode("latin-1"), "result": held[result].decode("latin-1")}
 
@@ -199,9 +198,9 @@ def send(descriptor, answer):
 
 def main():
     orders = json.loads(sys.argv[1])
-    requests, answers = orders["requests"], orders["answers"]
-    for descriptor in (requests, answers):
-        os.set_inheritable(descriptor, False)
+    requests, answers, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
     uid = orders["uid"]
     if uid is not None:
         os.setgroups([])

@@ -15,7 +15,7 @@ SMALL = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_dig
 
 
 def made(seed=0, **args):
-    return make_environment("reasoning_gym", {"dataset": "gsm_symbolic", **args}, seed)
+    return make_environment("examples.math.reasoning_gym:ReasoningGym", {"dataset": "gsm_symbolic", **args}, seed)
 
 
 def question(prompt):

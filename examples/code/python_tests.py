@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.envs.environment import Environment, question_class
-from libra.envs.sandbox import MEGABYTE, Finished, Limits, Sandbox, SandboxFailed, opener
+from libra.envs.sandbox import MEGABYTE, Limits, Sandbox, SandboxFailed, opener
 from libra.envs.tool import tool
 from libra.errors import ConfigError, EnvironmentFault
 from libra.seals import parsed_json
@@ -58,43 +58,36 @@ def _count(generator: random.Random) -> list[Any]:
     return [generator.randint(0, 30)]
 
 
-TASKS: tuple[Task, ...] = (
-    Task(
-        "Return the sum of the numbers in the list xs that are above {k}.",
-        lambda k, xs: sum(x for x in xs if x > k),
-        _numbers,
-    ),
-    Task("Return the list xs with {k} added to every element.", lambda k, xs: [x + k for x in xs], _numbers),
-    Task("Return every {k}-th element of the list xs, beginning with the first.", lambda k, xs: xs[::k], _numbers),
-    Task(
-        "Return how many numbers in the list xs are divisible by {k}.",
-        lambda k, xs: sum(x % k == 0 for x in xs),
-        _numbers,
-    ),
-    Task(
-        "Return the {k} largest numbers of the list xs in descending order.",
-        lambda k, xs: sorted(xs)[::-1][:k],
-        _numbers,
-    ),
-    Task("Return the string s repeated {k} times.", lambda k, s: s * k, _word),
-    Task(
-        "Return the words of the string s that have at least {k} letters, as a list.",
-        lambda k, s: [w for w in s.split() if len(w) >= k],
-        _word,
-    ),
-    Task(
-        "Return the string s moved left by {k} places, around the end.",
-        lambda k, s: s[k % len(s) :] + s[: k % len(s)] if s else s,
-        _word,
-    ),
-    Task(
-        "Return the sum of the multiples of {k} from 0 to n, n included.", lambda k, n: sum(range(0, n + 1, k)), _count
-    ),
-    Task(
-        "Return the digits of n (n >= 0) in base {k}, most significant first, as a list; [0] for 0.",
-        lambda k, n: _digits(n, k),
-        _count,
-    ),
+TASKS = tuple(
+    Task(text, solution, arguments)
+    for arguments, text, solution in (
+        (
+            _numbers,
+            "the sum of the numbers in the list xs that are above {k}",
+            lambda k, xs: sum(x for x in xs if x > k),
+        ),
+        (_numbers, "the list xs with {k} added to every element", lambda k, xs: [x + k for x in xs]),
+        (_numbers, "every {k}-th element of the list xs, beginning with the first", lambda k, xs: xs[::k]),
+        (_numbers, "how many numbers in the list xs are divisible by {k}", lambda k, xs: sum(x % k == 0 for x in xs)),
+        (_numbers, "the {k} largest numbers of the list xs in descending order", lambda k, xs: sorted(xs)[::-1][:k]),
+        (_word, "the string s repeated {k} times", lambda k, s: s * k),
+        (
+            _word,
+            "the words of the string s that have at least {k} letters, as a list",
+            lambda k, s: [w for w in s.split() if len(w) >= k],
+        ),
+        (
+            _word,
+            "the string s moved left by {k} places, around the end",
+            lambda k, s: s[k % len(s) :] + s[: k % len(s)] if s else s,
+        ),
+        (_count, "the sum of the multiples of {k} from 0 to n, n included", lambda k, n: sum(range(0, n + 1, k))),
+        (
+            _count,
+            "the digits of n (n >= 0) in base {k}, most significant first, as a list; [0] for 0",
+            lambda k, n: _digits(n, k),
+        ),
+    )
 )
 
 
@@ -107,7 +100,7 @@ def _digits(number: int, radix: int) -> list[int]:
 
 
 class PythonTests(Environment):
-    """The environment registered as ``python_tests``.
+    """In a configuration: ``examples.code.python_tests:PythonTests``.
 
     The reward is 1.0 if the function passes all hidden tests, else 0.0; with ``partial``, the share
     of passed tests. A hash of (task, number) or of the problem's text decides the split; 1 in 8 is
@@ -152,20 +145,20 @@ class PythonTests(Environment):
     def prompt(self, split: str, index: int) -> Prompt:
         self.check_split(split)
         generator = random.Random(f"python_tests/{self.seed}/{split}/{index}")
+        facts: dict[str, Any]
         if self.problems is not None:
             found = self.problems[split]
             number = generator.randrange(len(found)) if split == "train" else index % len(found)
-            messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": found[number].text})
-            return Prompt(f"{split}-{index}", messages, {"problem": number, "split": split})
-        while True:
-            task_index, k = generator.randrange(len(TASKS)), generator.randint(2, 9)
-            if (question_class(f"{task_index}/{k}") == 0) == (split == "eval"):
-                break
-        task = TASKS[task_index]
-        names: dict[Any, str] = {_numbers: "xs", _word: "s", _count: "n"}
-        text = f"Write solve({names[task.arguments]}). {task.text.format(k=k)}"
+            text, facts = found[number].text, {"problem": number, "split": split}
+        else:
+            while True:
+                task, k = generator.randrange(len(TASKS)), generator.randint(2, 9)
+                if (question_class(f"{task}/{k}") == 0) == (split == "eval"):
+                    break
+            name = {_numbers: "xs", _word: "s", _count: "n"}[TASKS[task].arguments]
+            text, facts = f"Write solve({name}). Return {TASKS[task].text.format(k=k)}.", {"task": task, "k": k}
         messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": text})
-        return Prompt(f"{split}-{index}", messages, {"task": task_index, "k": k})
+        return Prompt(f"{split}-{index}", messages, facts)
 
     def hidden_tests(self, prompt: Prompt) -> list[tuple[list[Any], Any]]:
         """Arguments and expected result of each hidden test of a question."""
@@ -182,7 +175,8 @@ class PythonTests(Environment):
         Args:
             code: The whole program.
         """
-        finished = self._run(code)
+        with self._sandbox() as sandbox:
+            finished = sandbox.run(code, timeout_s=self.timeout_s)
         if finished.exit_code is None:
             return f"{finished.output}\n[cut off after {self.timeout_s:g} s]"
         return finished.output if finished.exit_code == 0 else f"{finished.output}\n[exit code {finished.exit_code}]"
@@ -191,25 +185,16 @@ class PythonTests(Environment):
         blocks = _BLOCK.findall(episode.answer)
         if not blocks:
             return 0.0
-        facts = episode.prompt.facts
+        facts, tests = episode.prompt.facts, self.hidden_tests(episode.prompt)
         function = "solve" if self.problems is None else self.problems[facts["split"]][facts["problem"]].function
-        passed = self._passed(blocks[-1], function, self.hidden_tests(episode.prompt))
-        return sum(passed) / len(passed) if self.partial else float(all(passed))
-
-    def _passed(self, code: str, function: str, tests: list[tuple[list[Any], Any]]) -> list[bool]:
-        """Which hidden tests ``code`` passes; none after one that was cut off."""
-        passed = [False] * len(tests)
+        passed = 0
         with self._sandbox() as sandbox:
-            for index, (arguments, expected) in enumerate(tests):
-                finished = sandbox.call(code, function, arguments, timeout_s=self.timeout_s)
-                if finished.exit_code is None:
+            for arguments, expected in tests:
+                finished = sandbox.call(blocks[-1], function, arguments, timeout_s=self.timeout_s)
+                if finished.exit_code is None:  # a program that was cut off would be cut off again
                     break
-                passed[index] = finished.exit_code == 0 and _same(finished.result, expected)
-        return passed
-
-    def _run(self, code: str) -> Finished:
-        with self._sandbox() as sandbox:
-            return sandbox.run(code, timeout_s=self.timeout_s)
+                passed += finished.exit_code == 0 and _same(finished.result, expected)
+        return passed / len(tests) if self.partial else float(passed == len(tests))
 
     def _sandbox(self) -> Sandbox:
         try:
@@ -226,7 +211,6 @@ def _same(result: str | None, expected: Any) -> bool:
         return False
 
 
-WHERE = "environment.args.problems"
 _FORM = '{"prompt": "Write double(x): ...", "function": "double", "tests": [[[2], 4], [[0], 0]]}'
 
 
@@ -238,42 +222,32 @@ class Problem:
     function: str
     tests: tuple[tuple[list[Any], Any], ...]
 
-    @property
-    def held_out(self) -> bool:
-        """Whether the problem is for evaluation: 1 in 8 by a hash of its text."""
-        return question_class(self.text) == 0
-
 
 def read_problems(path: str) -> dict[str, list[Problem]]:
     """Problems of a file of JSON lines, by split; ConfigError for a malformed file or an empty
     split."""
-    problems = []
+    where = "environment.args.problems"
+    by_split: dict[str, list[Problem]] = {"train": [], "eval": []}
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{WHERE}: cannot read {path!r} ({error}); type {WHERE}=FILE, or {WHERE}=null") from error
+        raise ConfigError(f"{where}: cannot read {path!r} ({error}); type {where}=FILE, or {where}=null") from error
     for number, line in enumerate(lines, start=1):
         try:
             row = parsed_json(line)
             tests = tuple((list(arguments), result) for arguments, result in row["tests"])
             problem = Problem(str(row["prompt"]), str(row["function"]), tests)
+            if not tests or not problem.function.isidentifier():
+                raise ValueError("no test, or no name of a function")
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{WHERE}: {path}, line {number}: {type(error).__name__}: {error}; a line is e.g. {_FORM}"
+                f"{where}: {path}, line {number}: {type(error).__name__}: {error}; a line is e.g. {_FORM}"
             ) from error
-        if not tests or not problem.function.isidentifier():
-            raise ConfigError(
-                f"{WHERE}: {path}, line {number}: no test, or no name of a function; a line is e.g. {_FORM}"
-            )
-        problems.append(problem)
-    by_split = {
-        "train": [each for each in problems if not each.held_out],
-        "eval": [each for each in problems if each.held_out],
-    }
+        by_split["eval" if question_class(problem.text) == 0 else "train"].append(problem)
     for split, found in by_split.items():
         if not found:
             raise ConfigError(
-                f"{WHERE}: {path} has {len(problems)} problems, none for the split {split!r}; add some (1 in 8 is held "
+                f"{where}: {path} has {len(lines)} problems, none for the split {split!r}; add some (1 in 8 is held "
                 "out, by a hash of its text)"
             )
     return by_split

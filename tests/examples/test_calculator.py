@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.envs.reasoning_gym import MAX_DIGITS, calculate
+from examples.math.reasoning_gym import MAX_DIGITS, calculate
 
 NUMBERS = st.integers(0, 9999).map(str)
 

@@ -10,7 +10,7 @@ pytest.importorskip("websockets", reason="pip install -e '.[openenv]'")
 
 from websockets.sync.server import serve
 
-from libra.envs.replayed_games import OpenEnvClient
+from examples.games.openenv import OpenEnvClient
 from libra.errors import ConfigError, EnvironmentFault
 
 

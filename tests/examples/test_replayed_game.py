@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from libra.envs.replayed_games import Observed, ReplayedGame
+from examples.games.replayed_game import Observed, ReplayedGame
 from libra.errors import EnvironmentFault
 from libra.types import EndReason, Episode
 

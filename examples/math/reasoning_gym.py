@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 from libra.envs.environment import BIN, Environment, question_class
@@ -26,7 +25,7 @@ from libra.untrusted import error_text, repr_text
 logger = logging.getLogger(__name__)
 
 EXTRA = pip_install("reasoning-gym")
-_HELD_OUT, _SHOWN = 0, 1
+_SPLITS = {0: "eval", 1: "example"}
 """Classes of questions for evaluation and worked examples; the others are for training."""
 _MAX_ATTEMPTS = 2000
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -49,7 +48,7 @@ _EXAMPLES = (
 
 
 class ReasoningGym(Environment):
-    """The environment registered as ``reasoning_gym``; needs the package reasoning-gym.
+    """Needs the package reasoning-gym. In a configuration: ``examples.math.reasoning_gym:ReasoningGym``.
 
     The reward is the dataset's ``score_answer``, 0 to 1. A hash of a question's text decides its
     split (1 in 8 is evaluation), so no run trains on a question that another holds out. Facts:
@@ -83,12 +82,11 @@ class ReasoningGym(Environment):
         self, *, dataset: str | Sequence[str] | Mapping[str, Mapping[str, Any]] = "chain_sum", calculator: bool = True,
         answer: str = "number", examples: int = 0, size: int | None = None, inline: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        where = "environment.args"
-        one_of(f"{where}.answer", answer, tuple(ENDINGS))
+        one_of("environment.args.answer", answer, tuple(ENDINGS))
         if size is not None and size < 1:
-            raise ConfigError(f"{where}.size: got {size!r}; at least 1 question, or null for no limit")
+            raise ConfigError(f"environment.args.size: got {size!r}; at least 1 question, or null for no limit")
         if examples < 0:
-            raise ConfigError(f"{where}.examples: got {examples!r}; 0 or more")
+            raise ConfigError(f"environment.args.examples: got {examples!r}; 0 or more")
         self.datasets = _datasets(dataset)
         self.seed, self.answer, self.examples, self.size = seed, answer, examples, size
         self.tools: tuple[Tool, ...] = (tool(self.calculator, timeout_s=5.0, inline=inline),) if calculator else ()
@@ -100,11 +98,8 @@ class ReasoningGym(Environment):
         if split == "train" and self.size is not None:
             index %= self.size
         name, seed, entry = self._drawn(split, index)
-        messages = (
-            {"role": "system", "content": self.system},
-            *(message for number in range(self.examples) for message in self._example(name, number)),
-            {"role": "user", "content": _question(entry)},
-        )
+        worked = (message for number in range(self.examples) for message in self._example(name, number))
+        messages = ({"role": "system", "content": self.system}, *worked, {"role": "user", "content": _question(entry)})
         facts = {"dataset": name, "seed": seed, "answer": str(entry["answer"]), BIN: name}
         return Prompt(f"{split}-{index}", messages, facts)
 
@@ -122,7 +117,7 @@ class ReasoningGym(Environment):
         answer = self.answered(episode)
         try:
             return float(dataset.score_answer(answer, entry))
-        except Exception as error:  # noqa: BLE001 boundary: what its parsers raise for an odd answer is no fault of the grader
+        except Exception as error:  # noqa: BLE001 boundary: an odd answer may break the dataset's own parser
             logger.info("reasoning_gym: %s scores 0: %s for %s", name, error_text(error), repr_text(answer))
             return 0.0
 
@@ -133,8 +128,9 @@ class ReasoningGym(Environment):
         text = episode.answer
         if self.answer == "text":
             return text.strip() or None
-        if self.answer == "tags":
-            return _last_tagged(text)
+        if self.answer == "tags":  # the last closed pair; a pattern would be quadratic in open tags
+            before, closed, _ = text.rpartition(_CLOSE)
+            return before.rpartition(_OPEN)[2].partition(_CLOSE)[0].strip() if closed and _OPEN in before else None
         found = _NUMBER.findall(text)
         return found[-1].replace(",", "") if found else None
 
@@ -153,7 +149,7 @@ class ReasoningGym(Environment):
         for _ in range(_MAX_ATTEMPTS):
             seed = draw.getrandbits(32)
             entry = _entry(name, self.datasets[name], seed)[1]
-            if _split_of(name, _question(entry)) == split:
+            if _SPLITS.get(question_class(f"{name}/{_question(entry)}"), "train") == split:
                 return name, seed, entry
         raise ConfigError(
             f"environment.args.dataset: {name} has too few different questions for the split {split!r}: none among "
@@ -162,52 +158,47 @@ class ReasoningGym(Environment):
 
     def _example(self, name: str, number: int) -> list[dict[str, str]]:
         """A worked question of the dataset if it has an expression, else one of `_EXAMPLES`."""
-        question, expression = _EXAMPLES[number % len(_EXAMPLES)]
         entry = self._drawn("example", number, name)[2]
-        if isinstance(entry.get("metadata", {}).get("expression"), str):
-            question, expression = _question(entry), entry["metadata"]["expression"]
-            result = str(entry["answer"])
+        expression = entry.get("metadata", {}).get("expression")
+        if isinstance(expression, str):
+            question, result = _question(entry), str(entry["answer"])
         elif number < len(_EXAMPLES):
+            question, expression = _EXAMPLES[number]
             result = calculate(expression)
         else:
             return []
+        call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
+        called = [("assistant", f"<tool_call>\n{call}\n</tool_call>"), ("tool", calculate(expression))]
         last = f"<answer>{result}</answer>" if self.answer == "tags" else result
-        messages = [{"role": "user", "content": question}]
-        if self.tools:
-            call = json.dumps({"name": self.tools[0].name, "arguments": {"expression": expression}})
-            messages += [
-                {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
-                {"role": "tool", "content": calculate(expression)},
-            ]
-        return [*messages, {"role": "assistant", "content": last}]
+        said = [("user", question), *(called if self.tools else ()), ("assistant", last)]
+        return [{"role": role, "content": content} for role, content in said]
 
 
 def _datasets(given: str | Sequence[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Configurations as JSON by dataset, checked by making each dataset once."""
     where = "environment.args.dataset"
-    named = (
-        {given: {}} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {n: {} for n in given}
-    )
-    if not named:
+    names = [given] if isinstance(given, str) else list(given)
+    configs = {name: dict((given[name] if isinstance(given, Mapping) else None) or {}) for name in names}
+    if not configs:
         raise ConfigError(f"{where}: got none; name at least one, e.g. gsm_symbolic")
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         raise ConfigError(f"{where}: the package reasoning-gym is not installed ({error}); type {EXTRA}") from error
-    for name, config in named.items():
+    for name, config in configs.items():
         if name not in DATASETS:
-            near = nearest(name, DATASETS)
+            known = ", ".join(sorted(DATASETS))
             raise ConfigError(
-                f"{where}: reasoning-gym has no dataset {name!r}{near}; it has {', '.join(sorted(DATASETS))}"
+                f"{where}: reasoning-gym has no dataset {name!r}{nearest(name, DATASETS)}; it has {known}"
             )
-        taken = sorted({"seed", "size"} & set(config or {}))
-        if taken:
-            raise ConfigError(f"{where}.{name}: {taken[0]!r} is Libra's to set; environment.args.size counts questions")
+        for key in ("seed", "size"):
+            if key in config:
+                raise ConfigError(f"{where}.{name}: Libra sets {key!r}; environment.args.size counts questions")
         try:
-            create_dataset(name, size=1, seed=0, **dict(config or {}))[0]
+            create_dataset(name, size=1, seed=0, **config)[0]
         except (TypeError, AssertionError, ValueError) as error:
-            raise ConfigError(f"{where}.{name}: reasoning-gym refuses {dict(config or {})}: {error!r}") from error
-    return {name: json.dumps(dict(config or {}), sort_keys=True) for name, config in named.items()}
+            raise ConfigError(f"{where}.{name}: reasoning-gym refuses {config}: {error!r}") from error
+    return {name: json.dumps(config, sort_keys=True) for name, config in configs.items()}
 
 
 @lru_cache(maxsize=8192)
@@ -219,22 +210,8 @@ def _entry(name: str, config: str, seed: int) -> tuple[Any, dict[str, Any]]:
     return dataset, dataset[0]
 
 
-def _last_tagged(text: str) -> str | None:
-    """The content of the last closed pair of answer tags. A pattern would be quadratic in open
-    tags."""
-    found, position = None, 0
-    while (start := text.find(_OPEN, position)) >= 0 and (end := text.find(_CLOSE, start + len(_OPEN))) >= 0:
-        found, position = text[start + len(_OPEN) : end].strip(), end + len(_CLOSE)
-    return found
-
-
 def _question(entry: Mapping[str, Any]) -> str:
     return str(entry["question"]).strip()
-
-
-def _split_of(name: str, question: str) -> str:
-    kind = question_class(f"{name}/{question}")
-    return "eval" if kind == _HELD_OUT else "example" if kind == _SHOWN else "train"
 
 
 MAX_CHARS = 200
@@ -244,9 +221,10 @@ MAX_EXPONENT = 100
 
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "**"})
 
-_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_BINARY: dict[type[ast.operator], Callable[[Fraction, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
 }  # fmt: skip
 
 
@@ -269,43 +247,31 @@ def calculate(expression: str) -> str:
 
 def _as_python(expression: str) -> str:
     text = expression.strip().removesuffix("=").translate(_SPELLINGS)
-    parts = text.split(",")
-    for before, after in pairwise(parts):
-        thousands = before[-1:].isdigit() and after[:3].isdigit() and len(after[:3]) == 3 and not after[3:4].isdigit()
-        if not thousands:
-            raise ValueError('a comma that does not separate thousands; write e.g. "1,200 + 5"')
-    return "".join(parts)
+    plain = _THOUSANDS.sub("", text)
+    if "," in plain:
+        raise ValueError('a comma that does not separate thousands; write e.g. "1,200 + 5"')
+    return plain
 
 
 def _value(node: ast.expr) -> Fraction:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        if node.value in (math.inf, -math.inf):
-            raise ValueError(f"a number of more than {MAX_DIGITS} digits")
-        return _bounded(Fraction(str(node.value)))  # the text is exact, the float is not
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
-        inner = _value(node.operand)
-        return -inner if isinstance(node.op, ast.USub) else inner
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        return _power(_value(node.left), _value(node.right))
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left), _value(node.right)
-        if right == 0 and isinstance(node.op, ast.Div | ast.FloorDiv | ast.Mod):
-            raise ValueError("division by zero")
-        return _bounded(Fraction(_BINARY[type(node.op)](left, right)))
-    raise ValueError("only numbers, + - * / // % ** and brackets")
-
-
-def _power(left: Fraction, right: Fraction) -> Fraction:
-    if right.denominator != 1 or abs(right) > MAX_EXPONENT:
-        raise ValueError(f"an exponent is a whole number from -{MAX_EXPONENT} to {MAX_EXPONENT}")
-    if left == 0 and right < 0:
-        raise ValueError("division by zero")
-    return _bounded(left ** int(right))
-
-
-def _bounded(value: Fraction) -> Fraction:
-    limit = 10**MAX_DIGITS
-    if abs(value.numerator) >= limit or value.denominator >= limit:
+    match node:
+        case ast.Constant(value=number) if type(number) in (int, float):
+            if number in (math.inf, -math.inf):
+                raise ValueError(f"a number of more than {MAX_DIGITS} digits")
+            value = Fraction(str(number))  # the text is exact, the float is not
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub()):
+            value = -_value(node.operand) if isinstance(node.op, ast.USub) else _value(node.operand)
+        case ast.BinOp(op=operation) if type(operation) in _BINARY:
+            left, right = _value(node.left), _value(node.right)
+            if isinstance(operation, ast.Pow) and (right.denominator != 1 or abs(right) > MAX_EXPONENT):
+                raise ValueError(f"an exponent is a whole number from -{MAX_EXPONENT} to {MAX_EXPONENT}")
+            try:
+                value = Fraction(_BINARY[type(operation)](left, right))
+            except ZeroDivisionError as error:
+                raise ValueError("division by zero") from error
+        case _:
+            raise ValueError("only numbers, + - * / // % ** and brackets")
+    if max(abs(value.numerator), value.denominator) >= 10**MAX_DIGITS:
         raise ValueError(f"a number of more than {MAX_DIGITS} digits")
     return value
 
