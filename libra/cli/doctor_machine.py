@@ -248,9 +248,6 @@ def _isolation(name: str, environment: Environment) -> Check:
     detail = f"{name}, programs of the model confined by {environment.isolation}"
     if environment.isolation == "none":
         return Check(
-            "environment",
-            "warn",
-            detail,
-            "environment.args.isolation=bubblewrap; its error names what to install",
+            "environment", "warn", detail, "environment.args.isolation=bubblewrap; its error names what to install"
         )
     return Check("environment", "ok", detail)
