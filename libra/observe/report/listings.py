@@ -18,7 +18,7 @@ from libra.observe.panels import plain
 from libra.observe.recorded_run import ReportedRun
 from libra.observe.timeline.outcomes import Outcome
 from libra.observe.timeline.recorded import Logged
-from libra.observe.timeline.steps import EngineTurn, Wave, groups_text
+from libra.observe.timeline.steps import EngineSwitch, Wave, groups_text
 from libra.observe.trajectory_view import load_decode
 from libra.untrusted import shown_line
 
@@ -107,13 +107,13 @@ def _streamed_of(run: ReportedRun) -> list[Part]:
     if not found:
         return [piece("missing", f"{run.name}: {run.log_error or 'no step was trained in waves (trainer.streaming)'}.")]
     parts = []
-    if steps.ways:
-        ways = [(duration(way.t_s, 1), way.step + 1, way.way, shown_line(way.reason, 300)) for way in steps.ways]
+    if steps.modes:
+        ways = [(duration(way.t_s, 1), way.step + 1, way.way, shown_line(way.reason, 300)) for way in steps.modes]
         parts.append(table(("at", "from step", "steps are taken by", "why"), ways[-MAX_ROWS:], (0, 1)))
     rows = [_step_row(step, waves, taken=steps.is_taken(step)) for step, waves in found[-MAX_STEPS:]]
     head = ("step", "groups trained", "waves of groups", "gradients took", "with turned engines", "state")
     parts.append(table(head, rows, (0, 1, 3)))
-    turns = [_turn_row(turn) for turn in list(steps.turns)[-MAX_ROWS:]]
+    turns = [_turn_row(turn) for turn in list(steps.switches)[-MAX_ROWS:]]
     head = ("at", "engine", "turns to", "result", "took", "why")
     parts.append(table(head, turns, (0, 4)) if turns else piece("missing", "No engine turned (trainer.turning)."))
     return [Markup().join(parts)]
@@ -129,7 +129,7 @@ def _step_row(step: int, waves: dict[int, Wave], *, taken: bool) -> tuple[object
     )  # fmt: skip
 
 
-def _turn_row(turn: EngineTurn) -> tuple[object, ...]:
+def _turn_row(turn: EngineSwitch) -> tuple[object, ...]:
     words = (shown_line(word, 120) for word in (turn.worker, turn.to, turn.result))
     return duration(turn.t_s, 1), *words, number(turn.seconds, ",.2f", " s"), shown_line(turn.reason, 300)
 
