@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from libra.cli.projects import SCHEDULER, warn_of_ignored
+from libra.cli.arguments import JSON, RUN, SCHEDULER, aligned, warn_of_ignored
 from libra.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -90,9 +90,8 @@ def slurm_action(config: RunConfig, name: str, action: str | None) -> None:
             click.echo(f"scheduler {contact.address}, run by process {contact.pid} on {contact.host}")
             if contact.dashboard:
                 port = contact.dashboard.split(":")[2].split("/")[0]
-                click.echo(
-                    f"dashboard {contact.dashboard} (from another machine: ssh -L {port}:127.0.0.1:{port} {contact.host})"
-                )
+                tunnel = f"ssh -L {port}:127.0.0.1:{port} {contact.host}"
+                click.echo(f"dashboard {contact.dashboard} (from another machine: {tunnel})")
             wanted, taken = sum(number_of_workers(config).values()), len(start_stop.submitted(config))
             if taken < wanted:
                 log = config.slurm.dir / LOGS / start_stop.SERVICE_LOG
@@ -116,12 +115,12 @@ def slurm_action(config: RunConfig, name: str, action: str | None) -> None:
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@RUN
 @click.argument("words", metavar="[WORKER=ROLE]...", nargs=-1)
 @click.option("--cancel", type=int, metavar="GENERATION", help="Undo this change, if it has not ended.")
 @click.option("--wait", is_flag=True, help="Wait until the change has ended; exit with 1 if it was undone.")
 @SCHEDULER
-@click.option("--json", "as_json", is_flag=True, help="Print the roles as one JSON object.")
+@JSON
 def roles(run_dir: Path, words: tuple[str, ...], **choice: Any) -> None:
     """Show the roles of the workers of RUN, the directory of a running run, or change them.
 
@@ -174,11 +173,11 @@ def roles_command(
     wanted = assignments(words)
     if wanted and cancel is not None:
         raise ConfigError(
-            "libra roles: --cancel undoes a change, and this command also begins one; type one of them at a time"
+            "libra roles: --cancel undoes a change, and WORKER=ROLE starts one; type one of them at a time"
         )
     if wait and not wanted and cancel is None:
         raise ConfigError(
-            "libra roles: --wait waits for a change, and this command begins none; type e.g. rollout-0=train"
+            "libra roles: --wait waits for a change, and this command starts none; type e.g. rollout-0=train"
         )
     client, contact = reach(run_dir, scheduler)
     generation, done, rows = None, True, list[dict[str, Any]]()
@@ -195,12 +194,11 @@ def roles_command(
         elif wanted or cancel is not None:  # its scheduler has no such handler
             raise ClusterError(f"libra roles: {table(rows)[0]}")
     if as_json:
-        click.echo(
-            json.dumps({"run": contact.run, "generation": generation, "changed": done if wait else None, "roles": rows})
-        )
+        result = {"run": contact.run, "generation": generation, "changed": done if wait else None, "roles": rows}
+        click.echo(json.dumps(result))
         return done
     if generation is not None:
-        state = ("has ended" if done else "was undone") if wait else "has begun"
+        state = ("has ended" if done else "was undone") if wait else "has started"
         click.echo(f"change {generation} of run {contact.run} {state}")
     click.echo("\n".join(table(rows)))
     return done
@@ -210,9 +208,9 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Lines of a table, a row for each worker."""
     if not rows:
         return ["no worker of this run can change its role; start a run with cluster.hybrid_workers=1 or more"]
-    cells = [list(COLUMNS), *([_cell(row.get(name)) for name in COLUMNS] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return list(
+        aligned([COLUMNS, *([_cell(row.get(name)) for name in COLUMNS] for row in rows)], num_left=len(COLUMNS))
+    )
 
 
 def _cell(value: Any) -> str:
@@ -222,7 +220,7 @@ def _cell(value: Any) -> str:
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@RUN
 @click.argument("trajectory")
 @click.argument("value", type=float)
 def deliver(run_dir: Path, trajectory: str, value: float) -> None:

@@ -1,27 +1,14 @@
-"""``libra init`` and ``libra config``, arguments that several commands share, and warnings of settings without effect."""
+"""``libra init`` and ``libra config``: a starter project, and the resolved configuration or its fields."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from libra.cli.arguments import OVERRIDES, warn_of_ignored
 from libra.errors import ConfigError, shell_path
-
-if TYPE_CHECKING:
-    from libra.config import RunConfig
-    from libra.config.effect_conditions import CommandName
-
-CONFIG = click.argument("config", metavar="CONFIG")
-OVERRIDES = click.argument("overrides", metavar="[FILE | SECTION.KEY=VALUE]...", nargs=-1)
-SCHEDULER = click.option(
-    "--scheduler", metavar="ADDR", help="A running Dask scheduler: tls://HOST:8786, or a cluster.json of libra cluster."
-)
-VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Log every decision to standard error.")
 
 FILES = {
     "config.yaml": "config.yaml",
@@ -83,36 +70,6 @@ def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None
     loaded = load_config(config, overrides)
     warn_of_ignored(loaded, None, overrides)
     click.echo(dump_config(loaded), nl=False)
-
-
-def warn_of_ignored(
-    config: RunConfig,
-    command: CommandName | None,
-    overrides: Sequence[str] = (),
-    options: Mapping[str, object] | None = None,
-) -> None:
-    """Warn of settings of ``config`` without effect in ``command``; of its ``options``, None and false count as not given."""
-    from libra.config.effect_conditions import Situation
-    from libra.config.effects import ignored_settings, warning_lines
-
-    situation = Situation(
-        command=command,
-        typed=frozenset(override.partition("=")[0].strip() for override in overrides),
-        options=frozenset(name for name, value in (options or {}).items() if value not in (None, False, ())),
-        has_gpu=_machine_has_gpu if command == "run" and config.cluster.scheduler is None else None,
-    )
-    for line in warning_lines(ignored_settings(config, situation)):
-        click.secho(f"libra: warning: {line}", fg="yellow", err=True)
-
-
-def _machine_has_gpu() -> bool:
-    from libra.cluster.fork_server import may_have_gpu
-
-    if sys.platform == "linux" and not may_have_gpu():
-        return False
-    import torch  # seconds
-
-    return torch.cuda.is_available()
 
 
 def print_fields() -> None:

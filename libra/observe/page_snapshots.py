@@ -54,7 +54,8 @@ class Feed:
     ) -> None:
         self.max_age_s, self._clock_s = max_age_s, clock_s
         self._latest: list[Snapshot] = []
-        self.follow(snapshots)
+        self._read_at_s = -math.inf
+        self.snapshots = snapshots
 
     def read(self) -> list[Snapshot]:
         """Snapshots at most ``max_age_s`` old; the reader must not change them."""

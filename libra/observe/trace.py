@@ -21,7 +21,7 @@ from typing import Any, Final, TextIO
 
 from libra import facts, keys
 from libra.facts import Line
-from libra.observe.output_file import written
+from libra.observe.run_directory import written
 from libra.observe.timeline.timeline import Timeline
 from libra.types import Phase
 from libra.untrusted import shown_line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -9,11 +10,12 @@ from typing import Any, Final
 import numpy as np
 from bokeh.models import ColumnDataSource, FixedTicker, HoverTool
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from libra.observe.html import STATE_COLORS, number, percent, piece, table
 from libra.observe.panels import PHASE_COLORS, OutcomePanel, curve, legend_only, log_ticks, plain, plot, spans
 from libra.observe.recorded_run import ReportedRun
-from libra.observe.report.listings import Part, Section, for_each, label
+from libra.observe.report.listings import Part, Section, label, per_run
 from libra.observe.run_directory import finite
 from libra.observe.timeline.states import STATES
 
@@ -22,15 +24,6 @@ MAX_SPANS: Final = 4000
 """Bars of one plot; what is shorter than a pixel of a wide screen is drawn with its neighbour."""
 MAX_ROWS: Final = 64
 """Trajectories drawn of one iteration."""
-
-
-def worker_time(runs: Sequence[ReportedRun]) -> Section:
-    """Where worker time went, by cause, and what it cost."""
-    what = (
-        "Share of each worker's time by what it did, or by why it was idle. The first row is weighted by GPUs; workers that only "
-        "run tools need none, and do not count there."
-    )
-    return Section("time", "Where worker time went", what, for_each(runs, _time_of))
 
 
 def _time_of(run: ReportedRun) -> list[Part]:
@@ -91,12 +84,10 @@ def _time_table(run: ReportedRun) -> Markup:
     return table(head, rows, range(1, 3 + len(price))) + Markup().join(notes)
 
 
-def gantt(runs: Sequence[ReportedRun]) -> Section:
-    """Worker states over time, and the turns of one iteration."""
-    what = (
-        "Left: the state of each worker over the run. Right: the turns of the newest iteration's trajectories, by end."
-    )
-    return Section("gantt", "Workers and turns over time", what, for_each(runs, _gantt_of))
+worker_time = per_run(
+    "time", "Where worker time went", "Share of each worker's time by its work, or by the cause of its idleness. The first row is "
+    "weighted by GPUs; workers that only run tools need none, and do not count there.", _time_of,
+)  # fmt: skip
 
 
 def _gantt_of(run: ReportedRun) -> list[Part]:
@@ -123,35 +114,31 @@ def _workers_plot(run: ReportedRun) -> Any:
 def coarse(
     by_worker: Mapping[str, Sequence[tuple[float, float, str]]], most: int
 ) -> list[tuple[str, float, float, str]]:
-    """(worker, start, stop, state) of about ``most`` bars.
+    """(worker, start, stop, state) of about ``most`` bars, of equal cells where there are more.
 
-    Where there are more, short bars give their time to the state with most time in the same cell.
+    A cell has the state with most time in it.
     """
-    total = sum(len(found) for found in by_worker.values())
-    end_s = max((found[-1][1] for found in by_worker.values() if found), default=0.0)
+    if sum(len(found) for found in by_worker.values()) <= most:
+        return [(name, *each) for name, found in by_worker.items() for each in found]
+    end_s = max(found[-1][1] for found in by_worker.values() if found)
+    edges = np.linspace(0.0, end_s, max(1, most // len(by_worker)) + 1)
     bars: list[tuple[str, float, float, str]] = []
     for name, found in by_worker.items():
-        if total <= most:
-            bars += [(name, *each) for each in found]
-            continue
-        cells = max(1, most // len(by_worker))
-        width_s = end_s / cells
-        by_cell: dict[int, dict[str, float]] = {}
-        for start, stop, state in found:
-            at = start
-            while at < stop:
-                cell = int(at / width_s + 1e-9)
-                until = min(stop, max((cell + 1) * width_s, at + 1e-9 * end_s))
-                held = by_cell.setdefault(cell, {})
-                held[state] = held.get(state, 0.0) + until - at
-                at = until
-        for cell, held in sorted(by_cell.items()):
-            state, start = max(held, key=lambda each: held[each]), cell * width_s
-            if bars and bars[-1][0] == name and bars[-1][3] == state and bars[-1][2] >= start - 1e-9 * end_s:
-                bars[-1] = (name, bars[-1][1], start + width_s, state)
-            else:
-                bars.append((name, start, start + width_s, state))
+        states = sorted({state for _, _, state in found})
+        held = np.array([_time_in_cells([each[:2] for each in found if each[2] == state], edges) for state in states])
+        largest = [states[place] for place in held.argmax(0)]
+        cells = [state if any_s > 0 else "" for state, any_s in zip(largest, held.sum(0), strict=True)]
+        for state, group in itertools.groupby(range(len(cells)), cells.__getitem__):
+            numbers = list(group)
+            if state:
+                bars.append((name, float(edges[numbers[0]]), float(edges[numbers[-1] + 1]), state))
     return bars
+
+
+def _time_in_cells(spans_s: Sequence[tuple[float, float]], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    knots = np.array(spans_s).ravel()
+    passed = np.cumsum([value for start, stop in spans_s for value in (0.0, stop - start)])
+    return np.diff(np.interp(edges, knots, passed))
 
 
 def _turns_plot(run: ReportedRun) -> Any:
@@ -180,6 +167,12 @@ def _turns_plot(run: ReportedRun) -> Any:
     if len(shown) > 24:
         made.yaxis.visible = False
     return made
+
+
+gantt = per_run(
+    "gantt", "Workers and turns over time",
+    "Left: the state of each worker over the run. Right: the turns of the newest iteration's trajectories, by end.", _gantt_of,
+)  # fmt: skip
 
 
 def _short(key: str) -> str:
@@ -312,12 +305,6 @@ def lengths(runs: Sequence[ReportedRun]) -> Section:
     return Section("lengths", "Lengths", "Generated tokens of training trajectories, tool returns not counted.", parts)
 
 
-def forecasts(runs: Sequence[ReportedRun]) -> Section:
-    """Forecasts of lengths against the truth."""
-    what = "The policy's forecast of a trajectory's tokens, at first and half way, against what it generated."
-    return Section("forecasts", "Forecasts against truth", what, for_each(runs, _forecasts_of))
-
-
 def _forecasts_of(run: ReportedRun) -> list[Part]:
     pairs = list(run.timeline.forecasts)[-MAX_DOTS:]
     if not pairs:
@@ -326,6 +313,12 @@ def _forecasts_of(run: ReportedRun) -> list[Part]:
     panel = OutcomePanel()
     panel.show({"policy": {"outcomes": pairs, "skill": None}})
     return [panel.card]
+
+
+forecasts = per_run(
+    "forecasts", "Forecasts against truth",
+    "The policy's forecast of a trajectory's tokens, at first and half way, against the tokens that it generated.", _forecasts_of,
+)  # fmt: skip
 
 
 def mismatch(runs: Sequence[ReportedRun]) -> Section:

@@ -150,8 +150,8 @@ class Steps:
     def _switch(self, fact: Fact, now_s: float) -> None:
         match fact:
             case facts.Turn():
-                self._open[fact.worker] = switch = EngineSwitch(now_s, fact.worker, fact.to, fact.reason)
-                self.switches.append(switch)
+                self.switches.append(EngineSwitch(now_s, fact.worker, fact.to, fact.reason))
+                self._open[fact.worker] = self.switches[-1]
             case facts.TurnRefused():
                 self._end([fact.worker], f"refused: {fact.detail}")
             case facts.RoleChangeStarted() if fact.undoes is None:

@@ -325,8 +325,9 @@ class WorkerTimes:
                     self._update(clock)
         if not isinstance(fact, facts.WorkerJoined | facts.WorkerLost | facts.WorkerWithdrawn):
             return
-        if (clock := self._clocks.get(fact.worker)) is None:
+        if fact.worker not in self._clocks:
             return
+        clock = self._clocks[fact.worker]
         clock.count_slots(self.now_s)
         match fact:
             case facts.WorkerJoined():
