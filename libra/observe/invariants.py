@@ -1,5 +1,4 @@
-"""`libra inspect RUN --invariants`: the promises of a run, counted in its store, each with a
-verdict.
+"""`libra inspect RUN --invariants`: the promises of a run, counted in its store, with verdicts.
 
 Only stored training trajectories count. ``tests/support/plain_zarr_invariants.py`` computes the
 same numbers without Libra. Masked tokens count as left out: the store has no masks (``batches/``
@@ -17,7 +16,7 @@ towards "holds".
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +86,7 @@ def check_invariants(run_dir: Path) -> list[Promise]:
     rows = read_versions(TrajectoryStore.open(directory / "trajectories.zarr"), eta)
     size, prompts = (whole_number(config, "trainer", name, 0) for name in ("group_size", "prompts"))
     if not size or not prompts:
-        raise ConfigError(
-            f"{directory}: its configuration does not say how large groups and batches are; type libra doctor RUN"
-        )
+        raise ConfigError(f"{directory}: its configuration has no size of groups and batches; type libra doctor RUN")
     one = setting(config, "staleness", "versions", "many") == "one"
     window = setting(config, "staleness", "window")
     iterations = whole_number(config, "run", "iterations", 0)
@@ -97,14 +94,9 @@ def check_invariants(run_dir: Path) -> list[Promise]:
         *_bounded(rows, eta, str(over_age)),
         *_once(rows, size),
         *_dora(rows, eta, str(over_age), one, prompts, iterations),
-        *([] if window is None else [_within(rows, int(window))]),
+        *([] if window is None else _within(rows, int(window))),
         _lengths(rows, eta, str(over_age)),
     ]
-
-
-def as_rows(promises: list[Promise]) -> list[dict[str, Any]]:
-    """Promises as JSON-able rows, with their verdicts."""
-    return [asdict(promise) | {"verdict": promise.verdict} for promise in promises]
 
 
 def read_versions(store: TrajectoryStore, eta: int) -> StoredVersions:
@@ -137,11 +129,8 @@ def _pieces(length: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 def _sound(rows: StoredVersions) -> NDArray[np.bool_]:
-    trains = np.zeros(len(rows.generated), np.bool_)
-    for failure in FailureClass:
-        if failure.trains:
-            trains |= rows.columns["failure"] == str(failure)
-    return trains & (rows.columns["batch"] >= 0)
+    trains = np.isin(rows.columns["failure"], [str(failure) for failure in FailureClass if failure.trains])
+    return np.asarray(trains & (rows.columns["batch"] >= 0))
 
 
 def _lag(rows: StoredVersions) -> NDArray[np.int64]:
@@ -156,12 +145,11 @@ def _groups(rows: StoredVersions) -> NDArray[np.int64]:
 
 def _trained(rows: StoredVersions, eta: int, over_age: str) -> NDArray[np.int64]:
     sound, group = _sound(rows), _groups(rows)
-    late = np.zeros(group.max(initial=-1) + 1, np.bool_)
-    late[group[sound & (_lag(rows) > eta)]] = True
+    late = np.isin(group, group[sound & (_lag(rows) > eta)])
     tokens = np.where(sound, rows.generated, 0)
-    if over_age == "drop":  # what was dropped entered the loss without an advantage
-        return np.where(late[group] & (rows.columns["advantage"] == 0), 0, tokens)
-    return np.where(late[group] & sound, rows.fresh, tokens) if over_age == "mask" else tokens
+    if over_age == "drop":  # a dropped group entered the loss without an advantage
+        return np.where(late & (rows.columns["advantage"] == 0), 0, tokens)
+    return np.where(late & sound, rows.fresh, tokens) if over_age == "mask" else tokens
 
 
 def _bounded(rows: StoredVersions, eta: int, over_age: str) -> Iterator[Promise]:
@@ -207,9 +195,9 @@ def _dora(rows: StoredVersions, eta: int, over_age: str, one: bool, prompts: int
     yield Promise("C3, trajectories within the bound", int((lag > eta).sum()), num, "are beyond it", over_age == "wait")
 
 
-def _within(rows: StoredVersions, window: int) -> Promise:
+def _within(rows: StoredVersions, window: int) -> Iterator[Promise]:
     wide = int((rows.spread >= window).sum())
-    return Promise(f"window of {window} versions", wide, len(rows.spread), "trajectories have tokens of more")
+    yield Promise(f"window of {window} versions", wide, len(rows.spread), "trajectories have tokens of more")
 
 
 def _lengths(rows: StoredVersions, eta: int, over_age: str) -> Promise:

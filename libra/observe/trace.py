@@ -12,12 +12,13 @@ never overlap.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 from libra import facts, keys
 from libra.facts import Line
@@ -88,10 +89,10 @@ class Tracer:
         for (pid, tid), name in sorted(self._names.items()):
             yield _meta(pid, tid, "thread_name", name)
 
-    def _quantum(self, event: facts.QuantumFinished, begun_s: float, now_s: float) -> TraceLine:
+    def _quantum(self, event: facts.QuantumFinished, start_s: float, now_s: float) -> TraceLine:
         phase, pid = Phase(event.phase), self._pid(event.worker)
         lanes = self._lanes.setdefault((pid, phase), [])
-        lane = next((index for index, free_s in enumerate(lanes) if free_s <= begun_s), len(lanes))
+        lane = next((index for index, free_s in enumerate(lanes) if free_s <= start_s), len(lanes))
         if lane == len(lanes):
             lanes.append(now_s)
         lanes[lane] = now_s
@@ -104,7 +105,7 @@ class Tracer:
         if event.unfinished:
             what["unfinished"] = True
         return self._slice(
-            pid, tid, subject, begun_s, now_s, what | {name: each for name, each in texts.items() if each}
+            pid, tid, subject, start_s, now_s, what | {name: each for name, each in texts.items() if each}
         )
 
     def _slice(
@@ -154,26 +155,19 @@ def _meta(pid: int, tid: int, what: str, name: str) -> TraceLine:
 def trace_lines(log: Iterable[Line], trainers: Sequence[str] = ()) -> Iterator[TraceLine]:
     """The lines of a whole log."""
     tracer = Tracer(trainers)
-    for event in log:
-        yield from tracer.add(event)
+    yield from itertools.chain.from_iterable(map(tracer.add, log))
     yield from tracer.finish()
 
 
 def write_trace(log: Iterable[Line], output: Path, trainers: Sequence[str] = ()) -> int:
-    """Write the trace of a log, compressed if ``output`` ends with ``.gz``; returns its number of
-    lines.
+    """Write the trace of a log, compressed if ``output`` ends with ``.gz``; its number of lines.
 
-    StoreError if the log is damaged, ConfigError if the file cannot be written; then no file is
-    left.
+    StoreError for a damaged log, ConfigError for a file that cannot be written; then no file is left.
     """
-    count = 0
-    with written(output, "-o") as path, _opened(path, packed=output.suffix == ".gz") as file:
+    count, opened = 0, gzip.open if output.suffix == ".gz" else open
+    with written(output, "-o") as path, opened(path, "wt", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[')
         for count, line in enumerate(trace_lines(log, trainers), 1):
             file.write(("\n" if count == 1 else ",\n") + json.dumps(line, separators=(",", ":")))
         file.write("\n]}\n")
     return count
-
-
-def _opened(path: Path, *, packed: bool) -> TextIO:
-    return gzip.open(path, "wt", encoding="utf-8") if packed else path.open("w", encoding="utf-8")
