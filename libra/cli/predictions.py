@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from libra.cli.arguments import CONFIG, JSON, OVERRIDES, PATH, RUN, warn_of_ignored
-from libra.errors import ConfigError
 
 if TYPE_CHECKING:
     from libra.hardware.run_calibration import RunCalibration
@@ -94,17 +93,14 @@ def calibrate(run_dir: Path, save: Path | None, as_json: bool) -> None:
     libra calibrate runs/NAME
     libra calibrate runs/NAME --save mine.json   # for planner.calibration
     """
+    from libra.observe.run_directory import written
     from libra.sim.measured_run import calibration_of
     from libra.sim.run_record import RunRecord
 
     found = calibration_of(RunRecord.read(run_dir))
     if save is not None:
-        try:
-            save.write_text(found.to_json())
-        except OSError as error:
-            raise ConfigError(
-                f"--save: {save} cannot be written: {error.strerror or error}; type the path of a file such as mine.json"
-            ) from error
+        with written(save, "--save") as file:
+            file.write_text(found.to_json())
     if as_json:
         click.echo(json.dumps(json.loads(found.to_json())))
         return

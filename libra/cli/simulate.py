@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from libra.config.load import RunConfig
-from libra.errors import ConfigError
+from libra.observe.run_directory import written
 from libra.sim import SimulationResult, load_workload
 from libra.sim.configured import RunSimulation, Simulated, drawn_workload, simulator_of, simulator_of_setting
 from libra.sim.from_run import RunSetting, left_out, run_setting
@@ -28,7 +28,7 @@ def simulate_run(
 ) -> None:
     """Simulate and print; ConfigError if the workload cannot be read, written or simulated.
 
-    ``overrides`` are those that ``config`` was loaded with; they replace the settings of a recorded run.
+    ``overrides``, with which ``config`` was loaded, replace the settings of a recorded run.
     """
     if from_run is not None and workload is not None:
         raise click.UsageError("--from-run and --workload both name a workload; leave one out")
@@ -41,10 +41,8 @@ def simulate_run(
         traces = config.planner.trace
         used, source = drawn_workload(config), f"drawn from {traces}" if traces else "synthetic"
     if save_workload is not None:
-        try:
-            save_workload.write_text(used.to_json())
-        except OSError as error:
-            raise ConfigError(f"--save-workload {save_workload}: {error.strerror or error}") from error
+        with written(save_workload, "--save-workload") as file:
+            file.write_text(used.to_json())
     if setting is None:
         outcome = simulator_of(config, used).run()
         document, lines = _configured(config, outcome, source)

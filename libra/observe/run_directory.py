@@ -86,7 +86,7 @@ def written(output: Path, option: str) -> Iterator[Path]:
         raise  # an OSError too, of a log that is read meanwhile
     except OSError as error:
         raise ConfigError(
-            f"{option} {output}: {disk_refusal(output, error)}; name another file with {option} FILE"
+            f"{option} {output}: {disk_refusal(output, error)}; type another file after {option}"
         ) from error
     finally:
         with contextlib.suppress(OSError):

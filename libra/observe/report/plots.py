@@ -39,15 +39,12 @@ def _shares_plot(run: ReportedRun) -> Any:
     names = [name for name, _ in rows]
     height = 90 + 30 * len(rows) + 22 * (len(states) // 4 + 1)
     made = plot("", "share of time", "", height=height, y_range=names[::-1], x_range=(0, 1))
-    left = dict.fromkeys(names, 0.0)
+    stops = np.zeros(len(rows))
     for state in states:
-        widths = [shares.get(state, 0.0) for _, shares in rows]
-        starts = [left[name] for name in names]
-        left = {name: start + width for name, start, width in zip(names, starts, widths, strict=True)}
-        source = ColumnDataSource(
-            {"row": names, "left": starts, "right": list(left.values()), "share": [f"{100 * w:.1f} %" for w in widths]},
-            name=f"share_{state}",
-        )
+        widths = np.array([shares.get(state, 0.0) for _, shares in rows])
+        starts, stops = stops, stops + widths
+        columns = {"row": names, "left": starts.tolist(), "right": stops.tolist(), "share": list(map(percent, widths))}
+        source = ColumnDataSource(columns, name=f"share_{state}")
         drawn = made.hbar(
             "row", left="left", right="right", height=0.7, source=source, color=STATE_COLORS[state], line_color=None,
             legend_label=state,
@@ -147,9 +144,7 @@ def _turns_plot(run: ReportedRun) -> Any:
         ends[span.key] = max(span.stop_s, ends.get(span.key, 0.0))
     if not ends:
         return piece("missing", "No training trajectory has ended yet, so there are no turns to draw.")
-    shown = sorted(ends, key=lambda key: ends[key])
-    left_out = max(0, len(shown) - MAX_ROWS)
-    shown = shown[-MAX_ROWS:]
+    shown = sorted(ends, key=ends.__getitem__)[-MAX_ROWS:]
     names = {key: _short(key) for key in shown}
     rows = []
     for span in run.timeline.turns:
@@ -157,7 +152,7 @@ def _turns_plot(run: ReportedRun) -> Any:
             what = f"{plain(span.tool) or span.phase} on {plain(span.worker)}"
             rows.append((names[span.key], span.start_s, span.stop_s, PHASE_COLORS[span.phase], what))
     begin, end = min(row[1] for row in rows), max(row[2] for row in rows)
-    of = f", the last {len(shown)} to end" if left_out else ""
+    of = f", the last {len(shown)} to end" if len(ends) > len(shown) else ""
     made = plot(
         f"iteration {run.timeline.turns_of}{of}", "seconds since the start", "", height=110 + max(140, 5 * len(shown)),
         y_range=list(names.values())[::-1], x_range=(begin, end if end > begin else begin + 1),
@@ -183,10 +178,10 @@ def _short(key: str) -> str:
 MISMATCH: Final = (("mismatch_mean_abs", "mean", "solid"), ("mismatch_max_abs", "largest", "dotted"))
 """Absolute gaps between engine and trainer log-probabilities of the same tokens, in nats."""
 SECONDS: Final = (
-    ("iteration_s", "iteration", "solid"),
-    ("train_s", "training step", "dashed"),
-    ("store_s", "storing", "dotted"),
-)
+    ("iteration_s", "iteration", "solid"), ("train_s", "training step", "dashed"), ("store_s", "storing", "dotted"),
+)  # fmt: skip
+LENGTHS: Final = ((0.5, "median", "solid"), (0.9, "9 of 10 are shorter", "dashed"), (1.0, "longest", "dotted"))
+"""Quantiles of lengths."""
 LAG: Final = (("lag", "mean lag", "solid"), ("lag_max", "largest lag", "dotted"))
 MAX_DOTS: Final = 2000
 
@@ -212,21 +207,16 @@ def rewards(runs: Sequence[ReportedRun]) -> Section:
         _band(made, runs[0])
     drawn = bool(_draw(made, runs, [("reward", "training questions", "solid")]))
     for run in runs:
-        held = {
-            version: reward
-            for version, result in run.evaluations.items()
-            if (reward := finite(result.get("reward"))) is not None
-        }
-        if held:
+        found = ((version, finite(result.get("reward"))) for version, result in run.evaluations.items())
+        if held := {version: reward for version, reward in found if reward is not None}:
             color = run.color if len(runs) > 1 else "#2a9d6f"
             curve(made, list(held), list(held.values()), label(runs, run, "held-out questions"), color, dash="dashed")
             drawn = True
-    parts: list[Part] = [
-        made if drawn else piece("missing", "No iteration has a reward, and nothing was evaluated yet.")
-    ]
+    why = "No iteration has a reward, and nothing was evaluated yet."
     bins = _bins(runs[0]) if len(runs) == 1 else None
+    parts = [made if drawn else piece("missing", why), *([] if bins is None else [bins])]
     what = "Mean reward of each iteration's trajectories, and of the held-out questions at each evaluation."
-    return Section("rewards", "Rewards", what, [*parts, *([bins] if bins is not None else [])])
+    return Section("rewards", "Rewards", what, parts)
 
 
 def _band(made: Any, run: ReportedRun) -> None:
@@ -245,15 +235,8 @@ def _bins(run: ReportedRun) -> Any:
         "", "bin of the environment", "mean reward of held-out questions", height=320, x_range=[str(n) for n in names]
     )
     for offset, (version, bins), color in ((-0.2, known[0], "#8fa1ab"), (0.2, known[-1], "#2a9d6f")):
-        x = [(str(name), offset) for name in names]
-        made.vbar(
-            x,
-            top=[bins[n][0] for n in names],
-            width=0.36,
-            color=color,
-            line_color=None,
-            legend_label=f"version {version}",
-        )
+        x, means = [(str(name), offset) for name in names], [bins[name][0] for name in names]
+        made.vbar(x, top=means, width=0.36, color=color, line_color=None, legend_label=f"version {version}")
     made.y_range.start = 0
     return made
 
@@ -265,9 +248,8 @@ def seconds(runs: Sequence[ReportedRun]) -> Section:
     drawn = _draw(rates, runs, [("tokens_per_s", "tokens/s", "solid")])
     times.y_range.start = rates.y_range.start = 0
     what = "Wall time of each iteration and of its training step, and tokens generated per second of the iteration."
-    return Section(
-        "seconds", "Iterations", what, [times, rates] if drawn else [piece("missing", "No iteration has ended yet.")]
-    )
+    parts = [times, rates] if drawn else [piece("missing", "No iteration has ended yet.")]
+    return Section("seconds", "Iterations", what, parts)
 
 
 def lengths(runs: Sequence[ReportedRun]) -> Section:
@@ -284,11 +266,7 @@ def lengths(runs: Sequence[ReportedRun]) -> Section:
         if not len(tokens):
             continue
         numbers = np.unique(iteration).tolist()
-        for share, what, dash in (
-            (0.5, "median", "solid"),
-            (0.9, "9 of 10 are shorter", "dashed"),
-            (1.0, "longest", "dotted"),
-        ):
+        for share, what, dash in LENGTHS:
             values = [float(np.quantile(tokens[iteration == k], share)) for k in numbers]
             curve(by_iteration, numbers, values, label(runs, run, what), run.color, dash=dash, dots=dash == "solid")
         edges = np.histogram_bin_edges(tokens, bins=min(40, max(8, int(tokens.max()) + 1)))
