@@ -7,15 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from libra.cli.arguments import JSON, RUN, SCHEDULER, aligned, warn_of_ignored
 from libra.errors import ClusterError, ConfigError
-
-if TYPE_CHECKING:
-    from libra.config import RunConfig
 
 
 @click.group()
@@ -38,11 +35,46 @@ def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_prin
     libra cluster slurm my.yaml status
     libra cluster slurm my.yaml down
     """
+    from libra.cluster.local import number_of_workers
+    from libra.cluster.slurm import start_stop
+    from libra.cluster.slurm.jobs import CONTACT_FILE, LOGS, scripts
     from libra.config import load_config
 
     loaded = load_config(config, overrides)
     warn_of_ignored(loaded, "slurm", overrides)
-    slurm_action(loaded, config, "print" if only_print else action)
+    path = loaded.slurm.dir / CONTACT_FILE
+    match "print" if only_print else action:
+        case "print":
+            for worker_name, script in scripts(loaded, loaded.slurm.dir.absolute()).items():
+                click.secho(f"# ---- {worker_name}", bold=True)
+                click.echo(script)
+        case "up":
+            contact = start_stop.up(loaded)
+            click.echo(f"scheduler {contact.address}, run by process {contact.pid} on {contact.host}")
+            if contact.dashboard:
+                port = contact.dashboard.split(":")[2].split("/")[0]
+                tunnel = f"ssh -L {port}:127.0.0.1:{port} {contact.host}"
+                click.echo(f"dashboard {contact.dashboard} (from another machine: {tunnel})")
+            wanted, taken = sum(number_of_workers(loaded).values()), len(start_stop.submitted(loaded))
+            if taken < wanted:
+                log = loaded.slurm.dir / LOGS / start_stop.SERVICE_LOG
+                click.echo(f"{taken} of {wanted} jobs submitted; {log} has why, and the others are tried again")
+            click.echo(f"jobs submitted; next: libra run {config} --scheduler {path}")
+        case "down":
+            contact = start_stop.down(loaded)
+            click.echo(f"scheduler {contact.address} stopped, jobs cancelled")
+        case "status":
+            contact, workers = start_stop.status(loaded)
+            click.echo(f"scheduler {contact.address}, kept by process {contact.pid} on {contact.host}")
+            for worker in workers:
+                seen = "connected" if worker.connected else "not connected"
+                click.echo(f"  {worker.name:<14}{worker.job_id:>10}  {worker.state:<12}{seen:<15}{worker.reason}")
+            roles = Counter(worker.role for worker in workers if worker.connected)
+            click.echo(
+                ", ".join(f"{roles[role]} {role}" for role in ("rollout", "train", "tool")) + " workers connected"
+            )
+        case _:
+            raise click.UsageError("type up, status or down after CONFIG, or --print")
 
 
 @cluster.command()
@@ -71,47 +103,6 @@ def tls(directory: Path, force: bool) -> None:
     settings = directory / "dask.yaml"
     settings.write_text(settings_yaml(directory / CERTIFICATE_FILE, directory / KEY_FILE))
     click.echo(f"export DASK_CONFIG={settings}")
-
-
-def slurm_action(config: RunConfig, name: str, action: str | None) -> None:
-    """Carry out ``up``, ``status``, ``down`` or ``print``; ``name`` is the configuration as it was typed."""
-    from libra.cluster.local import number_of_workers
-    from libra.cluster.slurm import start_stop
-    from libra.cluster.slurm.jobs import CONTACT_FILE, LOGS, scripts
-
-    path = config.slurm.dir / CONTACT_FILE
-    match action:
-        case "print":
-            for worker_name, script in scripts(config, config.slurm.dir.absolute()).items():
-                click.secho(f"# ---- {worker_name}", bold=True)
-                click.echo(script)
-        case "up":
-            contact = start_stop.up(config)
-            click.echo(f"scheduler {contact.address}, run by process {contact.pid} on {contact.host}")
-            if contact.dashboard:
-                port = contact.dashboard.split(":")[2].split("/")[0]
-                tunnel = f"ssh -L {port}:127.0.0.1:{port} {contact.host}"
-                click.echo(f"dashboard {contact.dashboard} (from another machine: {tunnel})")
-            wanted, taken = sum(number_of_workers(config).values()), len(start_stop.submitted(config))
-            if taken < wanted:
-                log = config.slurm.dir / LOGS / start_stop.SERVICE_LOG
-                click.echo(f"{taken} of {wanted} jobs submitted; {log} has why, and the others are tried again")
-            click.echo(f"jobs submitted; next: libra run {name} --scheduler {path}")
-        case "down":
-            contact = start_stop.down(config)
-            click.echo(f"scheduler {contact.address} stopped, jobs cancelled")
-        case "status":
-            contact, workers = start_stop.status(config)
-            click.echo(f"scheduler {contact.address}, kept by process {contact.pid} on {contact.host}")
-            for worker in workers:
-                seen = "connected" if worker.connected else "not connected"
-                click.echo(f"  {worker.name:<14}{worker.job_id:>10}  {worker.state:<12}{seen:<15}{worker.reason}")
-            roles = Counter(worker.role for worker in workers if worker.connected)
-            click.echo(
-                ", ".join(f"{roles[role]} {role}" for role in ("rollout", "train", "tool")) + " workers connected"
-            )
-        case _:
-            raise click.UsageError("type up, status or down after CONFIG, or --print")
 
 
 @click.command()

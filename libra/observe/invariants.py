@@ -1,16 +1,10 @@
 """`libra inspect RUN --invariants`: the promises of a run, counted in its store, with verdicts.
 
-Only stored training trajectories count. ``tests/support/plain_zarr_invariants.py`` computes the
-same numbers without Libra. Masked tokens count as left out: the store has no masks (``batches/``
-has them as ``from_version``).
-
-DORA's conditions (arXiv:2604.26256): C1, one version per trajectory; C2, no started prompt is
-dropped; C3, the training version minus the oldest version of a trajectory is within the bound. A
-run configured otherwise breaks no promise where one does not hold.
-
-A two-sample Kolmogorov-Smirnov test compares the lengths of trained and of generated trajectories,
-because age or failure may remove longer ones. One sample is part of the other, so the test errs
-towards "holds".
+Only stored training trajectories count, and masked tokens as left out. DORA's conditions
+(arXiv:2604.26256): C1, one version per trajectory; C2, no started prompt is dropped; C3, the
+training version minus the oldest version of a trajectory is within the bound. A two-sample
+Kolmogorov-Smirnov test compares the lengths of trained and of generated trajectories, because age
+or failure may remove longer ones; one sample is part of the other, so it errs towards "holds".
 """
 
 from __future__ import annotations
@@ -62,10 +56,10 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class StoredVersions:
-    """Training trajectories, one row each.
+    """Training trajectories, one row each, with ``columns`` of the store.
 
-    ``columns``: trajectory columns of the store; ``generated``: tokens; ``fresh``: generated tokens
-    within the bound at the batch that took them; ``spread``: newest minus oldest version.
+    ``generated``: tokens; ``fresh``: those within the bound at their batch; ``spread``: newest minus
+    oldest version.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -75,11 +69,7 @@ class StoredVersions:
 
 
 def check_invariants(run_dir: Path) -> list[Promise]:
-    """Every promise of a run, in the order of the module's text.
-
-    ConfigError, RunDirectoryError or StoreError if there is no run in ``run_dir``, or its
-    configuration or store cannot be read.
-    """
+    """Every promise of a run; ConfigError, RunDirectoryError or StoreError if it cannot be read."""
     directory = check_run_directory(run_dir, "inspect")
     config = read_config(directory)
     eta, over_age = whole_number(config, "run", "eta", 0), setting(config, "staleness", "over_age", "wait")
@@ -122,8 +112,8 @@ def read_versions(store: TrajectoryStore, eta: int) -> StoredVersions:
 def _pieces(length: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     ends, first = np.cumsum(length), 0
     while first < len(length):
-        begun = ends[first] - length[first]
-        last = max(first + 1, int(np.searchsorted(ends, begun + READ_TOKENS, side="right")))
+        before = ends[first] - length[first]
+        last = max(first + 1, int(np.searchsorted(ends, before + READ_TOKENS, side="right")))
         yield first, last
         first = last
 
@@ -187,7 +177,7 @@ def _dora(rows: StoredVersions, eta: int, over_age: str, one: bool, prompts: int
     ended = batches >= iterations
     missing = batches * prompts - int(group.max(initial=-1)) - 1 if ended else 0
     dropped = len(set(group[sound & (lag > eta)])) if over_age == "drop" else 0
-    so_far = "" if ended else f"{batches} of {iterations} batches so far; what is on its way is not counted"
+    so_far = "" if ended else f"{batches} of {iterations} batches so far, without open trajectories"
     yield Promise(
         "C2, no started prompt is dropped", missing + dropped, batches * prompts, "prompts were left out",
         missing > 0 or over_age != "drop", so_far,
@@ -213,4 +203,4 @@ def _lengths(rows: StoredVersions, eta: int, over_age: str) -> Promise:
         f"{generated.mean():.3f} generated"
     )
     differs = int(found.pvalue < SIGNIFICANCE)
-    return Promise("lengths as generated", differs, 1, "tests finds that what was trained on differs", True, detail)
+    return Promise("lengths as generated", differs, 1, "tests finds that trained trajectories differ", True, detail)

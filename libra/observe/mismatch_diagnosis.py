@@ -1,13 +1,10 @@
 """`libra diagnose RUN`: where a mismatch of engine and trainer began, from files of the run alone.
 
-It reads the record of each step (``RUN/steps``: k3 and mean gap in total, by engine and by length
-class, and the tokens with the largest gaps), the version checks in the event log, and the text of
-tokens in the store. It recomputes nothing and loads no model.
-
-A step is *above* if k3 of all its tokens, or of an engine or length class with enough of them,
-exceeds a threshold: the given one, ``trainer.mismatch_k3_alarm``, or `FACTOR` times the median of
-the first `FIRST_STEPS` steps. The mismatch began at the first such step. Step s trains version s;
-only tokens of version s count in it.
+It reads the record of each step (``RUN/steps``), the version checks in the event log, and the text
+of tokens in the store. A step is *above* if k3 of all its tokens, or of an engine or length class
+with enough of them, exceeds a threshold: the given one, ``trainer.mismatch_k3_alarm``, or `FACTOR`
+times the median of the first `FIRST_STEPS` steps. The mismatch began at the first such step. Step s
+trains version s; only tokens of version s count in it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ A snapshot is one dict per run:
 - ``rewards``, ``lag``: [[iteration, mean], ...]; ``evaluations``: [[version, mean, questions], ...]
 - ``steps``: [[step, {state: seconds of the training worker}], ...], from one version to the next
 - ``waves``: `libra.observe.timeline.steps.Steps.open_step`, or None
-- ``decisions``: [[t_s, what, why], ...], the newest first
+- ``decisions``: [[t_s, decision, reason], ...], the newest first
 - ``history``: rows of `libra.observe.timeline.timeline.Timeline`, the oldest first
 
 The scheduler's snapshots cover this start of a run, those in `libra page` all starts.

@@ -37,13 +37,11 @@ LATEST_S: Final = 1e11
 
 @dataclass(frozen=True, slots=True)
 class RunSummaryRow:
-    """One run in a list.
+    """One run in a list; ``reward`` and ``evaluation`` are the last means.
 
-    ``state`` is ``running`` with a driver; ``finished`` after all iterations and the last
-    evaluation, ``unevaluated`` without that evaluation; ``new`` before the first iteration ended;
-    else ``stopped``. ``of_iterations`` is 0 if not known. ``reward`` and ``evaluation`` are the
-    last means in training and on held-out questions. ``changed_s`` is the Unix time of the last
-    change.
+    ``state`` is ``running`` with a driver; ``finished`` after all iterations and the last evaluation,
+    ``unevaluated`` without that evaluation; ``new`` before the first iteration ended; else
+    ``stopped``. ``of_iterations`` is 0 if not known. ``changed_s`` is a Unix time.
     """
 
     directory: Path
@@ -187,19 +185,17 @@ def summary_row(directory: Path) -> RunSummaryRow:
     last = by_iteration[max(by_iteration)] if by_iteration else {}
     total = whole_number(config, "run", "iterations", 0)
     failed = 0 < (finite(last.get("trajectories")) or 0) == finite(last.get("left_out"))  # and ended the run
-    begun_s = (directory / CONFIG_FILE).stat().st_mtime
+    started_s = (directory / CONFIG_FILE).stat().st_mtime
     changed_s = finite(rows[-1].get("wall_time_s")) if rows else None
     return RunSummaryRow(
-        directory=directory,
-        name=str(setting(config, "run", "name", directory.name)),
+        directory, str(setting(config, "run", "name", directory.name)),
         state=state_of(directory, config, len(by_iteration) - failed),
-        iterations=len(by_iteration),
-        of_iterations=total,
+        iterations=len(by_iteration), of_iterations=total,
         reward=finite(last.get("reward")),
         evaluation=finite(evaluated[max(evaluated)].get("reward")) if evaluated else None,
-        changed_s=changed_s if changed_s is not None and 0 < changed_s < LATEST_S else begun_s,
+        changed_s=changed_s if changed_s is not None and 0 < changed_s < LATEST_S else started_s,
         size_bytes=_size_bytes(directory),
-    )
+    )  # fmt: skip
 
 
 def list_runs(directory: Path) -> list[RunSummaryRow]:

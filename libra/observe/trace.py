@@ -2,11 +2,8 @@
 
 Each worker is a process with a line for its state (`libra.observe.timeline`), one for weight syncs,
 and one for each slot in use at the same time, with its quanta. The process ``run`` has steps,
-published versions, and counters: open trajectories, waiting ones by phase and level, tokens per
-second.
-
-Times are microseconds since the run's first start, without time between starts. Slices of one line
-never overlap.
+published versions, and counters. Times are microseconds since the run's first start, without time
+between starts. Slices of one line never overlap.
 """
 
 from __future__ import annotations
@@ -93,9 +90,7 @@ class Tracer:
         phase, pid = Phase(event.phase), self._pid(event.worker)
         lanes = self._lanes.setdefault((pid, phase), [])
         lane = next((index for index, free_s in enumerate(lanes) if free_s <= start_s), len(lanes))
-        if lane == len(lanes):
-            lanes.append(now_s)
-        lanes[lane] = now_s
+        lanes[lane : lane + 1] = [now_s]
         tid = SLOT_TID + _LANES[phase] + lane
         self._names[pid, tid] = f"{phase} {lane}"
         parsed = keys.parse(event.key)
