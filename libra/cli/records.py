@@ -59,7 +59,7 @@ def _cells(row: RunSummaryRow) -> tuple[str, ...]:
     return (
         row.directory.name, row.state, f"{row.iterations}" + (f" of {row.of_iterations}" if row.of_iterations else ""),
         *("-" if reward is None else f"{reward:.3f}" for reward in (row.reward, row.evaluation)),
-        f"{datetime.fromtimestamp(row.changed_s):%Y-%m-%d %H:%M}", f"{size:.{unit != 'B'}f} {unit}",
+        f"{datetime.fromtimestamp(row.changed_s):%Y-%m-%d %H:%M}", f"{size:.{int(unit != 'B')}f} {unit}",
     )  # fmt: skip
 
 

@@ -44,31 +44,27 @@ def simulate_run(
         with written(save_workload, "--save-workload") as file:
             file.write_text(used.to_json())
     if setting is None:
-        outcome = simulator_of(config, used).run()
-        document, lines = _configured(config, outcome, source)
+        outcome, choices, measured = simulator_of(config, used).run(), Simulated(config), config.planner.calibration
+        layout = " + ".join(f"{count} x tp{tp}" for tp, count in choices.layout.items())
+        engines = f"{Path(choices.model).name} on {choices.gpu}" if measured is None else f"as {measured} measured"
+        lines = [f"{engines}, {layout}; {config.policy.name}", *_lines(outcome)]
     else:
         typed = frozenset(override.partition("=")[0].strip() for override in overrides)
         of_run = simulator_of_setting(config, setting, typed)
-        outcome = of_run.simulator.run()
+        outcome, missing = of_run.simulator.run(), left_out(setting.record.config)
         policy = (config if "policy.name" in typed else setting.record.config).policy.name
         settings = f"overrides: {', '.join(overrides)}; all other settings are" if overrides else "all settings are"
-        lines = [policy, *_engine_lines(setting, of_run), f"{settings} the run's"]
-        lines += filter(None, [left_out(setting.record.config)])
-        document = _document(setting, of_run)
-    if as_json:
-        click.echo(json.dumps({**document, "seed": config.run.seed, **outcome.row()}))
+        lines = [policy, *_engine_lines(setting, of_run), f"{settings} the run's", *filter(None, [missing])]
+        lines += [*_lines(outcome), _compared(setting, outcome)]
+    if not as_json:
+        click.echo(f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); " + "\n".join(lines))
         return
-    head = f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); {lines[0]}"
-    compared = [] if setting is None else [_compared(setting, outcome)]
-    click.echo("\n".join([head, *lines[1:], *_lines(outcome), *compared]))
-
-
-def _configured(config: RunConfig, outcome: SimulationResult, source: str) -> tuple[dict[str, Any], list[str]]:
-    choices, measured = Simulated(config), config.planner.calibration
-    layout = " + ".join(f"{count} x tp{tp}" for tp, count in choices.layout.items())
-    engines = f"{Path(choices.model).name} on {choices.gpu}" if measured is None else f"as {measured} measured"
-    settings = config.simulation.model_dump(mode="json") | choices.as_settings()
-    return {"simulation": settings, "source": source}, [f"{engines}, {layout}; {config.policy.name}"]
+    if setting is None:
+        simulation = config.simulation.model_dump(mode="json") | choices.as_settings()
+        document = {"simulation": simulation, "source": source}
+    else:
+        document = _document(setting, of_run)
+    click.echo(json.dumps({**document, "seed": config.run.seed, **outcome.row()}))
 
 
 def _engine_lines(setting: RunSetting, of_run: RunSimulation) -> list[str]:
