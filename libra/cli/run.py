@@ -245,14 +245,14 @@ def closing_lines(summary: RunSummary, config: RunConfig) -> Iterator[str]:
             failed = "because of failures outside the model; see libra inspect --failed"
             yield f"not graded    {left_out} questions, {failed}"
     elif rows:
-        first, last = (float(values.get("reward", math.nan)) for values in (rows[0], rows[-1]))
-        yield f"reward        {first:.3f} in the first iteration, {last:.3f} in the last, on training questions"
+        start, end = (float(values.get("reward", math.nan)) for values in (rows[0], rows[-1]))
+        yield f"reward        {start:.3f} in the first iteration, {end:.3f} in the last, on training questions"
     total: Counter[str] = Counter()
     for values in rows:
         total.update({name: int(count) for name, count in values.items() if name.startswith(_COUNTED)})
     if causes := failure_causes(total):
-        left_out = f"{total['left_out']:,} of {total['trajectories']:,} trajectories left out"
-        yield f"failures      {causes}: {total['resampled']:,} tried again, {left_out}; see docs/failures.md"
+        missing = f"{total['left_out']:,} of {total['trajectories']:,} trajectories left out"
+        yield f"failures      {causes}: {total['resampled']:,} tried again, {missing}; see docs/failures.md"
     if without := [str(values["no_signal"]) for values in rows if values.get("no_signal")]:
         cause = f"; the last: {without[-1]}" if len(without) > 1 else f": {without[0]}"
         yield f"no signal     in {len(without)} of {len(rows)} iterations there was nothing to learn{cause}"
