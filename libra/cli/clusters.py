@@ -79,7 +79,7 @@ def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_prin
 
 @cluster.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--force", is_flag=True, help="Replace the key that is there: what was started with it stays cut off.")
+@click.option("--force", is_flag=True, help="Replace the present key; processes started with it stay cut off.")
 def tls(directory: Path, force: bool) -> None:
     """Make a key for a scheduler and workers that you start yourself, and Dask settings that require it.
 

@@ -1,4 +1,4 @@
-"""`libra doctor`: every check of this machine, a cluster or a run, and what to type where one fails."""
+"""`libra doctor`: every check of this machine, a cluster or a run, with a command to type where one fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def doctor(
     config: str | None, overrides: tuple[str, ...], scheduler: str | None, as_json: bool, settings: bool
 ) -> None:
-    """Check that this machine, and a Dask cluster, have what a run needs; exit with 1 if a check fails.
+    """Check that this machine, and a Dask cluster, meet the needs of a run; exit with 1 if a check fails.
 
     For CONFIG it prints a line for each thing that libra run would refuse before any worker starts: files of the model, parts of
     your own, an agent's variables, tools, services, a teacher, layout, prompts and evaluation. Without CONFIG it checks for the

@@ -149,7 +149,7 @@ def _run_lines(found: RunCalibration) -> Iterator[str]:
 )  # fmt: skip
 @click.option(
     "--decision", "decisions", type=int, multiple=True, metavar="LINE",
-    help="Show what led to the decision in this line of events.jsonl. May be repeated.",
+    help="Show the history of the decision in this line of events.jsonl. May be repeated.",
 )  # fmt: skip
 @JSON
 def replay(run_dir: Path, **choice: Any) -> None:

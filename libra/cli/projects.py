@@ -19,7 +19,7 @@ FILES = {
 
 
 def make_project(directory: Path) -> list[str]:
-    """Write the files into ``directory``, which is made if it is missing; lines that say what to type next.
+    """Write the files into ``directory``, which is made if it is missing; lines with the commands to type next.
 
     ConfigError if one of them is there already, or ``directory`` cannot be written.
     """

@@ -73,8 +73,8 @@ def _cells(row: RunSummaryRow) -> tuple[str, ...]:
 def report(run_dirs: tuple[Path, ...], output: Path | None, prices: Path | None, gpu: str | None) -> None:
     """Write one HTML page about RUN, or about several runs side by side; it needs no network, and opens in any browser.
 
-    It shows rewards, where worker time went by cause and what it cost, workers and turns over time, lengths, forecasts against
-    truth, decisions with predicted and realised gain, mismatch, failures and samples. A running run is shown as far as it is.
+    It shows rewards, worker time by cause with its cost, workers and turns over time, lengths, forecasts against truth,
+    decisions with predicted and realised gain, mismatch, failures and samples. A running run is shown up to now.
 
     \b
     libra report runs/my_run
@@ -209,7 +209,7 @@ def page_server(directory: Path, port: int, *, any_other: bool = False) -> Serve
 )  # fmt: skip
 @click.option(
     "--invariants", is_flag=True,
-    help="Count what breaks the run's promises: lag, consumed once, DORA's conditions, lengths. Exit 1 if one is broken.",
+    help="Count violations of the run's promises: lag, consumed once, DORA's conditions, lengths. Exit 1 if one is broken.",
 )  # fmt: skip
 @JSON
 @click.option("--html", type=FILE, metavar="FILE", help="Write the first --limit of them to FILE as one page.")

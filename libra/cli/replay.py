@@ -1,4 +1,4 @@
-"""``libra replay``: repeats a run's decisions from its event log, and shows what led to one of them."""
+"""``libra replay``: repeats a run's decisions from its event log, and shows the history of one of them."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _summary(path: Path, run_dir: Path, outcome: ReplayResult) -> list[str]:
     difference = outcome.first_difference
     if difference is None:
         lines.append("Every decision was reproduced.")
-        lines.append(f"To see what led to one, type libra replay {shell_path(run_dir)} --key KEY, or --decision LINE.")
+        lines.append(f"For the history of one, type libra replay {shell_path(run_dir)} --key KEY, or --decision LINE.")
         return lines
     lines.append(f"{outcome.differing:,} events lead to other decisions now. The first is in line {difference.line}:")
     lines.append(f"  event: {event_text(difference.event)}")

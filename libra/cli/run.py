@@ -76,11 +76,11 @@ def made_run_name(config: str, now: datetime) -> str:
 )  # fmt: skip
 @VERBOSE
 def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, step: int | None, verbose: bool) -> None:
-    """Continue RUN, the directory of a run that was stopped or killed, from what it committed.
+    """Continue RUN, the directory of a run that was stopped or killed, from its committed results.
 
     Nothing that was committed is generated again. Settings that determine the result must not change; settings of cluster,
-    planning, display and retention, and run.iterations may. A run with damaged files is refused, with what to type. Of a finished
-    run nothing is left to do: one line, and nothing starts.
+    planning, display and retention, and run.iterations may. A run with damaged files is refused, with a command to type. For a
+    finished run one line is printed, and nothing starts.
 
     \b
     libra resume runs/quickstart_0131_142501
@@ -89,8 +89,8 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
     libra resume runs/my_run run.iterations=100 --scheduler tls://HOST:8786
     """
     if (run_dir / "config.resolved.yaml").is_file():
-        click.echo(f"{run_dir}: its files are checked, then it goes on from what is committed")
-    ready_to_resume(run_dir, step)  # before what takes seconds to import
+        click.echo(f"{run_dir}: its files are checked, then it goes on from its committed results")
+    ready_to_resume(run_dir, step)  # before imports that take seconds
     from libra.config.field_help import one_line_yaml
     from libra.config.load import load_resumed
 
@@ -121,7 +121,7 @@ def ready_to_resume(run_dir: Path, step: int | None) -> None:
 
 
 def nothing_left(run_dir: Path, config: RunConfig) -> str | None:
-    """The line for a run of which nothing is left to do, its last evaluation and checkpoint included; None if something is."""
+    """The line for a run that is finished, with its last evaluation and checkpoint; None for another run."""
     from libra.driver.start_records import is_finished
     from libra.observe.run_directory import iteration_rows, metric_rows
 
@@ -145,10 +145,10 @@ def _checkpoint(run_dir: Path, step: int) -> Path:
 @click.command()
 @RUN
 def repair(run_dir: Path) -> None:
-    """Rebuild the damaged files of RUN, a run directory, from what else the run has of them; exit with 2 if one cannot be.
+    """Rebuild the damaged files of RUN, a run directory, from its other records; exit with 2 if one cannot be rebuilt.
 
-    Nothing is deleted: what is replaced goes to RUN/damaged. A run that has a driver is refused. libra doctor RUN names what is
-    damaged, libra resume RUN continues afterwards.
+    Nothing is deleted: replaced files go to RUN/damaged. A run that has a driver is refused. libra doctor RUN names the damaged
+    files, libra resume RUN continues afterwards.
     """
     from libra.driver.repair import repair_run
 
@@ -178,7 +178,9 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
         interruption.of(directory, resume_words(directory, given=False))
         stages.say(first_line(config))
         check_early(config, resume=resume, starts_workers=config.cluster.scheduler is None, given=False)
-        if config.planner.layout == "configured":  # else the layout, which decides what workers do, is not known yet
+        if (
+            config.planner.layout == "configured"
+        ):  # else the layout, which decides the roles of workers, is not known yet
             fork_server.begin(config, inherited_environment(config))
         stages.begin("libraries")
         from libra.cli.plan_command import shown_layout
@@ -222,7 +224,7 @@ def _in_one_line(error: Exception, directory: Path, overrides: Sequence[str]) ->
             f"{time.strftime('%Y-%m-%d %H:%M:%S')} the run ended with\n{''.join(traceback.format_exception(error))}"
         )
     again = with_overrides(resume_words(directory, given=False), overrides)
-    return LibraError(f"{text}; its traceback is in {log}. To try again from what is committed, type {again}")
+    return LibraError(f"{text}; its traceback is in {log}. To try again from the committed results, type {again}")
 
 
 def closing_lines(summary: RunSummary, config: RunConfig) -> Iterator[str]:

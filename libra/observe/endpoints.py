@@ -3,7 +3,7 @@
 `METRICS` declares each metric once; the Grafana board (``configs/grafana_board.json``) uses its
 names. Without ``prometheus_client`` Dask and Libra serve no metrics.
 
-1. All show what ``snapshots()`` returns (`libra.observe.page_snapshots`).
+1. All show the result of ``snapshots()`` (`libra.observe.page_snapshots`).
 2. Attaching twice leaves one page, fed by the latest ``snapshots``.
 3. Nothing here writes to the scheduler's state.
 """
@@ -63,7 +63,7 @@ METRICS: Final = (
            "(run: since the start; now: the last minute).", ("window",),
            _by(lambda s: {"run": s["time"]["busy_frac"], "now": s["time"]["now_busy_frac"]})),
     Metric("libra_worker_seconds", "gauge", "Seconds of each worker by state; docs/observe.md has the states. Not a counter: a "
-           "step's end shows what its last seconds were.", ("worker", "kind", "state"), _worker_seconds),
+           "step's end relabels its last seconds.", ("worker", "kind", "state"), _worker_seconds),
     Metric("libra_iteration", "gauge", "Newest iteration whose gate opened; -1 before the first.", (),
            _one(lambda s: s["iteration"])),
     Metric("libra_iterations", "gauge", "Iterations of the run.", (), _one(lambda s: s["iterations"])),

@@ -27,7 +27,7 @@ STATE_COLORS: Final[Mapping[str, str]] = {
 
 
 def number(value: Any, spec: str = ",.3f", unit: str = "") -> str:
-    """A number by its format, with its unit; a dash for what is missing or not finite."""
+    """A number by its format, with its unit; a dash for a missing or infinite one."""
     if value is None or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "–"
     return f"{value:{spec}}{unit}"

@@ -53,7 +53,7 @@ class Tracker(Protocol):
         """Texts by name."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest."""
 
 
 class TensorBoard:
@@ -112,7 +112,7 @@ TRACKERS: Final[Mapping[str, type[Tracker]]] = {"tensorboard": TensorBoard, "wan
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """ConfigError if one of these trackers cannot be imported, with what to type."""
+    """ConfigError if one of these trackers cannot be imported, with a command to type."""
     for name in names:
         if is_named(name):
             named_part("observe.trackers", name)

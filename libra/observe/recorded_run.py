@@ -92,7 +92,7 @@ class RecordedRun:
             },
             "note": f"The event log is not whole: {self.log_error}." if self.log_error else "",
         }  # fmt: skip
-        if not seen.num_facts:  # what the metrics have
+        if not seen.num_facts:  # from the metrics
             snapshot["rewards"] = [[k, finite(row.get("reward"))] for k, row in sorted(rows.items())]
             snapshot["lag"] = [[k, finite(row.get("lag"))] for k, row in sorted(rows.items())]
             snapshot["iteration"] = max(rows, default=-1)
@@ -153,7 +153,7 @@ class ReportedRun(RecordedRun):
         price, unit, units, gpu = self._prices.core_hour, "core", 1.0, ""
         if self.is_on_gpu:
             if not (gpu := self._gpu or str(setting(self.config, "planner", "gpu", ""))):
-                return "the run does not record its kind of GPU: name it with --gpu to see what the run cost"
+                return "the run does not record its kind of GPU: name it with --gpu to see the cost"
             price, unit = self._prices.of(gpu), f"{gpu} GPU"
         else:
             units = float(whole_number(self.config, "cluster", "threads", 1))
@@ -164,7 +164,7 @@ class ReportedRun(RecordedRun):
         return Cost(price, self._prices.currency, unit, units, by_state)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """A metric by iteration, without what is missing."""
+        """A metric by iteration, without missing values."""
         pairs = [(k, finite(row.get(name))) for k, row in sorted(self.rows.items())]
         known = [(k, value) for k, value in pairs if value is not None]
         return [k for k, _ in known], [value for _, value in known]

@@ -32,10 +32,7 @@ SECTIONS: Final[tuple[Callable[[Sequence[ReportedRun]], Section], ...]] = (
 def write_report(
     directories: Sequence[Path], output: Path, prices: Prices, *, gpu: str | None = None
 ) -> list[ReportedRun]:
-    """Write the report of these runs to ``output``, replacing it; returns what was read.
-
-    Raises ConfigError if the file cannot be written.
-    """
+    """Write the report of these runs to ``output``, and return them; ConfigError if it cannot be."""
     runs = [
         ReportedRun(directory, prices, name=name, place=place, gpu=gpu)
         for place, (directory, name) in enumerate(zip(directories, _names(directories), strict=True))

@@ -21,7 +21,7 @@ from libra.observe.timeline.states import STATES
 
 ALL: Final = "all engines and training workers"
 MAX_SPANS: Final = 4000
-"""Bars of one plot; what is shorter than a pixel of a wide screen is drawn with its neighbour."""
+"""Bars of one plot: fewer than the pixels of a wide screen."""
 MAX_ROWS: Final = 64
 """Trajectories drawn of one iteration."""
 

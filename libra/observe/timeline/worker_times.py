@@ -337,7 +337,7 @@ class WorkerTimes:
                     self._clock(fact.worker, clock.kind).served = False
             case facts.WorkerLost() if clock.hybrid and not clock.changing:  # one that had slots is also withdrawn
                 clock.kind, clock.away, clock.ready_s = "engine", True, math.inf
-            case facts.WorkerWithdrawn() if clock.changing:  # it has no slots any more; what runs there goes on
+            case facts.WorkerWithdrawn() if clock.changing:  # it has no slots any more; running quanta go on
                 clock.num_slots = 0
             case facts.WorkerWithdrawn() if clock.kind != "trainer":
                 for key in self._places.on(fact.worker):
