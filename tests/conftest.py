@@ -181,6 +181,22 @@ def needs_sandbox() -> None:
 
 
 @pytest.fixture
+def libra(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """``libra(*arguments)`` in this process: (exit code, standard output, standard error)."""
+
+    from libra.cli.main import main
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main(list(map(str, arguments)))
+        out, err = capsys.readouterr()
+        assert isinstance(stopped.value.code, int)
+        return stopped.value.code, out, err
+
+    return call
+
+
+@pytest.fixture
 def make_config(random_model: Path, tmp_path: Path) -> Callable[..., RunConfig]:
     """A small run's configuration; arguments are sections, laid over the defaults of `factories.run_settings`."""
     from libra.config import config_from_dict

@@ -7,15 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from libra.cli.projects import SCHEDULER, warn_of_ignored
+from libra.cli.arguments import JSON, RUN, SCHEDULER, aligned, warn_of_ignored
 from libra.errors import ClusterError, ConfigError
-
-if TYPE_CHECKING:
-    from libra.config import RunConfig
 
 
 @click.group()
@@ -38,16 +35,51 @@ def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_prin
     libra cluster slurm my.yaml status
     libra cluster slurm my.yaml down
     """
+    from libra.cluster.local import number_of_workers
+    from libra.cluster.slurm import start_stop
+    from libra.cluster.slurm.jobs import CONTACT_FILE, LOGS, scripts
     from libra.config import load_config
 
     loaded = load_config(config, overrides)
     warn_of_ignored(loaded, "slurm", overrides)
-    slurm_action(loaded, config, "print" if only_print else action)
+    path = loaded.slurm.dir / CONTACT_FILE
+    match "print" if only_print else action:
+        case "print":
+            for worker_name, script in scripts(loaded, loaded.slurm.dir.absolute()).items():
+                click.secho(f"# ---- {worker_name}", bold=True)
+                click.echo(script)
+        case "up":
+            contact = start_stop.up(loaded)
+            click.echo(f"scheduler {contact.address}, run by process {contact.pid} on {contact.host}")
+            if contact.dashboard:
+                port = contact.dashboard.split(":")[2].split("/")[0]
+                tunnel = f"ssh -L {port}:127.0.0.1:{port} {contact.host}"
+                click.echo(f"dashboard {contact.dashboard} (from another machine: {tunnel})")
+            wanted, taken = sum(number_of_workers(loaded).values()), len(start_stop.submitted(loaded))
+            if taken < wanted:
+                log = loaded.slurm.dir / LOGS / start_stop.SERVICE_LOG
+                click.echo(f"{taken} of {wanted} jobs submitted; {log} has why, and the others are tried again")
+            click.echo(f"jobs submitted; next: libra run {config} --scheduler {path}")
+        case "down":
+            contact = start_stop.down(loaded)
+            click.echo(f"scheduler {contact.address} stopped, jobs cancelled")
+        case "status":
+            contact, workers = start_stop.status(loaded)
+            click.echo(f"scheduler {contact.address}, kept by process {contact.pid} on {contact.host}")
+            for worker in workers:
+                seen = "connected" if worker.connected else "not connected"
+                click.echo(f"  {worker.name:<14}{worker.job_id:>10}  {worker.state:<12}{seen:<15}{worker.reason}")
+            roles = Counter(worker.role for worker in workers if worker.connected)
+            click.echo(
+                ", ".join(f"{roles[role]} {role}" for role in ("rollout", "train", "tool")) + " workers connected"
+            )
+        case _:
+            raise click.UsageError("type up, status or down after CONFIG, or --print")
 
 
 @cluster.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--force", is_flag=True, help="Replace the key that is there: what was started with it stays cut off.")
+@click.option("--force", is_flag=True, help="Replace the present key; processes started with it stay cut off.")
 def tls(directory: Path, force: bool) -> None:
     """Make a key for a scheduler and workers that you start yourself, and Dask settings that require it.
 
@@ -73,55 +105,13 @@ def tls(directory: Path, force: bool) -> None:
     click.echo(f"export DASK_CONFIG={settings}")
 
 
-def slurm_action(config: RunConfig, name: str, action: str | None) -> None:
-    """Carry out ``up``, ``status``, ``down`` or ``print``; ``name`` is the configuration as it was typed."""
-    from libra.cluster import slurm_service
-    from libra.cluster.local import number_of_workers
-    from libra.cluster.slurm_jobs import CONTACT_FILE, LOGS, scripts
-
-    path = config.slurm.dir / CONTACT_FILE
-    match action:
-        case "print":
-            for worker_name, script in scripts(config, config.slurm.dir.absolute()).items():
-                click.secho(f"# ---- {worker_name}", bold=True)
-                click.echo(script)
-        case "up":
-            contact = slurm_service.up(config)
-            click.echo(f"scheduler {contact.address}, run by process {contact.pid} on {contact.host}")
-            if contact.dashboard:
-                port = contact.dashboard.split(":")[2].split("/")[0]
-                click.echo(
-                    f"dashboard {contact.dashboard} (from another machine: ssh -L {port}:127.0.0.1:{port} {contact.host})"
-                )
-            wanted, taken = sum(number_of_workers(config).values()), len(slurm_service.submitted(config))
-            if taken < wanted:
-                log = config.slurm.dir / LOGS / slurm_service.SERVICE_LOG
-                click.echo(f"{taken} of {wanted} jobs submitted; {log} has why, and the others are tried again")
-            click.echo(f"jobs submitted; next: libra run {name} --scheduler {path}")
-        case "down":
-            contact = slurm_service.down(config)
-            click.echo(f"scheduler {contact.address} stopped, jobs cancelled")
-        case "status":
-            contact, workers = slurm_service.status(config)
-            click.echo(f"scheduler {contact.address}, kept by process {contact.pid} on {contact.host}")
-            for worker in workers:
-                seen = "connected" if worker.connected else "not connected"
-                click.echo(f"  {worker.name:<14}{worker.job_id:>10}  {worker.state:<12}{seen:<15}{worker.reason}")
-            roles = Counter(worker.role for worker in workers if worker.connected)
-            click.echo(
-                ", ".join(f"{roles[role]} {role}" for role in ("rollout", "train", "tool")) + " workers connected"
-            )
-        case _:
-            raise click.UsageError("type up, status or down after CONFIG, or --print")
-
-
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@RUN
 @click.argument("words", metavar="[WORKER=ROLE]...", nargs=-1)
 @click.option("--cancel", type=int, metavar="GENERATION", help="Undo this change, if it has not ended.")
 @click.option("--wait", is_flag=True, help="Wait until the change has ended; exit with 1 if it was undone.")
 @SCHEDULER
-@click.option("--json", "as_json", is_flag=True, help="Print the roles as one JSON object.")
+@JSON
 def roles(run_dir: Path, words: tuple[str, ...], **choice: Any) -> None:
     """Show the roles of the workers of RUN, the directory of a running run, or change them.
 
@@ -174,11 +164,11 @@ def roles_command(
     wanted = assignments(words)
     if wanted and cancel is not None:
         raise ConfigError(
-            "libra roles: --cancel undoes a change, and this command also begins one; type one of them at a time"
+            "libra roles: --cancel undoes a change, and WORKER=ROLE starts one; type one of them at a time"
         )
     if wait and not wanted and cancel is None:
         raise ConfigError(
-            "libra roles: --wait waits for a change, and this command begins none; type e.g. rollout-0=train"
+            "libra roles: --wait waits for a change, and this command starts none; type e.g. rollout-0=train"
         )
     client, contact = reach(run_dir, scheduler)
     generation, done, rows = None, True, list[dict[str, Any]]()
@@ -195,12 +185,11 @@ def roles_command(
         elif wanted or cancel is not None:  # its scheduler has no such handler
             raise ClusterError(f"libra roles: {table(rows)[0]}")
     if as_json:
-        click.echo(
-            json.dumps({"run": contact.run, "generation": generation, "changed": done if wait else None, "roles": rows})
-        )
+        result = {"run": contact.run, "generation": generation, "changed": done if wait else None, "roles": rows}
+        click.echo(json.dumps(result))
         return done
     if generation is not None:
-        state = ("has ended" if done else "was undone") if wait else "has begun"
+        state = ("has ended" if done else "was undone") if wait else "has started"
         click.echo(f"change {generation} of run {contact.run} {state}")
     click.echo("\n".join(table(rows)))
     return done
@@ -210,9 +199,9 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Lines of a table, a row for each worker."""
     if not rows:
         return ["no worker of this run can change its role; start a run with cluster.hybrid_workers=1 or more"]
-    cells = [list(COLUMNS), *([_cell(row.get(name)) for name in COLUMNS] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return list(
+        aligned([COLUMNS, *([_cell(row.get(name)) for name in COLUMNS] for row in rows)], num_left=len(COLUMNS))
+    )
 
 
 def _cell(value: Any) -> str:
@@ -222,7 +211,7 @@ def _cell(value: Any) -> str:
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@RUN
 @click.argument("trajectory")
 @click.argument("value", type=float)
 def deliver(run_dir: Path, trajectory: str, value: float) -> None:

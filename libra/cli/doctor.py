@@ -1,4 +1,4 @@
-"""`libra doctor`: every check of this machine, a cluster or a run, and what to type where one fails."""
+"""`libra doctor`: every check of this machine, a cluster or a run, with a command to type where one fails."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from libra.cli.projects import OVERRIDES, SCHEDULER
-from libra.errors import DamagedRun, LibraError, RunDirectoryError
+from libra.cli.arguments import JSON, OVERRIDES, SCHEDULER
+from libra.errors import DamagedRun, LibraError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from libra.cli.doctor_machine import Check
+    from libra.cli.doctor_checks import Check
     from libra.config import RunConfig
     from libra.envs import Environment
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 @click.argument("config", metavar="[CONFIG|RUN]", required=False)
 @OVERRIDES
 @SCHEDULER
-@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
+@JSON
 @click.option("--settings", is_flag=True, help="Print a Dask configuration for your own scheduler and workers.")
 def doctor(
     config: str | None, overrides: tuple[str, ...], scheduler: str | None, as_json: bool, settings: bool
 ) -> None:
-    """Check that this machine, and a Dask cluster, have what a run needs; exit with 1 if a check fails.
+    """Check that this machine, and a Dask cluster, meet the needs of a run; exit with 1 if a check fails.
 
-    Of CONFIG it tells in one line each what libra run would refuse before any worker starts: files of the model, parts of your
-    own, an agent's variables, tools, services, a teacher, layout, prompts and evaluation. Without CONFIG it checks for the default
-    settings. Given the directory of a run instead, it reads every file of that run, and exits with 2 and what to type if one is
-    damaged.
+    For CONFIG it prints a line for each thing that libra run would refuse before any worker starts: files of the model, parts of
+    your own, an agent's variables, tools, services, a teacher, layout, prompts and evaluation. Without CONFIG it checks for the
+    default settings. Given the directory of a run instead, it reads every file of that run, and exits with 2 and the command to
+    type if one is damaged.
     """
     if config is not None and Path(config).is_dir():
         doctor_run(Path(config), as_json=as_json)
@@ -59,8 +59,7 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
     """Every check of this machine and, where there is an address, of the cluster behind it."""
-    from libra.cli.doctor_cluster import cluster_checks
-    from libra.cli.doctor_machine import Check, environment_check, machine_checks
+    from libra.cli.doctor_checks import Check, cluster_checks, environment_check, machine_checks
     from libra.cluster.settings import SETTINGS
 
     check, environment = environment_check(config)
@@ -78,7 +77,7 @@ def start_checks(config: RunConfig, environment: Environment | None, *, local_cl
     A model on a hub is not fetched. Checks that need its files, or an ``environment`` that could not be made, are
     left out. ``local_cluster``: the run would start its own workers.
     """
-    from libra.cli.doctor_machine import Check
+    from libra.cli.doctor_checks import Check
     from libra.driver.preflight import CHECKS, Preflight  # takes two seconds to import
 
     directory = None if config.run.name is None else config.run.dir / config.run.name
@@ -127,9 +126,10 @@ def print_checks(checks: Sequence[Check], *, as_json: bool, console: Console | N
 def doctor_run(run_dir: Path, *, as_json: bool) -> None:
     """Print that the files of a run are whole, or raise DamagedRun; as JSON, a list of the damaged ones."""
     from libra.driver.damage import SETTLE_S, advice, check_settled
+    from libra.observe.run_directory import has_driver
 
-    # Of a run at work, whose committer keeps the store, each check finds other files that were removed while it was read.
-    check = check_settled(run_dir, wait_s=0.0 if _is_running(run_dir) else SETTLE_S)
+    # In a run at work, whose committer keeps the store, each check finds other files that were removed while it was read.
+    check = check_settled(run_dir, wait_s=0.0 if has_driver(run_dir.expanduser().absolute()) else SETTLE_S)
     if as_json:
         click.echo(json.dumps([asdict(damage) for damage in check.damages], indent=1))
         if check.damages:
@@ -137,16 +137,5 @@ def doctor_run(run_dir: Path, *, as_json: bool) -> None:
         return
     if check.damages:
         raise DamagedRun(advice(check, run_dir))
-    click.echo(
-        f"{run_dir}: every file is whole; {check.num_batches} batches, {len(check.whole_checkpoints)} checkpoints"
-    )
-
-
-def _is_running(run_dir: Path) -> bool:
-    from libra.driver.run_lock import refuse_running
-
-    try:
-        refuse_running(run_dir.expanduser().absolute())
-    except RunDirectoryError:
-        return True
-    return False
+    num = f"{check.num_batches} batches, {len(check.whole_checkpoints)} checkpoints"
+    click.echo(f"{run_dir}: every file is whole; {num}")

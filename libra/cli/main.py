@@ -1,7 +1,7 @@
 """The ``libra`` command. A command imports torch, dask and pydantic when it runs, so that ``--help`` is quick.
 
-Libra's own errors become one message and an exit code here: 2 for a `LibraError` (1 for `BatchFailed`), 130 for Ctrl-C. With
-``LIBRA_TRACEBACK=1`` they keep their traceback.
+Errors become one message and an exit code here: 2 for a `LibraError` (1 for `BatchFailed`), 130 for Ctrl-C. With
+``LIBRA_TRACEBACK=1`` Libra's errors keep their traceback.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cli() -> None:
     """Train language models with agentic reinforcement learning, as Dask graphs.
 
     \b
-    Begin with:  libra run libra/quickstart
+    Start with:  libra run libra/quickstart
     """
 
 
@@ -49,17 +49,16 @@ for _command in (
     cli.add_command(_command)
 
 
-def _show_usage_error(error: click.ClickException) -> None:
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        error.show()
-        return
+def _show_error(text: str) -> None:
     from libra.untrusted import shown  # here: `libra --help` imports only what it needs
 
-    text = " ".join(shown(error.format_message()).split())
+    click.secho(f"libra: {shown(text)}", fg="red", err=True)
+
+
+def _usage_words(error: click.ClickException) -> str:
+    text = " ".join(error.format_message().split())
     context = getattr(error, "ctx", None)
-    if context is not None:
-        text = f"{text.removesuffix('.')}; type {context.command_path} --help for its usage"
-    click.secho(f"libra: {text}", fg="red", err=True)
+    return text if context is None else f"{text.removesuffix('.')}; type {context.command_path} --help for its usage"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -74,14 +73,15 @@ def main(arguments: list[str] | None = None) -> None:
     except LibraError as error:
         if os.environ.get("LIBRA_TRACEBACK") == "1":
             raise
-        from libra.untrusted import shown
-
-        click.secho(f"libra: {shown(str(error))}", fg="red", err=True)
+        _show_error(str(error))
         code = EXIT_FAILED if isinstance(error, BatchFailed) else EXIT_ERROR
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        code = error.exit_code
     except click.ClickException as error:
-        _show_usage_error(error)
+        _show_error(_usage_words(error))
         code = error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        click.secho("libra: interrupted", fg="red", err=True)
+        _show_error("interrupted")
         code = EXIT_INTERRUPTED
     sys.exit(code if isinstance(code, int) else 0)

@@ -15,18 +15,11 @@ from libra.config import RunConfig, load_config, yaml_text
 from libra.config.model_paths import packaged_config
 from libra.config.planner import PlannedLayout
 from libra.config.streaming import streaming_words
-from libra.driver.launch_layout import (
-    laid_out,
-    plan_for_datasheet,
-    planned_hardware,
-    planned_regime,
-    read_trace,
-    with_way,
-    without_layout,
-)
-from libra.driver.launch_layout import settings as settings_for
+from libra.driver import launch_layout
+from libra.driver.launch_layout import plan_for_datasheet, planned_hardware, planned_regime, with_way, without_layout
 from libra.errors import ConfigError, PlanError, shell_path
 from libra.observe.metrics import read_metrics
+from libra.observe.run_directory import written
 from libra.planner.build_plan import compare, plan
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.from_config import snapshot_of
@@ -66,11 +59,10 @@ def print_plan(
     write: Path | None,
     as_json: bool,
 ) -> None:
-    """Plan and print; ``name`` is the configuration as it was typed, ``write`` the file for a configuration that starts the
-    plan."""
+    """Plan and print; ``name`` is the configuration as it was typed, ``write`` a file to start the plan from."""
     if what_if and write is not None:
         raise ConfigError(
-            "--write: it writes what a run can start, and --what-if plans more than that; leave one of them out"
+            "--write: a run can start only what is supported, and --what-if plans more; leave one of them out"
         )
     if write is not None:
         check_writable(write)
@@ -79,18 +71,18 @@ def print_plan(
     planner = Planner()
     answer = plan(snapshot, planner)
     bounds = planned_regime(config, answer, snapshot)
-    settings = settings_for(config, answer, bounds.choice)
+    settings = launch_layout.settings(config, answer, bounds.choice)
     asked = [compare(snapshot, fixed_by(snapshot, choice), choice, planner) for choice in why]
     configured, not_planned = configured_workers(config, snapshot, answer, planner)
     asked += configured
     note = "\n".join(part for part in (note, streaming_words(config), not_planned) if part)
-    written = None if write is None else write_planned(config, name, write, turns)
+    planned = None if write is None else write_planned(config, name, write, turns)
     if as_json:
         values = answer.to_dict()
         values["notes"] = note.splitlines()
         values["regime"] = {**asdict(bounds), "settings": settings}
         values["why"] = [{"choice": other.name, **asdict(other)} for other in asked]
-        values["written"] = None if written is None else str(write)
+        values["written"] = None if write is None else str(write)
         click.echo(json.dumps(values, allow_nan=False))
         return
     typed = " ".join(f"{name}={value}" for name, value in settings.items())
@@ -99,11 +91,10 @@ def print_plan(
         click.echo("\n".join(("\nWhy not", *map(alternative_line, asked))))
     if note:
         click.echo(f"\n{note}")
-    if written is not None and write is not None:
-        click.echo("\n" + "\n".join(layout_lines(written, config.policy.name)))
-        click.echo(
-            f"written: {write}; type libra run {shell_path(write)}, or libra cluster slurm {shell_path(write)} up"
-        )
+    if planned is not None and write is not None:
+        click.echo("\n" + "\n".join(layout_lines(planned, config.policy.name)))
+        typed = shell_path(write)
+        click.echo(f"written: {write}; type libra run {typed}, or libra cluster slurm {typed} up")
 
 
 def batch_of(config: RunConfig, trace: Path | None, from_run: Path | None) -> tuple[RunConfig, TrajectoryTotals | None]:
@@ -115,7 +106,7 @@ def batch_of(config: RunConfig, trace: Path | None, from_run: Path | None) -> tu
         section = config.planner.model_copy(update={"lengths": config.planner.lengths | {"trained_frac": trained_frac}})
         return config.model_copy(update={"planner": section}), turns
     path = trace or config.planner.trace
-    return config, None if path is None else read_trace(path, config.planner.lengths["tool_s"])
+    return config, None if path is None else launch_layout.read_trace(path, config.planner.lengths["tool_s"])
 
 
 def configured_workers(
@@ -134,7 +125,7 @@ def configured_workers(
 
 
 def lengths_of_run(run_dir: Path) -> tuple[TrajectoryTotals, float]:
-    """Totals of a run's trajectories, and the share of them that it trained on; raises as `workload_of_run`."""
+    """Totals of a run's trajectories, and the share that it trained on; raises as `workload_of_run`."""
     plans = workload_of_run(run_dir).trajectories
     totals = TrajectoryTotals.of(
         [plan.prompt_tokens for plan in plans],
@@ -155,28 +146,21 @@ def write_planned(config: RunConfig, name: str, file: Path, turns: TrajectoryTot
     layout = plan_for_datasheet(config, turns)
     made = with_plan(without_layout(config), layout)
     delta = written_delta(config, name, with_way(made, layout.way or SPLIT), file)
-    try:
-        file.write_text(delta, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(file, error) from error
+    with written(file, "--write") as path:
+        path.write_text(delta, encoding="utf-8")
     return layout
 
 
 def check_writable(file: Path) -> None:
-    """ConfigError if a plan cannot be written to ``file``, before minutes are spent on planning."""
-    try:
-        if file.exists() and not file.read_text(encoding="utf-8", errors="replace").startswith(HEAD):
-            raise ConfigError(f"--write: {file} exists and is not a plan; type another name, or remove it")
-    except OSError as error:
-        raise _unwritable(file, error) from error
+    """ConfigError if ``--write`` cannot have this file, before minutes are spent on planning."""
+    if file.exists() and not (file.is_file() and file.read_text(encoding="utf-8", errors="replace").startswith(HEAD)):
+        raise ConfigError(f"--write: {file} exists and is not a plan; type another name, or remove it")
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"--write: {file}: no directory {file.absolute().parent}; create it, or type another name")
 
 
-def _unwritable(file: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"--write: {file} cannot be written: {error.strerror or error}; type the path of a file such as plan.yaml"
-    )
+_CHOOSES = {"environment": "name", "trainer": "algorithm"}
+"""Keys whose value chooses the other settings of their section."""
 
 
 def written_delta(config: RunConfig, name: str, made: RunConfig, file: Path) -> str:
@@ -186,13 +170,8 @@ def written_delta(config: RunConfig, name: str, made: RunConfig, file: Path) -> 
     before, after = load_config(name).model_dump(mode="json"), made.model_dump(mode="json")
     values: dict[str, Any] = {"extends": extended}
     for section, fields in after.items():
-        below = before[section]
-        whole = (
-            ("environment", "name"),
-            ("trainer", "algorithm"),
-        )  # with another name, other settings of the file do not apply
-        differs = {key: value for key, value in fields.items() if value != below[key]}
-        if any(section == one and key in differs for one, key in whole):
+        differs = {key: value for key, value in fields.items() if value != before[section][key]}
+        if _CHOOSES.get(section) in differs:
             differs = fields
         if differs:
             # A null that no file below has written is a default: the plan's own lists do not repeat it.
@@ -209,7 +188,7 @@ def _without_nulls(value: Any) -> Any:
 
 def shown_layout(config: RunConfig) -> RunConfig:
     """``config`` as a run starts it on this machine; a plan that it starts is printed as one short block."""
-    made = laid_out(config)
+    made = launch_layout.laid_out(config)
     if made.planner.planned is not None:
         click.echo("\n".join(layout_lines(made.planner.planned, made.policy.name)))
     return made

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from libra.cli.projects import CONFIG, OVERRIDES, warn_of_ignored
-from libra.errors import ConfigError
+from libra.cli.arguments import CONFIG, JSON, OVERRIDES, PATH, RUN, warn_of_ignored
 
 if TYPE_CHECKING:
-    from libra.hardware.run_calibration import EngineOfRun, RunCalibration
+    from libra.hardware.run_calibration import RunCalibration
 
 
 @click.command()
 @CONFIG
 @OVERRIDES
+@click.option("--trace", type=PATH, metavar="FILE", help="A CSV of agents' turns to draw the batch from.")
 @click.option(
-    "--trace", type=click.Path(path_type=Path), metavar="FILE", help="A CSV of agents' turns to draw the batch from."
-)
+    "--from-run", type=PATH, metavar="RUN", help="Draw the batch from this run's trajectories, and train on the same share."
+)  # fmt: skip
 @click.option(
-    "--from-run",
-    "from_run",
-    type=click.Path(path_type=Path),
-    metavar="RUN",
-    help="Draw the batch from the trajectories of this run, of which as many are trained on as there.",
-)
-@click.option(
-    "--why",
-    multiple=True,
-    metavar="CHOICE",
-    help="Compare another choice: train=16, tp=4 or engines.2=8. May be repeated.",
-)
+    "--why", multiple=True, metavar="CHOICE", help="Compare another choice: train=16, tp=4 or engines.2=8. May be repeated."
+)  # fmt: skip
 @click.option("--what-if", is_flag=True, help="Also plan layouts that engine and trainer do not support yet.")
 @click.option(
-    "--write",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write a configuration that extends CONFIG and starts the plan.",
+    "--write", type=PATH, metavar="FILE", help="Write a configuration that extends CONFIG and starts the plan."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
+@JSON
 def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     """Plan how many GPUs train and how many generate, in which engines, with predicted times and reasons.
 
@@ -68,15 +56,12 @@ def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
 @CONFIG
 @OVERRIDES
 @click.option(
-    "--from-run",
-    "from_run",
-    metavar="RUN",
-    type=click.Path(path_type=Path),
+    "--from-run", metavar="RUN", type=PATH,
     help="Simulate this run: its trajectories, engines, trainer and policy, except for the overrides.",
-)
-@click.option("--workload", type=click.Path(path_type=Path), metavar="FILE", help="Simulate a saved workload.")
-@click.option("--save-workload", type=click.Path(path_type=Path), metavar="FILE", help="Save the simulated workload.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+)  # fmt: skip
+@click.option("--workload", type=PATH, metavar="FILE", help="Simulate a saved workload.")
+@click.option("--save-workload", type=PATH, metavar="FILE", help="Save the simulated workload.")
+@JSON
 def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
     """Simulate CONFIG, or a recorded run, in virtual time.
 
@@ -98,9 +83,9 @@ def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--save", metavar="FILE", type=click.Path(path_type=Path), help="Save the run's constants as JSON.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+@RUN
+@click.option("--save", metavar="FILE", type=PATH, help="Save the run's constants as JSON.")
+@JSON
 def calibrate(run_dir: Path, save: Path | None, as_json: bool) -> None:
     """Fit the cost model to the steps of RUN, and print its seconds and errors by engine.
 
@@ -108,17 +93,14 @@ def calibrate(run_dir: Path, save: Path | None, as_json: bool) -> None:
     libra calibrate runs/NAME
     libra calibrate runs/NAME --save mine.json   # for planner.calibration
     """
+    from libra.observe.run_directory import written
     from libra.sim.measured_run import calibration_of
     from libra.sim.run_record import RunRecord
 
     found = calibration_of(RunRecord.read(run_dir))
     if save is not None:
-        try:
-            save.write_text(found.to_json())
-        except OSError as error:
-            raise ConfigError(
-                f"--save: {save} cannot be written: {error.strerror or error}; type the path of a file such as mine.json"
-            ) from error
+        with written(save, "--save") as file:
+            file.write_text(found.to_json())
     if as_json:
         click.echo(json.dumps(json.loads(found.to_json())))
         return
@@ -127,62 +109,49 @@ def calibrate(run_dir: Path, save: Path | None, as_json: bool) -> None:
     click.echo(f"\nwritten: {save}; {use}" if save is not None else f"\nType --save FILE.json to keep it; {use}.")
 
 
-def _between_s(engine: EngineOfRun) -> float:
-    return sum(sum(samples) / len(samples) for samples in (engine.overhead.transport_s, engine.overhead.worker_s))
-
-
-def _run_lines(found: RunCalibration) -> list[str]:
+def _run_lines(found: RunCalibration) -> Iterator[str]:
     from libra.hardware.run_calibration import UNBOUNDED_TOKENS
 
-    lines = [
-        f"{found.model} (sizes {found.digest[:12] or 'unknown'}), by the declared capacity of its engines",
-        "",
+    yield f"{found.model} (sizes {found.digest[:12] or 'unknown'}), by the declared capacity of its engines\n"
+    yield (
         f"{'worker':<16} {'engine':<14} {'slots':>5} {'KV tokens':>10} {'pass ms':>8} {'+ sequence':>10} {'+ 1k context':>12} "
-        f"{'+ 1k prefill':>12} {'wall':>5} {'between ms':>10} {'error':>7}",
-    ]
+        f"{'+ 1k prefill':>12} {'wall':>5} {'between ms':>10} {'error':>7}"
+    )
     for engine in found.engines:
-        steps = engine.steps
+        steps, overhead = engine.steps, engine.overhead
         kv_tokens = str(engine.kv_tokens) if engine.kv_tokens < UNBOUNDED_TOKENS else "unknown"
-        lines.append(
+        between_s = sum(sum(samples) / len(samples) for samples in (overhead.transport_s, overhead.worker_s))
+        yield (
             f"{engine.worker:<16} {engine.engine + f' tp{engine.tp}':<14} {engine.slots:>5} {kv_tokens:>10} "
             f"{1e3 * steps.fixed_s:>8.3f} {1e3 * steps.sequence_s:>10.4f} {1e6 * steps.context_token_s:>12.4f} "
-            f"{1e6 * steps.prefill_token_s:>12.3f} {engine.wall_over_passes:>5.2f} "
-            f"{1e3 * _between_s(engine):>10.2f} {100 * steps.error_frac:>6.1f}%"
+            f"{1e6 * steps.prefill_token_s:>12.3f} {engine.wall_over_passes:>5.2f} {1e3 * between_s:>10.2f} "
+            f"{100 * steps.error_frac:>6.1f}%"
         )
-    if found.trainer is None:
-        lines.append("trainer: too few steps to fit")
+    if (trainer := found.trainer) is None:
+        yield "trainer: too few steps to fit"
     else:
-        trainer = found.trainer
-        lines.append(
+        yield (
             f"trainer: {trainer.num_steps} steps, {1e3 * trainer.fixed_s:.1f} ms and {1e6 * trainer.token_s:.2f} us a token, "
             f"error {100 * trainer.error_frac:.1f}%; publishing {1e3 * found.update_s:.1f} ms, loading {1e3 * found.load_s:.1f} ms"
         )
-    lines.append(
+    yield (
         "Errors are measured on parts of the run left out of the fit. wall: seconds of turns over seconds of their passes. "
         "between: seconds of a generation outside the engine, in transport and on the worker."
     )
-    return lines
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--from-snapshot", is_flag=True, help="Begin at the last snapshot in the log instead of its first line.")
+@RUN
+@click.option("--from-snapshot", is_flag=True, help="Start at the last snapshot in the log instead of its first line.")
 @click.option(
-    "--key",
-    "keys",
-    multiple=True,
-    metavar="KEY",
+    "--key", "keys", multiple=True, metavar="KEY",
     help="Show the history of this trajectory (train-3-0-7), gate (gate-3) or batch (batch-3). May be repeated.",
-)
+)  # fmt: skip
 @click.option(
-    "--decision",
-    "decisions",
-    type=int,
-    multiple=True,
-    metavar="LINE",
-    help="Show what led to the decision in this line of events.jsonl. May be repeated.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+    "--decision", "decisions", type=int, multiple=True, metavar="LINE",
+    help="Show the history of the decision in this line of events.jsonl. May be repeated.",
+)  # fmt: skip
+@JSON
 def replay(run_dir: Path, **choice: Any) -> None:
     """Repeat every scheduling decision of RUN from its event log; exit with 1 if one differs. With --key only, read the log.
 

@@ -1,26 +1,14 @@
-"""``libra init`` and ``libra config``, arguments that several commands share, and warnings of settings without effect."""
+"""``libra init`` and ``libra config``: a starter project, and the resolved configuration or its fields."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from libra.cli.arguments import OVERRIDES, warn_of_ignored
 from libra.errors import ConfigError, shell_path
-
-if TYPE_CHECKING:
-    from libra.config import RunConfig
-    from libra.config.effects import CommandName
-
-CONFIG = click.argument("config", metavar="CONFIG")
-OVERRIDES = click.argument("overrides", metavar="[FILE | SECTION.KEY=VALUE]...", nargs=-1)
-SCHEDULER = click.option(
-    "--scheduler", metavar="ADDR", help="A running Dask scheduler: tls://HOST:8786, or a cluster.json of libra cluster."
-)
-VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Log every decision to standard error.")
 
 FILES = {
     "config.yaml": "config.yaml",
@@ -31,7 +19,7 @@ FILES = {
 
 
 def make_project(directory: Path) -> list[str]:
-    """Write the files into ``directory``, which is made if it is missing; lines that say what to type next.
+    """Write the files into ``directory``, which is made if it is missing; lines with the commands to type next.
 
     ConfigError if one of them is there already, or ``directory`` cannot be written.
     """
@@ -82,24 +70,6 @@ def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None
     loaded = load_config(config, overrides)
     warn_of_ignored(loaded, None, overrides)
     click.echo(dump_config(loaded), nl=False)
-
-
-def warn_of_ignored(
-    config: RunConfig,
-    command: CommandName | None,
-    overrides: Sequence[str] = (),
-    options: Mapping[str, object] | None = None,
-) -> None:
-    """Warn of settings of ``config`` without effect in ``command``; of its ``options``, None and false count as not given."""
-    from libra.config.effects import Situation, ignored_settings, warning_lines
-
-    situation = Situation(
-        command=command,
-        typed=frozenset(override.partition("=")[0].strip() for override in overrides),
-        options=frozenset(name for name, value in (options or {}).items() if value not in (None, False, ())),
-    )
-    for line in warning_lines(ignored_settings(config, situation)):
-        click.secho(f"libra: warning: {line}", fg="yellow", err=True)
 
 
 def print_fields() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from libra.cli.arguments import JSON, PATH, RUN, aligned
 from libra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
     from libra.observe.run_directory import RunSummaryRow
 
 HEAD = ("run", "state", "iterations", "reward", "held out", "changed", "size")
+FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command()
-@click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-def runs(directory: Path | None, as_json: bool) -> None:
+@click.argument("directory", metavar="[DIR]", default="runs", type=PATH)
+@JSON
+def runs(directory: Path, as_json: bool) -> None:
     """List the runs in DIR (default: runs), the newest first: state, iterations, last rewards, last change, size.
 
     A run is finished when all its iterations and its last evaluation have ended. Without that evaluation it is unevaluated, and
@@ -39,78 +41,40 @@ def runs(directory: Path | None, as_json: bool) -> None:
     """
     from libra.observe.run_directory import list_runs
 
-    directory = directory if directory is not None else Path("runs")
     rows = list_runs(directory)
     if as_json:
         for row in rows:
             click.echo(json.dumps(asdict(row), default=str))
-        return
-    if not rows:
+    elif rows:
+        click.echo("\n".join(aligned([HEAD, *map(_cells, rows)], num_left=2)))
+    else:
         click.echo(f"{directory}: no run here; libra run CONFIG makes one")
-        return
-    click.echo("\n".join(table_lines(rows)))
-
-
-def table_lines(rows: list[RunSummaryRow]) -> list[str]:
-    """The table, at most 80 columns wide unless a name needs more."""
-    from libra.untrusted import shown_line
-
-    cells = [HEAD, *(_cells(row) for row in rows)]
-    cells = [tuple(shown_line(cell) for cell in line) for line in cells]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEAD))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
 
 
 def _cells(row: RunSummaryRow) -> tuple[str, ...]:
-    of = f" of {row.of_iterations}" if row.of_iterations else ""
+    size, unit = float(row.size_bytes), "B"
+    for larger in ("kB", "MB", "GB"):
+        if size >= 1000:
+            size, unit = size / 1000, larger
     return (
-        row.directory.name,
-        row.state,
-        f"{row.iterations}{of}",
-        "-" if row.reward is None else f"{row.reward:.3f}",
-        "-" if row.evaluation is None else f"{row.evaluation:.3f}",
-        f"{datetime.fromtimestamp(row.changed_s):%Y-%m-%d %H:%M}",
-        _size(row.size_bytes),
-    )
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000 or unit == "GB":
-            break
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
+        row.directory.name, row.state, f"{row.iterations}" + (f" of {row.of_iterations}" if row.of_iterations else ""),
+        *("-" if reward is None else f"{reward:.3f}" for reward in (row.reward, row.evaluation)),
+        f"{datetime.fromtimestamp(row.changed_s):%Y-%m-%d %H:%M}", f"{size:.{int(unit != 'B')}f} {unit}",
+    )  # fmt: skip
 
 
 @click.command()
-@click.argument("run_dirs", metavar="RUN [RUN]...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Default: RUN/report.html of the first RUN.",
-)
-@click.option(
-    "--prices",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Prices per GPU-hour and core-hour, instead of Libra's list.",
-)
+@click.argument("run_dirs", metavar="RUN [RUN]...", nargs=-1, required=True, type=PATH)
+@click.option("-o", "output", type=FILE, metavar="FILE", help="Default: RUN/report.html of the first RUN.")
+@click.option("--prices", type=PATH, metavar="FILE", help="Prices per GPU-hour and core-hour, instead of Libra's list.")
 @click.option(
     "--gpu", metavar="NAME", help="The kind of GPU that the runs used, for their cost: H100-80G, or a name in FILE."
 )
 def report(run_dirs: tuple[Path, ...], output: Path | None, prices: Path | None, gpu: str | None) -> None:
     """Write one HTML page about RUN, or about several runs side by side; it needs no network, and opens in any browser.
 
-    It shows rewards, where worker time went by cause and what it cost, workers and turns over time, lengths, forecasts against
-    truth, decisions with predicted and realised gain, mismatch, failures and samples. A running run is shown as far as it is.
+    It shows rewards, worker time by cause with its cost, workers and turns over time, lengths, forecasts against truth,
+    decisions with predicted and realised gain, mismatch, failures and samples. A running run is shown up to now.
 
     \b
     libra report runs/my_run
@@ -133,14 +97,8 @@ def report(run_dirs: tuple[Path, ...], output: Path | None, prices: Path | None,
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Default: RUN/trace.json; .json.gz is compressed.",
-)
+@RUN
+@click.option("-o", "output", type=FILE, metavar="FILE", help="Default: RUN/trace.json; .json.gz is compressed.")
 def trace(run_dir: Path, output: Path | None) -> None:
     """Write the event log of RUN as a trace; open it at https://ui.perfetto.dev or in chrome://tracing.
 
@@ -166,12 +124,11 @@ DEFAULT_PORT = 8788
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@RUN
 @click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
+    "--port", type=click.IntRange(0, 65535),
     help=f"Port on 127.0.0.1; 0: any free one. Default: {DEFAULT_PORT}, or a free one if it is taken.",
-)
+)  # fmt: skip
 def page(run_dir: Path, port: int | None) -> None:
     """Serve the page of RUN from its event log and records, on this machine only, until Ctrl-C.
 
@@ -196,7 +153,7 @@ def page(run_dir: Path, port: int | None) -> None:
 
 
 def page_server(directory: Path, port: int, *, any_other: bool = False) -> Server:
-    """A started server of one run's page, for its ``io_loop``; ConfigError if the port is taken, unless ``any_other`` will do.
+    """A started server of one run's page; ConfigError if the port is taken, unless ``any_other`` will do.
 
     It is reached from this machine only, and answers to its names only (`libra.cluster.page_names`).
     """
@@ -214,10 +171,8 @@ def page_server(directory: Path, port: int, *, any_other: bool = False) -> Serve
     feed = Feed(RecordedRun(directory).snapshots, max_age_s=1.0)
     feed.read()  # a large log is read before the address is printed
     shown = Application(FunctionHandler(lambda doc: libra_document(feed, doc)))
-    patterns = [
-        ("/", RedirectHandler, {"url": "/libra", "permanent": False}),
-        (r"/libra/state\.json", StateHandler, {"feed": feed}),
-    ]
+    redirect = ("/", RedirectHandler, {"url": "/libra", "permanent": False})
+    patterns = [redirect, (r"/libra/state\.json", StateHandler, {"feed": feed})]
     try:
         # Bokeh's list of origins cannot have every name of the machine; `check_names` looks at them instead.
         server = Server(
@@ -225,7 +180,7 @@ def page_server(directory: Path, port: int, *, any_other: bool = False) -> Serve
             use_index=False, check_unused_sessions_milliseconds=5000, unused_session_lifetime_milliseconds=15000,
         )  # fmt: skip
     except OSError as error:
-        if error.errno != errno.EADDRINUSE and error.errno != errno.EACCES:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
         if any_other:
             return page_server(directory, 0)
@@ -239,7 +194,7 @@ def page_server(directory: Path, port: int, *, any_other: bool = False) -> Serve
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@RUN
 @click.option("--index", type=int, help="Position in the store, from 0; negative counts from the end.")
 @click.option("--split", type=click.Choice(["train", "eval"]), help="Only training or only held-out prompts.")
 @click.option("--iteration", type=int, help="Only this iteration; for held-out prompts, the weight version.")
@@ -249,57 +204,45 @@ def page_server(directory: Path, port: int, *, any_other: bool = False) -> Serve
 @click.option("--order", type=click.Choice(["best", "worst"]), help="Sort by reward, instead of as stored.")
 @click.option("--tokens", is_flag=True, help="Show every token with its log-probability and weight version.")
 @click.option(
-    "--limit",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
+    "--limit", type=click.IntRange(1), default=1, show_default=True,
     help="Trajectories to print; 1 in a terminal steps through all of them.",
-)
+)  # fmt: skip
 @click.option(
-    "--invariants",
-    is_flag=True,
-    help="Count what breaks the run's promises: lag, consumed once, DORA's conditions, lengths. Exit 1 if one is broken.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one trajectory a line.")
-@click.option(
-    "--html",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Write the first --limit of them to FILE as one page.",
-)
+    "--invariants", is_flag=True,
+    help="Count violations of the run's promises: lag, consumed once, DORA's conditions, lengths. Exit 1 if one is broken.",
+)  # fmt: skip
+@JSON
+@click.option("--html", type=FILE, metavar="FILE", help="Write the first --limit of them to FILE as one page.")
 def inspect(run_dir: Path, **choice: Any) -> None:
     """Step through the trajectories of RUN, a run directory: text, tool calls, reward, and why each ended."""
     if choice.pop("invariants"):
-        _check_invariants(run_dir, choice)
+        _check_invariants(run_dir, **choice)
         return
     from libra.observe.inspect import inspect_run
 
     inspect_run(run_dir, **choice)
 
 
-def _check_invariants(run_dir: Path, choice: dict[str, Any]) -> None:
-    as_json = choice.pop("as_json")
-    unset = {"limit": 1}
-    if others := [f"--{name}" for name, value in choice.items() if value != unset.get(name) and value is not False]:
+def _check_invariants(run_dir: Path, *, as_json: bool, limit: int, **choice: Any) -> None:
+    choice["limit"] = limit != 1
+    if others := [f"--{name}" for name, value in choice.items() if value not in (None, False)]:
         raise click.UsageError(f"--invariants counts all trajectories of the run; leave out {', '.join(others)}")
-    import json
-
-    from libra.observe.invariants import as_rows, check_invariants
+    from libra.observe.invariants import check_invariants
 
     promises = check_invariants(run_dir)
-    for promise, row in zip(promises, as_rows(promises), strict=True):
-        click.echo(json.dumps(row) if as_json else str(promise))
+    for promise in promises:
+        click.echo(json.dumps(asdict(promise) | {"verdict": promise.verdict}) if as_json else str(promise))
     if any(promise.verdict == "BROKEN" for promise in promises):
         raise click.exceptions.Exit(1)
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@RUN
 @click.option("--above", type=click.FloatRange(0, min_open=True), metavar="NATS", help="k3 above which a step counts.")
 @click.option("--tokens", type=click.IntRange(1, 16), default=5, show_default=True, help="Tokens to show of a step.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@JSON
 def diagnose(run_dir: Path, above: float | None, tokens: int, as_json: bool) -> None:
-    """Say where engine and trainer of RUN begin to disagree: step, version, engines, tokens, and the layer.
+    """Find where engine and trainer of RUN begin to disagree: step, version, engines, tokens, and the layer.
 
     Read are the records of its steps, its version checks and its tokens. The threshold is --above, else
     trainer.mismatch_args.k3, else 100 times k3 of the first steps. The layer is known where an engine failed a check: in runs
@@ -309,16 +252,18 @@ def diagnose(run_dir: Path, above: float | None, tokens: int, as_json: bool) -> 
     libra diagnose runs/NAME
     libra diagnose runs/NAME --above 1e-3 --json
     """
+    import msgspec
+
     from libra.observe.mismatch_diagnosis import diagnose as find
 
     found = find(run_dir, above=above, num_tokens=tokens)
-    click.echo(json.dumps(_finite(asdict(found))) if as_json else "\n".join(lines(found)))
+    click.echo(msgspec.json.encode(found) if as_json else "\n".join(lines(found)))
     if found.first is not None:
         raise click.exceptions.Exit(1)
 
 
 def lines(found: Diagnosis) -> Iterator[str]:
-    """The diagnosis in words; what models wrote is made harmless."""
+    """The diagnosis in words; text of models cannot act on the terminal."""
     from libra.untrusted import shown_line
 
     for name in found.damaged:
@@ -365,11 +310,3 @@ def _layer(layer: LayerFinding) -> str:
         f"layer {shown_line(layer.layer)}: {shown_line(layer.worker)} disagrees with version {layer.version} {when}: "
         f"{layer.method} {gap}, allowed {layer.tolerance:.3g}{more}"
     )
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and value != value else value

@@ -1,8 +1,9 @@
-"""``libra replay``: repeats a run's decisions from its event log, and shows what led to one of them."""
+"""``libra replay``: repeats a run's decisions from its event log, and shows the history of one of them."""
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from libra import facts, keys
 from libra.errors import ConfigError, RunDirectoryError, StoreError, nearest_name, shell_path
 from libra.facts import Fact, Line, OpenBatch, OpenWave, SetPriority, name_of, sentence
 from libra.facts.words import NAMES, Subject, concerns, subject_of, subject_text
+from libra.observe.run_directory import check_run_directory
 from libra.observe.timeline.outcomes import DecisionOutcomes, Outcome, forecast_results
 from libra.orderings import blank
 from libra.policy.log_replay import Told, replay
@@ -34,7 +36,7 @@ MAX_EVENT_CHARS = 3000
 
 @dataclass(slots=True)
 class ReplayResult:
-    """The result of a replay."""
+    """The result of a replay; ``asked`` are events by the line of an asked decision on them."""
 
     events: int = 0
     first_line: int = 0
@@ -44,7 +46,7 @@ class ReplayResult:
     first_difference: Told | None = None
     cut: Told | None = None
     torn: bool = False
-    asked: dict[int, Told] = field(default_factory=dict)  # by line of the decision
+    asked: dict[int, Told] = field(default_factory=dict)
     decision_lines: list[int] = field(default_factory=list)  # kept only for --decision
     changes: DecisionOutcomes = field(default_factory=DecisionOutcomes)
 
@@ -56,8 +58,7 @@ class ReplayResult:
                 self.decision_lines.append(line)
                 if line in decisions:
                     self.asked[line] = told
-        if isinstance(told.event, facts.PolicySnapshot):
-            self.snapshots += 1
+        self.snapshots += isinstance(told.event, facts.PolicySnapshot)
         if told.difference:
             self.differing += 1
             self.first_difference = self.first_difference or told
@@ -75,25 +76,26 @@ def replay_run(
     if as_json and (keys or decisions):
         raise click.UsageError("--json prints the whole result; leave it out with --key and --decision")
     path = event_log_path(run_dir)
+
+    def reader() -> EventReader:
+        found = from_last_snapshot(path) if from_snapshot else EventReader(path)
+        if found is None:
+            raise ConfigError(f"--from-snapshot: {path} has no snapshot; leave the option out")
+        return found
+
     if keys and not decisions:
-        click.echo("\n\n".join("\n".join(_history_of_key(lambda: _reader(path, from_snapshot), key)) for key in keys))
+        click.echo("\n\n".join("\n".join(_history_of_key(reader, key)) for key in keys))
         return True
-    reader = _reader(path, from_snapshot)
-    outcome = _outcome(reader, decisions)
+    outcome = _outcome(reader(), decisions)
     if not outcome.events:
         raise StoreError(f"{path}: no event; the run died before its first one, so there is nothing to replay")
-    if as_json:
-        click.echo(json.dumps(_as_json(path, outcome)))
-    else:
-        click.echo("\n".join(_summary(path, run_dir, outcome)))
+    click.echo(json.dumps(_as_json(path, outcome)) if as_json else "\n".join(_summary(path, run_dir, outcome)))
     for line in decisions:
         if line not in outcome.asked:
             raise ConfigError(f"--decision {line}: {path} has no decision in that line; {_near(line, outcome)}")
-    if not as_json:
-        for line in decisions:
-            click.echo("\n".join(("", *_origin(_reader(path, from_snapshot), line, outcome.asked[line]))))
-        for key in keys:
-            click.echo("\n".join(("", *_history_of_key(lambda: _reader(path, from_snapshot), key))))
+    stories = [_origin(reader(), line, outcome.asked[line]) for line in decisions]
+    for story in (*stories, *(_history_of_key(reader, key) for key in keys)):
+        click.echo("\n".join(("", *story)))
     return outcome.first_difference is None
 
 
@@ -103,39 +105,20 @@ def event_text(fact: Fact) -> str:
 
 
 def event_log_path(run_dir: Path, command: str = "replay") -> Path:
-    """The event log of a run directory; RunDirectoryError with what to type where there is none, for ``libra`` and this command."""
+    """The event log of a run directory; RunDirectoryError with the words to type for ``libra`` and this command."""
     path = run_dir / "events.jsonl"
     if path.is_file():
         return path
-    runs = sorted(found.parent.name for found in run_dir.glob("*/events.jsonl")) if run_dir.is_dir() else []
-    hint = (
-        f"type libra {command} {shell_path(run_dir / runs[-1])}"
-        if runs
-        else f"type libra {command} RUN with a directory of `libra run`"
-    )
-    if not run_dir.exists():
-        near = nearest_name(run_dir.name, [p.name for p in run_dir.absolute().parent.glob("*")])
-        if near:
-            hint = f"did you mean {run_dir.parent / near}?"
-        raise RunDirectoryError(f"{run_dir}: does not exist; {hint}")
+    doctor = f"type libra doctor {shell_path(run_dir)}"
     if path.exists():
-        raise RunDirectoryError(
-            f"{path}: is not a file, so the event log cannot be read; type libra doctor {shell_path(run_dir)}"
-        )
+        raise RunDirectoryError(f"{path}: is not a file, so the event log cannot be read; {doctor}")
     if any(run_dir.glob("events/*.jsonl*")):
-        hint = f"it is gone, and only older parts are left in events; type libra doctor {shell_path(run_dir)}"
-    elif (run_dir / "config.resolved.yaml").is_file():
-        hint = "its event log was removed"
-    raise RunDirectoryError(f"{run_dir}: no events.jsonl; {hint}")
-
-
-def _reader(path: Path, from_snapshot: bool) -> EventReader:
-    if not from_snapshot:
-        return EventReader(path)
-    reader = from_last_snapshot(path)
-    if reader is None:
-        raise ConfigError(f"--from-snapshot: {path} has no snapshot; leave the option out")
-    return reader
+        raise RunDirectoryError(
+            f"{run_dir}: no events.jsonl; it is gone, and only older parts are left in events; {doctor}"
+        )
+    if (run_dir / "config.resolved.yaml").is_file():
+        raise RunDirectoryError(f"{run_dir}: no events.jsonl; its event log was removed")
+    return check_run_directory(run_dir, command, "events.jsonl")
 
 
 def _parsed(reader: EventReader, words: Sequence[bytes] = ()) -> Iterator[tuple[int, Line]]:
@@ -182,7 +165,7 @@ def _summary(path: Path, run_dir: Path, outcome: ReplayResult) -> list[str]:
     difference = outcome.first_difference
     if difference is None:
         lines.append("Every decision was reproduced.")
-        lines.append(f"To see what led to one, type libra replay {shell_path(run_dir)} --key KEY, or --decision LINE.")
+        lines.append(f"For the history of one, type libra replay {shell_path(run_dir)} --key KEY, or --decision LINE.")
         return lines
     lines.append(f"{outcome.differing:,} events lead to other decisions now. The first is in line {difference.line}:")
     lines.append(f"  event: {event_text(difference.event)}")
@@ -191,18 +174,14 @@ def _summary(path: Path, run_dir: Path, outcome: ReplayResult) -> list[str]:
     return lines
 
 
-def _changes(found: Sequence[Outcome]) -> list[str]:
-    if not found:
-        return []
-    shown = [f"  {each.t_s:>10.3f} s  {event_text(each.event)}; {_gain(each)}" for each in found[-MAX_CHANGES:]]
-    before = f", the last {MAX_CHANGES}" if len(found) > MAX_CHANGES else ""
-    return [f"Plans, roles and limits: {len(found):,} decisions{before}:", *shown]
-
-
-def _gain(outcome: Outcome) -> str:
-    predicted = f"predicted {outcome.predicted_words}, " if outcome.predicted_words else ""
-    measured = outcome.realised_s is not None or outcome.realised_frac is not None
-    return f"{predicted}{'realised ' if measured else ''}{outcome.realised_words}"
+def _changes(found: Sequence[Outcome]) -> Iterator[str]:
+    if found:
+        before = f", the last {MAX_CHANGES}" if len(found) > MAX_CHANGES else ""
+        yield f"Plans, roles and limits: {len(found):,} decisions{before}:"
+    for each in found[-MAX_CHANGES:]:
+        predicted = f"predicted {each.predicted_words}, " if each.predicted_words else ""
+        measured = "" if each.realised_s is None and each.realised_frac is None else "realised "
+        yield f"  {each.t_s:>10.3f} s  {event_text(each.event)}; {predicted}{measured}{each.realised_words}"
 
 
 def _as_json(path: Path, outcome: ReplayResult) -> dict[str, Any]:
@@ -227,11 +206,9 @@ def _as_json(path: Path, outcome: ReplayResult) -> dict[str, Any]:
 
 
 def _near(line: int, outcome: ReplayResult) -> str:
-    before = [known for known in outcome.decision_lines if known < line][-1:]
-    after = [known for known in outcome.decision_lines if known > line][:1]
-    if not before and not after:
-        return "it has no decision"
-    return f"the nearest are in {' and '.join(f'line {known}' for known in (*before, *after))}"
+    place = bisect_left(outcome.decision_lines, line)
+    near = outcome.decision_lines[max(0, place - 1) : place + 1]
+    return f"the nearest are in {' and '.join(f'line {known}' for known in near)}" if near else "it has no decision"
 
 
 def _origin(reader: EventReader, line: int, told: Told) -> Iterator[str]:
@@ -254,16 +231,9 @@ def _origin(reader: EventReader, line: int, told: Told) -> Iterator[str]:
 
 _ABOUT_ALL = (facts.RunStarted, facts.VersionPublished)
 _ABOUT_GATES = (
-    facts.GateParked,
-    facts.OpenGate,
-    facts.BatchParked,
-    facts.OpenBatch,
-    facts.GroupCommitted,
-    facts.WaveParked,
-    facts.OpenWave,
-    facts.WaveTrained,
-    facts.LateRewardsTaken,
-)
+    facts.GateParked, facts.OpenGate, facts.BatchParked, facts.OpenBatch, facts.GroupCommitted, facts.WaveParked,
+    facts.OpenWave, facts.WaveTrained, facts.LateRewardsTaken,
+)  # fmt: skip
 _ABOUT_STEPS = (facts.StepsPlanned, facts.StepMeasured, facts.TakeSteps)
 
 
@@ -287,11 +257,8 @@ def _history_of_key(reader: Callable[[], EventReader], name: str) -> Iterator[st
             if isinstance(fact, facts.OpenBatch) and fact.batch == subject[1]:
                 members = fact.members or members
     yield f"{subject_text(subject)[0].upper()}{subject_text(subject)[1:]}"
-    results = (
-        forecast_results(((line, logged.fact) for line, logged in told), str(subject[1]))
-        if subject[0] == "trajectory"
-        else {}
-    )
+    of_trajectory = [(line, logged.fact) for line, logged in told] if subject[0] == "trajectory" else []
+    results = forecast_results(of_trajectory, str(subject[1]))
     yield from _history(told, subject, members=members, results=results)
 
 

@@ -9,14 +9,14 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from libra.cli.projects import CONFIG, OVERRIDES, SCHEDULER, VERBOSE, warn_of_ignored
+from libra.cli.arguments import CONFIG, OVERRIDES, RUN, SCHEDULER, VERBOSE, warn_of_ignored
 from libra.errors import LibraError, shell_path
 
 if TYPE_CHECKING:
@@ -24,16 +24,18 @@ if TYPE_CHECKING:
     from libra.driver.run_console import RunSummary
 
 
+_COUNTED = ("failures", "resampled", "trajectories", "left_out")
+"""Prefixes of the metrics that the closing lines add up."""
+
+
 @click.command()
 @CONFIG
 @OVERRIDES
 @SCHEDULER
 @click.option(
-    "--from",
-    "checkpoint",
-    metavar="CHECKPOINT",
+    "--from", "checkpoint", metavar="CHECKPOINT",
     help="Start with the weights and the optimizer's state of a checkpoint, e.g. runs/NAME/checkpoints/best.",
-)
+)  # fmt: skip
 @VERBOSE
 def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoint: str | None, verbose: bool) -> None:
     """Run CONFIG: a YAML file, or libra/NAME for a configuration that ships.
@@ -48,10 +50,9 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
     from libra.config import load_config
     from libra.config.field_help import one_line_yaml
 
-    if scheduler is not None:
-        overrides = (*overrides, f"cluster.scheduler={one_line_yaml(scheduler)}")
-    if checkpoint is not None:
-        overrides = (*overrides, f"run.from_checkpoint={one_line_yaml(checkpoint)}")
+    for setting, value in (("cluster.scheduler", scheduler), ("run.from_checkpoint", checkpoint)):
+        if value is not None:
+            overrides = (*overrides, f"{setting}={one_line_yaml(value)}")
     loaded = load_config(config, overrides)
     if loaded.run.name is None:
         loaded = load_config(config, (*overrides, f"run.name={made_run_name(config, datetime.now())}"))
@@ -66,23 +67,20 @@ def made_run_name(config: str, now: datetime) -> str:
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@RUN
 @OVERRIDES
 @SCHEDULER
 @click.option(
-    "--from-checkpoint",
-    "step",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Set checkpoints after step N aside and repeat the steps since; 0: from the model that the run began with.",
-)
+    "--from-checkpoint", "step", type=click.IntRange(0), metavar="N",
+    help="Quarantine checkpoints after step N and repeat the steps since; 0: from the model that the run started with.",
+)  # fmt: skip
 @VERBOSE
 def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, step: int | None, verbose: bool) -> None:
-    """Continue RUN, the directory of a run that was stopped or killed, from what it committed.
+    """Continue RUN, the directory of a run that was stopped or killed, from its committed results.
 
     Nothing that was committed is generated again. Settings that determine the result must not change; settings of cluster,
-    planning, display and retention, and run.iterations may. A run with damaged files is refused, with what to type. Of a finished
-    run nothing is left to do: one line, and nothing starts.
+    planning, display and retention, and run.iterations may. A run with damaged files is refused, with a command to type. For a
+    finished run one line is printed, and nothing starts.
 
     \b
     libra resume runs/quickstart_0131_142501
@@ -91,8 +89,8 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
     libra resume runs/my_run run.iterations=100 --scheduler tls://HOST:8786
     """
     if (run_dir / "config.resolved.yaml").is_file():
-        click.echo(f"{run_dir}: its files are checked, then it goes on from what is committed")
-    ready_to_resume(run_dir, step)  # before what takes seconds to import
+        click.echo(f"{run_dir}: its files are checked, then it goes on from its committed results")
+    ready_to_resume(run_dir, step)  # before imports that take seconds
     from libra.config.field_help import one_line_yaml
     from libra.config.load import load_resumed
 
@@ -123,7 +121,7 @@ def ready_to_resume(run_dir: Path, step: int | None) -> None:
 
 
 def nothing_left(run_dir: Path, config: RunConfig) -> str | None:
-    """The line for a run of which nothing is left to do, its last evaluation and checkpoint included; None if something is."""
+    """The line for a run that is finished, with its last evaluation and checkpoint; None for another run."""
     from libra.driver.start_records import is_finished
     from libra.observe.run_directory import iteration_rows, metric_rows
 
@@ -145,12 +143,12 @@ def _checkpoint(run_dir: Path, step: int) -> Path:
 
 
 @click.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@RUN
 def repair(run_dir: Path) -> None:
-    """Rebuild the damaged files of RUN, a run directory, from what else the run has of them; exit with 2 if one cannot be.
+    """Rebuild the damaged files of RUN, a run directory, from its other records; exit with 2 if one cannot be rebuilt.
 
-    Nothing is deleted: what is replaced goes to RUN/damaged. A run that has a driver is refused. libra doctor RUN names what is
-    damaged, libra resume RUN continues afterwards.
+    Nothing is deleted: replaced files go to RUN/damaged. A run that has a driver is refused. libra doctor RUN names the damaged
+    files, libra resume RUN continues afterwards.
     """
     from libra.driver.repair import repair_run
 
@@ -179,7 +177,7 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
         interruption.of(directory, resume_words(directory, given=False))
         stages.say(first_line(config))
         check_early(config, resume=resume, starts_workers=config.cluster.scheduler is None, given=False)
-        if config.planner.layout == "configured":  # else the layout, which decides what workers do, is not known yet
+        if config.planner.layout == "configured":  # else the roles of workers are not known yet
             begin_forking(config)
         stages.begin("libraries")
         from libra.cli.plan_command import shown_layout
@@ -223,78 +221,49 @@ def _in_one_line(error: Exception, directory: Path, overrides: Sequence[str]) ->
             f"{time.strftime('%Y-%m-%d %H:%M:%S')} the run ended with\n{''.join(traceback.format_exception(error))}"
         )
     again = with_overrides(resume_words(directory, given=False), overrides)
-    return LibraError(f"{text}; its traceback is in {log}. To try again from what is committed, type {again}")
+    return LibraError(f"{text}; its traceback is in {log}. To try again from the committed results, type {again}")
 
 
-def closing_lines(summary: RunSummary, config: RunConfig) -> list[str]:
+def closing_lines(summary: RunSummary, config: RunConfig) -> Iterator[str]:
     """The closing lines of a run; rewards are means over graded prompts."""
     from libra.observe.html import duration
+    from libra.observe.progress import failure_causes
 
-    directory = shell_path(_short(summary.directory))
-    count = len(summary.iterations)
-    lines = [f"done          {count} iteration{'s' * (count != 1)} in {duration(summary.wall_s, 1)}"]
+    directory, rows = shell_path(_short(summary.directory)), summary.iterations
+    yield f"done          {len(rows)} iteration{'s' * (len(rows) != 1)} in {duration(summary.wall_s, 1)}"
     if len(summary.evaluations) >= 2:
         first, last = summary.evaluations[0], summary.evaluations[-1]
         gain = summary.reward_after - summary.reward_before
-        lines.append(
-            f"held out      mean reward {summary.reward_before:.3f} before, {summary.reward_after:.3f} after ({gain:+.3f}), "
-            f"{last['num']} questions each"
-        )
-        bins = [name for name in last.get("bins", {}) if name in first.get("bins", {})]
-        if bins:
-            pairs = ", ".join(f"{name}: {first['bins'][name][0]:.2f} -> {last['bins'][name][0]:.2f}" for name in bins)
-            lines.append(f"by bin        {pairs}")
-        left_out = int(first.get("left_out", 0)) + int(last.get("left_out", 0))
-        if left_out:
-            lines.append(
-                f"not graded    {left_out} questions, because of failures outside the model; see libra inspect --failed"
-            )
-    elif summary.iterations:
-        rewards = [float(values.get("reward", math.nan)) for values in summary.iterations]
-        lines.append(
-            f"reward        {rewards[0]:.3f} in the first iteration, {rewards[-1]:.3f} in the last, on training questions"
-        )
-    lines += _failures(summary)
-    lines += _no_signal(summary)
-    lines.append(f"run           {directory}")
-    if summary.checkpoint is not None:
-        lines.append(f"model         {shell_path(_short(summary.checkpoint))}")
-    if summary.best is not None and summary.best != summary.checkpoint:
-        lines.append(f"best model    {shell_path(_short(summary.best))}")
-    lines.append(f"look at it    libra report {directory}")
-    lines += [f"              libra {command} {directory}" for command in ("page", "inspect")]
-    if "tensorboard" in config.observe.trackers:
-        lines.append(f"              tensorboard --logdir {directory}")
-    return lines
-
-
-def _failures(summary: RunSummary) -> list[str]:
-    from libra.observe.progress import failure_causes
-
+        change = f"{summary.reward_before:.3f} before, {summary.reward_after:.3f} after ({gain:+.3f})"
+        yield f"held out      mean reward {change}, {last['num']} questions each"
+        means = {name: (first["bins"][name][0], mean) for name, (mean, *_) in last.get("bins", {}).items()
+                 if name in first.get("bins", {})}  # fmt: skip
+        if means:
+            yield f"by bin        {', '.join(f'{name}: {a:.2f} -> {b:.2f}' for name, (a, b) in means.items())}"
+        if left_out := int(first.get("left_out", 0)) + int(last.get("left_out", 0)):
+            failed = "because of failures outside the model; see libra inspect --failed"
+            yield f"not graded    {left_out} questions, {failed}"
+    elif rows:
+        start, end = (float(values.get("reward", math.nan)) for values in (rows[0], rows[-1]))
+        yield f"reward        {start:.3f} in the first iteration, {end:.3f} in the last, on training questions"
     total: Counter[str] = Counter()
-    for values in summary.iterations:
-        total.update(
-            {
-                name: int(count)
-                for name, count in values.items()
-                if name.startswith(("failures", "resampled", "trajectories", "left_out"))
-            }
-        )
-    causes = failure_causes(total)
-    if not causes:
-        return []
-    return [
-        f"failures      {causes}: {total['resampled']:,} tried again, {total['left_out']:,} of "
-        f"{total['trajectories']:,} trajectories left out; see docs/failures.md"
-    ]
-
-
-def _no_signal(summary: RunSummary) -> list[str]:
-    causes = [str(values["no_signal"]) for values in summary.iterations if values.get("no_signal")]
-    if not causes:
-        return []
-    last = f"; the last: {causes[-1]}" if len(causes) > 1 else f": {causes[0]}"
-    return [f"no signal     in {len(causes)} of {len(summary.iterations)} iterations there was nothing to learn{last}"]
+    for values in rows:
+        total.update({name: int(count) for name, count in values.items() if name.startswith(_COUNTED)})
+    if causes := failure_causes(total):
+        missing = f"{total['left_out']:,} of {total['trajectories']:,} trajectories left out"
+        yield f"failures      {causes}: {total['resampled']:,} tried again, {missing}; see docs/failures.md"
+    if without := [str(values["no_signal"]) for values in rows if values.get("no_signal")]:
+        cause = f"; the last: {without[-1]}" if len(without) > 1 else f": {without[0]}"
+        yield f"no signal     in {len(without)} of {len(rows)} iterations there was nothing to learn{cause}"
+    yield f"run           {directory}"
+    if summary.checkpoint is not None:
+        yield f"model         {shell_path(_short(summary.checkpoint))}"
+    if summary.best is not None and summary.best != summary.checkpoint:
+        yield f"best model    {shell_path(_short(summary.best))}"
+    yield f"look at it    libra report {directory}"
+    yield from (f"              libra {command} {directory}" for command in ("page", "inspect"))
+    if "tensorboard" in config.observe.trackers:
+        yield f"              tensorboard --logdir {directory}"
 
 
 def _short(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,10 @@ from typing import Any
 import click
 
 from libra.config.load import RunConfig
-from libra.errors import ConfigError
+from libra.observe.run_directory import written
 from libra.sim import SimulationResult, load_workload
 from libra.sim.configured import RunSimulation, Simulated, drawn_workload, simulator_of, simulator_of_setting
 from libra.sim.from_run import RunSetting, left_out, run_setting
-from libra.sim.workload import Workload
 
 
 def simulate_run(
@@ -28,108 +28,75 @@ def simulate_run(
 ) -> None:
     """Simulate and print; ConfigError if the workload cannot be read, written or simulated.
 
-    ``overrides`` are those that ``config`` was loaded with; they replace the settings of a recorded run.
+    ``overrides``, with which ``config`` was loaded, replace the settings of a recorded run.
     """
     if from_run is not None and workload is not None:
         raise click.UsageError("--from-run and --workload both name a workload; leave one out")
-    if from_run is not None:
-        _simulate_of_run(config, run_setting(from_run), save_workload, as_json, overrides)
-        return
-    if workload is not None:
-        what, source = load_workload(workload), f"{workload}"
+    setting = None if from_run is None else run_setting(from_run)
+    if setting is not None:
+        used, source = setting.workload, f"of {setting.record.directory}"
+    elif workload is not None:
+        used, source = load_workload(workload), f"{workload}"
     else:
         traces = config.planner.trace
-        what, source = drawn_workload(config), f"drawn from {traces}" if traces else "synthetic"
-    _save(what, save_workload)
-    outcome = simulator_of(config, what).run()
-    choices = Simulated(config)
-    if as_json:
-        asked = config.simulation.model_dump(mode="json") | choices.as_settings()
-        click.echo(json.dumps({"simulation": asked, "source": source, "seed": config.run.seed, **outcome.row()}))
+        used, source = drawn_workload(config), f"drawn from {traces}" if traces else "synthetic"
+    if save_workload is not None:
+        with written(save_workload, "--save-workload") as file:
+            file.write_text(used.to_json())
+    if setting is None:
+        outcome, choices, measured = simulator_of(config, used).run(), Simulated(config), config.planner.calibration
+        layout = " + ".join(f"{count} x tp{tp}" for tp, count in choices.layout.items())
+        engines = f"{Path(choices.model).name} on {choices.gpu}" if measured is None else f"as {measured} measured"
+        lines = [f"{engines}, {layout}; {config.policy.name}", *_lines(outcome)]
+    else:
+        typed = frozenset(override.partition("=")[0].strip() for override in overrides)
+        of_run = simulator_of_setting(config, setting, typed)
+        outcome, missing = of_run.simulator.run(), left_out(setting.record.config)
+        policy = (config if "policy.name" in typed else setting.record.config).policy.name
+        settings = f"overrides: {', '.join(overrides)}; all other settings are" if overrides else "all settings are"
+        lines = [policy, *_engine_lines(setting, of_run), f"{settings} the run's", *filter(None, [missing])]
+        lines += [*_lines(outcome), _compared(setting, outcome)]
+    if not as_json:
+        click.echo(f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); " + "\n".join(lines))
         return
-    layout = " + ".join(f"{count} x tp{tp}" for tp, count in choices.layout.items())
-    engines = (
-        f"{Path(choices.model).name} on {choices.gpu}"
-        if config.planner.calibration is None
-        else f"as {config.planner.calibration} measured"
-    )
-    head = f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); {engines}, {layout}; {config.policy.name}"
-    click.echo("\n".join([head, *_lines(outcome)]))
-
-
-def _save(workload: Workload, path: Path | None) -> None:
-    if path is not None:
-        try:
-            path.write_text(workload.to_json())
-        except OSError as error:
-            raise ConfigError(f"--save-workload {path}: {error.strerror or error}") from error
-
-
-def _simulate_of_run(
-    config: RunConfig, setting: RunSetting, save_workload: Path | None, as_json: bool, overrides: Sequence[str]
-) -> None:
-    typed = frozenset(override.partition("=")[0].strip() for override in overrides)
-    _save(setting.workload, save_workload)
-    of_run = simulator_of_setting(config, setting, typed)
-    outcome = of_run.simulator.run()
-    if as_json:
-        click.echo(json.dumps(_document(config, setting, of_run, outcome)))
-        return
-    policy = (config if "policy.name" in typed else setting.record.config).policy.name
-    source = setting.record.directory
-    lines = [
-        f"{outcome.trajectories} trajectories, {outcome.turns} turns (of {source}); {policy}",
-        *_engine_lines(setting, of_run),
-        f"overrides: {', '.join(overrides)}; all other settings are the run's"
-        if overrides
-        else "all settings are the run's",
-        *([missing] if (missing := left_out(setting.record.config)) else []),
-        *_lines(outcome),
-        *_compared(setting, outcome),
-    ]
-    click.echo("\n".join(lines))
+    if setting is None:
+        simulation = config.simulation.model_dump(mode="json") | choices.as_settings()
+        document = {"simulation": simulation, "source": source}
+    else:
+        document = _document(setting, of_run)
+    click.echo(json.dumps({**document, "seed": config.run.seed, **outcome.row()}))
 
 
 def _engine_lines(setting: RunSetting, of_run: RunSimulation) -> list[str]:
     if not of_run.measured:
         return [f"engines: {', '.join(spec.name for spec in of_run.simulator.engines)}, instead of the run's"]
-    counts: dict[str, int] = {}
-    for spec in of_run.simulator.engines:
-        name = f"tp{spec.tp} with {spec.slots} slots"
-        counts[name] = counts.get(name, 0) + 1
+    counts = Counter(f"tp{spec.tp} with {spec.slots} slots" for spec in of_run.simulator.engines)
     engines = " + ".join(f"{count} x {name}" for name, count in counts.items())
     error = max(engine.steps.error_frac for engine in setting.calibration.engines)
     how = f"by their declared capacity (error at most {100 * error:.0f} % of a pass)"
     return [f"engines of {setting.calibration.model}: {engines}, {how}"]
 
 
-def _compared(setting: RunSetting, outcome: SimulationResult) -> list[str]:
-    realised = setting.realised
-    if realised is None:
-        return ["the run        was resumed, or stopped during an iteration: no comparison"]
-    return [
-        f"the run       {realised.makespan_s:10.1f} s to its last trajectory and {realised.moves} moves; predicted / realised "
-        f"seconds {outcome.makespan_s / realised.makespan_s:.3f}"
-    ]
+def _compared(setting: RunSetting, outcome: SimulationResult) -> str:
+    if (realised := setting.realised) is None:
+        return "the run        was resumed, or stopped during an iteration: no comparison"
+    ratio = f"predicted / realised seconds {outcome.makespan_s / realised.makespan_s:.3f}"
+    return f"the run       {realised.makespan_s:10.1f} s to its last trajectory and {realised.moves} moves; {ratio}"
 
 
-def _document(
-    config: RunConfig, setting: RunSetting, of_run: RunSimulation, outcome: SimulationResult
-) -> dict[str, Any]:
+def _document(setting: RunSetting, of_run: RunSimulation) -> dict[str, Any]:
+    engines: list[Any] = [spec.name for spec in of_run.simulator.engines]
+    if of_run.measured:
+        engines = [
+            {name: getattr(engine, name) for name in ("worker", "engine", "tp", "slots")}
+            for engine in setting.calibration.engines
+        ]
     realised = setting.realised
     return {
-        "source": str(setting.record.directory),
-        "given": list(of_run.given),
-        "left_out": left_out(setting.record.config),
-        "engines": [
-            {"worker": e.worker, "engine": e.engine, "tp": e.tp, "slots": e.slots} for e in setting.calibration.engines
-        ]
-        if of_run.measured
-        else [spec.name for spec in of_run.simulator.engines],
+        "source": str(setting.record.directory), "given": list(of_run.given), "left_out": left_out(setting.record.config),
+        "engines": engines,
         "realised": None if realised is None else {**realised._asdict(), "rollout_s": list(realised.rollout_s)},
-        "seed": config.run.seed,
-        **outcome.row(),
-    }
+    }  # fmt: skip
 
 
 def _lines(outcome: SimulationResult) -> list[str]:

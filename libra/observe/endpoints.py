@@ -1,18 +1,15 @@
-"""The page and the metrics of a scheduler: ``/libra``, ``/libra/state.json`` and Prometheus'
-``/metrics``.
+"""The page and the metrics of a scheduler: ``/libra``, ``/libra/state.json`` and ``/metrics``.
 
 `METRICS` declares each metric once; the Grafana board (``configs/grafana_board.json``) uses its
-names. Without ``prometheus_client`` Dask and Libra serve no
-metrics.
+names. Without ``prometheus_client`` Dask and Libra serve no metrics.
 
-1. All show what ``snapshots()`` returns (`libra.observe.page_snapshots`).
+1. All show the result of ``snapshots()`` (`libra.observe.page_snapshots`).
 2. Attaching twice leaves one page, fed by the latest ``snapshots``.
 3. Nothing here writes to the scheduler's state.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -32,8 +29,7 @@ Sample = tuple[tuple[str, ...], float | None]
 
 
 class Metric(NamedTuple):
-    """One metric; its name ends with its unit, a counter's also with ``_total``; ``run`` is the
-    first label."""
+    """One metric; its name ends with its unit, a counter's also with ``_total``; first label: run."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -67,7 +63,7 @@ METRICS: Final = (
            "(run: since the start; now: the last minute).", ("window",),
            _by(lambda s: {"run": s["time"]["busy_frac"], "now": s["time"]["now_busy_frac"]})),
     Metric("libra_worker_seconds", "gauge", "Seconds of each worker by state; docs/observe.md has the states. Not a counter: a "
-           "step's end shows what its last seconds were.", ("worker", "kind", "state"), _worker_seconds),
+           "step's end relabels its last seconds.", ("worker", "kind", "state"), _worker_seconds),
     Metric("libra_iteration", "gauge", "Newest iteration whose gate opened; -1 before the first.", (),
            _one(lambda s: s["iteration"])),
     Metric("libra_iterations", "gauge", "Iterations of the run.", (), _one(lambda s: s["iterations"])),
@@ -99,8 +95,7 @@ METRICS: Final = (
 
 
 class Collector:
-    """The metrics of every run in the feed's newest snapshots, in the form that Prometheus' client
-    reads."""
+    """The metrics of every run in the feed's newest snapshots, for Prometheus' client."""
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
@@ -118,23 +113,14 @@ class Collector:
             family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             made = family(metric.name, metric.help, labels=["run", *metric.labels])
             for snapshot in snapshots:
-                for labels, value in _sound(metric, snapshot):
-                    made.add_metric(labels, value)
+                for labels, value in metric.samples(snapshot):
+                    if value is not None:
+                        made.add_metric([str(label) for label in (snapshot["run"], *labels)], float(value))
             yield made
 
 
-def _sound(metric: Metric, snapshot: Mapping[str, Any]) -> list[tuple[list[str], float]]:
-    try:
-        found = [([snapshot["run"], *labels], value) for labels, value in metric.samples(snapshot)]
-        return [([str(label) for label in labels], float(value)) for labels, value in found if value is not None]
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        logger.debug("%s of a run is left out, its snapshot is malformed: %r", metric.name, error)
-        return []
-
-
 _collector: list[Collector] = []
-"""The registered collector. The registry belongs to the process, which may have several schedulers.
-"""
+"""The registered one: the registry belongs to the process, which may have several schedulers."""
 
 
 def export(feed: Feed) -> bool:
@@ -157,8 +143,7 @@ if TYPE_CHECKING:
 
 
 class StateHandler(RequestHandler):
-    """``GET /libra/state.json``: a JSON array of snapshots; levels are strings, NaN and infinity
-    null."""
+    """``GET /libra/state.json``: a JSON array of snapshots; levels are strings, NaN is null."""
 
     def initialize(self, feed: Feed) -> None:
         self.feed = feed
@@ -170,13 +155,11 @@ class StateHandler(RequestHandler):
 
 
 def attach_page(scheduler: Scheduler, snapshots: Callable[[], list[Snapshot]], prefix: str = "") -> None:
-    """Serve page, JSON and metrics from a scheduler's dashboard; call it on the scheduler's event
-    loop.
+    """Serve page, JSON and metrics from a scheduler's dashboard; call it on its event loop.
 
     ``snapshots`` returns one snapshot per run; it runs on the event loop, so it must be quick.
     ``prefix`` is the scheduler's ``--dashboard-prefix``; if empty, Dask's own pages provide it.
-    Without Bokeh, or with the dashboard off, only JSON and metrics are served, and the reason is
-    logged.
+    Without Bokeh or a dashboard, only JSON and metrics are served, and the reason is logged.
     """
     http = getattr(scheduler, "http_application", None)
     if http is None:
@@ -206,17 +189,9 @@ def attach_page(scheduler: Scheduler, snapshots: Callable[[], list[Snapshot]], p
     variables = template_variables(scheduler)  # memoised per scheduler: every tab bar reads its list of pages
     if "libra" not in variables["pages"]:
         variables["pages"].insert(1, "libra")
-    page = BokehApplication(
-        {"/libra": functools.partial(_serve, dashboard_document, feed)},
-        scheduler,
-        prefix=root,
-        template_variables=variables,
-    )
+    documents = {"/libra": lambda _scheduler, extra, doc: dashboard_document(feed, extra, doc)}
+    page = BokehApplication(documents, scheduler, prefix=root, template_variables=variables)
     http.add_application(page)
     page.initialize(IOLoop.current())
     page.start()
     logger.info("Libra page at %s", f"/{root}/libra" if root else "/libra")
-
-
-def _serve(document: Callable[..., None], feed: Feed, _scheduler: Scheduler, extra: dict[str, Any], doc: Any) -> None:
-    document(feed, extra, doc)

@@ -1,8 +1,7 @@
 """HTML of page, report and trajectories: jinja2 templates (``templates/``), and numbers as text.
 
-Invariant: every value reaches HTML through a template, which escapes it and removes characters that
-act on a reader (`libra.untrusted.shown`). Only output of templates and Bokeh's scripts are inserted
-raw.
+1. Every value reaches HTML through a template, which escapes it and removes characters that act on
+   a reader (`libra.untrusted.shown`). Only templates' output and Bokeh's scripts are inserted raw.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from libra.observe.timeline.states import BUSY, STATES
-from libra.untrusted import shown
+from libra.untrusted import shown, shown_line
 
 STATE_COLORS: Final[Mapping[str, str]] = {
     "generating": "#3f7fc4", "acting": "#e08214", "training": "#2a9d6f", "turned": "#7cc29f", "moving": "#7b68b5",
@@ -28,7 +27,7 @@ STATE_COLORS: Final[Mapping[str, str]] = {
 
 
 def number(value: Any, spec: str = ",.3f", unit: str = "") -> str:
-    """A number by its format, with its unit; a dash for what is missing or not finite."""
+    """A number by its format, with its unit; a dash for a missing or infinite one."""
     if value is None or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "–"
     return f"{value:{spec}}{unit}"
@@ -39,8 +38,10 @@ def percent(share: float | None, digits: int = 1) -> str:
     return number(None if share is None else 100 * share, f".{digits}f", " %")
 
 
-def duration(seconds: float, digits: int = 0) -> str:
+def duration(seconds: float | None, digits: int = 0) -> str:
     """Seconds for readers, e.g. ``1 h 05 min``; ``digits`` after the point below one minute."""
+    if seconds is None:
+        return "–"
     if seconds < 60:
         return f"{math.floor(seconds * 10**digits) / 10**digits:.{digits}f} s"
     minutes, rest_s = divmod(int(seconds), 60)
@@ -52,7 +53,7 @@ ENVIRONMENT: Final = Environment(
     loader=PackageLoader("libra.observe"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
     lstrip_blocks=True, finalize=lambda value: value if isinstance(value, Markup) else shown(str(value)),
 )  # fmt: skip
-ENVIRONMENT.filters |= {"duration": duration, "percent": percent}
+ENVIRONMENT.filters |= {"duration": duration, "percent": percent, "number": number, "line": shown_line}
 ENVIRONMENT.globals |= {"STATES": STATES, "BUSY": BUSY, "COLORS": STATE_COLORS}
 STYLESHEET: Final = ENVIRONMENT.get_template("style.css").render()
 _SHARED: Final[Any] = ENVIRONMENT.get_template("shared.html").module
@@ -69,8 +70,7 @@ def table(
     numbers: Sequence[int] = (),
     names: Sequence[tuple[str, str]] = (),
 ) -> Markup:
-    """A table; columns in ``numbers`` are right-aligned; ``names`` has the name and class of each
-    row."""
+    """A table; columns in ``numbers`` are right-aligned; ``names``: name and class of each row."""
     return Markup(_SHARED.table(head, list(rows), numbers, names))
 
 

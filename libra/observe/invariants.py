@@ -1,23 +1,16 @@
-"""`libra inspect RUN --invariants`: the promises of a run, counted in its store, each with a
-verdict.
+"""`libra inspect RUN --invariants`: the promises of a run, counted in its store, with verdicts.
 
-Only stored training trajectories count. ``tests/support/plain_zarr_invariants.py`` computes the
-same numbers without Libra. Masked tokens count as left out: the store has no masks (``batches/``
-has them as ``from_version``).
-
-DORA's conditions (arXiv:2604.26256): C1, one version per trajectory; C2, no started prompt is
-dropped; C3, the training version minus the oldest version of a trajectory is within the bound. A
-run configured otherwise breaks no promise where one does not hold.
-
-A two-sample Kolmogorov-Smirnov test compares the lengths of trained and of generated trajectories,
-because age or failure may remove longer ones. One sample is part of the other, so the test errs
-towards "holds".
+Only stored training trajectories count, and masked tokens as left out. DORA's conditions
+(arXiv:2604.26256): C1, one version per trajectory; C2, no started prompt is dropped; C3, the
+training version minus the oldest version of a trajectory is within the bound. A two-sample
+Kolmogorov-Smirnov test compares the lengths of trained and of generated trajectories, because age
+or failure may remove longer ones; one sample is part of the other, so it errs towards "holds".
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +56,10 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class StoredVersions:
-    """Training trajectories, one row each.
+    """Training trajectories, one row each, with ``columns`` of the store.
 
-    ``columns``: trajectory columns of the store; ``generated``: tokens; ``fresh``: generated tokens
-    within the bound at the batch that took them; ``spread``: newest minus oldest version.
+    ``generated``: tokens; ``fresh``: those within the bound at their batch; ``spread``: newest minus
+    oldest version.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -76,20 +69,14 @@ class StoredVersions:
 
 
 def check_invariants(run_dir: Path) -> list[Promise]:
-    """Every promise of a run, in the order of the module's text.
-
-    ConfigError, RunDirectoryError or StoreError if there is no run in ``run_dir``, or its
-    configuration or store cannot be read.
-    """
+    """Every promise of a run; ConfigError, RunDirectoryError or StoreError if it cannot be read."""
     directory = check_run_directory(run_dir, "inspect")
     config = read_config(directory)
     eta, over_age = whole_number(config, "run", "eta", 0), setting(config, "staleness", "over_age", "wait")
     rows = read_versions(TrajectoryStore.open(directory / "trajectories.zarr"), eta)
     size, prompts = (whole_number(config, "trainer", name, 0) for name in ("group_size", "prompts"))
     if not size or not prompts:
-        raise ConfigError(
-            f"{directory}: its configuration does not say how large groups and batches are; type libra doctor RUN"
-        )
+        raise ConfigError(f"{directory}: its configuration has no size of groups and batches; type libra doctor RUN")
     one = setting(config, "staleness", "versions", "many") == "one"
     window = setting(config, "staleness", "window")
     iterations = whole_number(config, "run", "iterations", 0)
@@ -97,14 +84,9 @@ def check_invariants(run_dir: Path) -> list[Promise]:
         *_bounded(rows, eta, str(over_age)),
         *_once(rows, size),
         *_dora(rows, eta, str(over_age), one, prompts, iterations),
-        *([] if window is None else [_within(rows, int(window))]),
+        *([] if window is None else _within(rows, int(window))),
         _lengths(rows, eta, str(over_age)),
     ]
-
-
-def as_rows(promises: list[Promise]) -> list[dict[str, Any]]:
-    """Promises as JSON-able rows, with their verdicts."""
-    return [asdict(promise) | {"verdict": promise.verdict} for promise in promises]
 
 
 def read_versions(store: TrajectoryStore, eta: int) -> StoredVersions:
@@ -130,18 +112,15 @@ def read_versions(store: TrajectoryStore, eta: int) -> StoredVersions:
 def _pieces(length: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     ends, first = np.cumsum(length), 0
     while first < len(length):
-        begun = ends[first] - length[first]
-        last = max(first + 1, int(np.searchsorted(ends, begun + READ_TOKENS, side="right")))
+        before = ends[first] - length[first]
+        last = max(first + 1, int(np.searchsorted(ends, before + READ_TOKENS, side="right")))
         yield first, last
         first = last
 
 
 def _sound(rows: StoredVersions) -> NDArray[np.bool_]:
-    trains = np.zeros(len(rows.generated), np.bool_)
-    for failure in FailureClass:
-        if failure.trains:
-            trains |= rows.columns["failure"] == str(failure)
-    return trains & (rows.columns["batch"] >= 0)
+    trains = np.isin(rows.columns["failure"], [str(failure) for failure in FailureClass if failure.trains])
+    return np.asarray(trains & (rows.columns["batch"] >= 0))
 
 
 def _lag(rows: StoredVersions) -> NDArray[np.int64]:
@@ -156,12 +135,11 @@ def _groups(rows: StoredVersions) -> NDArray[np.int64]:
 
 def _trained(rows: StoredVersions, eta: int, over_age: str) -> NDArray[np.int64]:
     sound, group = _sound(rows), _groups(rows)
-    late = np.zeros(group.max(initial=-1) + 1, np.bool_)
-    late[group[sound & (_lag(rows) > eta)]] = True
+    late = np.isin(group, group[sound & (_lag(rows) > eta)])
     tokens = np.where(sound, rows.generated, 0)
-    if over_age == "drop":  # what was dropped entered the loss without an advantage
-        return np.where(late[group] & (rows.columns["advantage"] == 0), 0, tokens)
-    return np.where(late[group] & sound, rows.fresh, tokens) if over_age == "mask" else tokens
+    if over_age == "drop":  # a dropped group entered the loss without an advantage
+        return np.where(late & (rows.columns["advantage"] == 0), 0, tokens)
+    return np.where(late & sound, rows.fresh, tokens) if over_age == "mask" else tokens
 
 
 def _bounded(rows: StoredVersions, eta: int, over_age: str) -> Iterator[Promise]:
@@ -199,7 +177,7 @@ def _dora(rows: StoredVersions, eta: int, over_age: str, one: bool, prompts: int
     ended = batches >= iterations
     missing = batches * prompts - int(group.max(initial=-1)) - 1 if ended else 0
     dropped = len(set(group[sound & (lag > eta)])) if over_age == "drop" else 0
-    so_far = "" if ended else f"{batches} of {iterations} batches so far; what is on its way is not counted"
+    so_far = "" if ended else f"{batches} of {iterations} batches so far, without open trajectories"
     yield Promise(
         "C2, no started prompt is dropped", missing + dropped, batches * prompts, "prompts were left out",
         missing > 0 or over_age != "drop", so_far,
@@ -207,9 +185,9 @@ def _dora(rows: StoredVersions, eta: int, over_age: str, one: bool, prompts: int
     yield Promise("C3, trajectories within the bound", int((lag > eta).sum()), num, "are beyond it", over_age == "wait")
 
 
-def _within(rows: StoredVersions, window: int) -> Promise:
+def _within(rows: StoredVersions, window: int) -> Iterator[Promise]:
     wide = int((rows.spread >= window).sum())
-    return Promise(f"window of {window} versions", wide, len(rows.spread), "trajectories have tokens of more")
+    yield Promise(f"window of {window} versions", wide, len(rows.spread), "trajectories have tokens of more")
 
 
 def _lengths(rows: StoredVersions, eta: int, over_age: str) -> Promise:
@@ -225,4 +203,4 @@ def _lengths(rows: StoredVersions, eta: int, over_age: str) -> Promise:
         f"{generated.mean():.3f} generated"
     )
     differs = int(found.pvalue < SIGNIFICANCE)
-    return Promise("lengths as generated", differs, 1, "tests finds that what was trained on differs", True, detail)
+    return Promise("lengths as generated", differs, 1, "tests finds that trained trajectories differ", True, detail)

@@ -1,5 +1,4 @@
-"""Metrics of a run by step: ``metrics.jsonl`` in the run directory, and trackers such as
-TensorBoard.
+"""Metrics of a run by step: ``metrics.jsonl`` in the run directory, and trackers.
 
 1. A step's line is on disk when `MetricsLog.write` returns; trackers show the same numbers.
 2. A line holds ``step``, ``wall_time_s`` (Unix seconds) and values; NaN and infinity are null.
@@ -11,21 +10,21 @@ TensorBoard.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 from libra.errors import ConfigError, StoreError
 from libra.named_parts import is_named, named_part
-from libra.observe.trajectory_view import Decode
+from libra.observe.trajectory_view import Decode, headline
 from libra.store.line_log import LineLog, read_lines
 from libra.types import Trajectory
 from libra.untrusted import shown
@@ -54,7 +53,7 @@ class Tracker(Protocol):
         """Texts by name."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest."""
 
 
 class TensorBoard:
@@ -83,8 +82,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Weights & Biases, offline in ``RUN/wandb`` by default (``WANDB_MODE``); ``wandb sync``
-    uploads it."""
+    """Weights & Biases, offline in ``RUN/wandb`` unless ``WANDB_MODE`` is online."""
 
     def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -110,12 +108,11 @@ class WeightsAndBiases:
 
 
 TRACKERS: Final[Mapping[str, type[Tracker]]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-"""Built-in trackers; ``observe.trackers`` also takes ``module:Class``, such as
-``examples.trackers:MLflow``."""
+"""Built-in trackers; ``observe.trackers`` also takes ``module:Class`` (``examples/trackers.py``)."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """ConfigError if one of these trackers cannot be imported, with what to type."""
+    """ConfigError if one of these trackers cannot be imported, with a command to type."""
     for name in names:
         if is_named(name):
             named_part("observe.trackers", name)
@@ -138,18 +135,18 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Setting]:
 
 
 class Trackers:
-    """The open trackers of one start of a run; ``names`` are keys of `TRACKERS`, ``config`` plain
-    values."""
+    """The open trackers of one start of a run; ``names`` are keys of `TRACKERS` or ``module:Class``.
+
+    ``config`` has plain values.
+    """
 
     def __init__(self, names: Sequence[str], directory: Path, run: str, config: Mapping[str, Any]) -> None:
         self._open: dict[str, Tracker] = {}
         settings = settings_of(config)
         for name in dict.fromkeys(names):
-            self._try(name, self._begin, name, directory, run, settings)
-
-    def _begin(self, name: str, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
-        make = named_part("observe.trackers", name) if is_named(name) else TRACKERS[name]
-        self._open[name] = make(directory, run, settings)
+            with self._tried(name):
+                make = named_part("observe.trackers", name) if is_named(name) else TRACKERS[name]
+                self._open[name] = make(directory, run, settings)
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -158,22 +155,26 @@ class Trackers:
         """Numbers of a step, by their names in ``metrics.jsonl``."""
         named = {grouped(name): value for name, value in values.items()}
         for name, tracker in list(self._open.items()):
-            self._try(name, tracker.numbers, step, wall_time_s, named)
+            with self._tried(name):
+                tracker.numbers(step, wall_time_s, named)
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Texts by name, e.g. ``samples/best``; they must act on no reader."""
         for name, tracker in list(self._open.items()):
-            self._try(name, tracker.texts, step, texts)
+            with self._tried(name):
+                tracker.texts(step, texts)
 
     def close(self) -> None:
         """Close all; a second call does nothing."""
         for name, tracker in list(self._open.items()):
-            self._try(name, tracker.close)
+            with self._tried(name):
+                tracker.close()
         self._open.clear()
 
-    def _try(self, name: str, call: Callable[..., object], *given: object) -> None:
+    @contextlib.contextmanager
+    def _tried(self, name: str) -> Iterator[None]:
         try:
-            call(*given)
+            yield
         except Exception as error:  # noqa: BLE001  the boundary to other libraries: none of them may end a run
             first = (str(error).strip() or "no message").splitlines()[0]
             logger.warning("%s gets nothing more of this run: %s: %s", name, type(error).__name__, first[:300])
@@ -196,8 +197,7 @@ _PREFIXES: Final = (
 
 
 def grouped(name: str) -> str:
-    """The name of a metric in its group; seconds go to ``time/``, metrics without a group to
-    ``train/``."""
+    """The name of a metric in its group: ``time/`` for seconds, ``train/`` for the rest."""
     if name in _RENAMED:
         return _RENAMED[name]
     for prefix, group in _PREFIXES:
@@ -208,18 +208,15 @@ def grouped(name: str) -> str:
 
 def sample_texts(trajectories: Sequence[Trajectory], decode: Decode) -> dict[str, str]:
     """Texts of the best and the worst of these, as ``samples/best`` and ``samples/worst``."""
-    from libra.observe.inspect import headline  # imports zarr, which the start does without
-
-    graded = sorted((each for each in trajectories if each.reward == each.reward), key=lambda each: each.reward)
+    graded = sorted((each for each in trajectories if not math.isnan(each.reward)), key=lambda each: each.reward)
     if not graded:
         return {}
-    chosen = {"samples/best": graded[-1], "samples/worst": graded[0]}
-    return {name: f"{shown(headline(each))}\n\n{_text(each, decode)}" for name, each in chosen.items()}
-
-
-def _text(trajectory: Trajectory, decode: Decode) -> str:
-    words = shown(decode(trajectory.token_ids.tolist()))
-    return words if len(words) <= MAX_CHARS else f"{words[:MAX_CHARS]} ... (cut here)"
+    texts = {}
+    for name, each in (("best", graded[-1]), ("worst", graded[0])):
+        words = shown(decode(each.token_ids.tolist()))
+        words = words if len(words) <= MAX_CHARS else f"{words[:MAX_CHARS]} ... (cut here)"
+        texts[f"samples/{name}"] = f"{shown(headline(each))}\n\n{words}"
+    return texts
 
 
 _RESERVED = ("step", "wall_time_s")
@@ -236,8 +233,7 @@ class MetricsLog:
         self.trackers = trackers
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values of one step; StoreError if a value is not a number, or its name is
-        reserved."""
+        """Record values of one step; StoreError for a value without a number, or a reserved name."""
         wall_time_s = self._clock()
         line: dict[str, Any] = {"step": step, "wall_time_s": wall_time_s}
         numbers = {}
@@ -263,15 +259,10 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics in order; a torn last line is skipped with a warning.
-
-    StoreError if the run has no metrics, or a line but the last is damaged.
-    """
+    """The lines of a run's metrics, without a torn last one; StoreError if missing or damaged."""
     return read_lines(Path(run_dir) / "metrics.jsonl")

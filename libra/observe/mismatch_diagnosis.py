@@ -1,17 +1,15 @@
 """`libra diagnose RUN`: where a mismatch of engine and trainer began, from files of the run alone.
 
-It reads the record of each step (``RUN/steps``: k3 and mean gap in total, by engine and by length
-class, and the tokens with the largest gaps), the version checks in the event log, and the text of
-tokens in the store. It recomputes nothing and loads no model.
-
-A step is *above* if k3 of all its tokens, or of an engine or length class with enough of them,
-exceeds a threshold: the given one, ``trainer.mismatch_args.k3``, or `FACTOR` times the median of
-the first `FIRST_STEPS` steps. The mismatch began at the first such step. Step s trains version s;
-only tokens of version s count in it.
+It reads the record of each step (``RUN/steps``), the version checks in the event log, and the text
+of tokens in the store. A step is *above* if k3 of all its tokens, or of an engine or length class
+with enough of them, exceeds a threshold: the given one, ``trainer.mismatch_args.k3``, or `FACTOR`
+times the median of the first `FIRST_STEPS` steps. The mismatch began at the first such step. Step s
+trains version s; only tokens of version s count in it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,8 +36,7 @@ _ALL: Final = "all tokens"
 
 @dataclass(frozen=True, slots=True)
 class SuspectPart:
-    """An engine, a length class, or all tokens: figures of the first step that is above, and the
-    last k3."""
+    """An engine, a length class, or all tokens: figures of the first step above, and the last k3."""
 
     name: str
     first_step: int
@@ -66,8 +63,7 @@ class SuspectToken:
 
 @dataclass(frozen=True, slots=True)
 class LayerFinding:
-    """A layer that failed an engine's version checks, at its load (``loading``) or before it left a
-    version.
+    """A layer that failed an engine's checks, at a load (``loading``) or before it left a version.
 
     Method, gap and tolerance are of the first failure, at ``version``.
     """
@@ -87,10 +83,9 @@ class LayerFinding:
 class Diagnosis:
     """The result of `diagnose`.
 
-    ``threshold`` is k3 in nats. ``steps`` counts steps with tokens of the trained version;
-    ``first`` and ``last`` are above it (None if no step is). ``checked`` counts checks that the
-    suspected engines passed from ``first`` on, before they left a version. ``damaged`` names
-    unreadable records.
+    ``threshold`` is k3 in nats. ``steps`` counts steps with tokens of the trained version; ``first``
+    and ``last`` are above it (None if no step is). ``checked`` counts checks that the suspected
+    engines passed from ``first`` on, before they left a version. ``damaged`` names bad records.
     """
 
     threshold: float
@@ -118,12 +113,10 @@ def diagnose(run_dir: Path, *, above: float | None = None, num_tokens: int = 5) 
             + (f"; damaged: {', '.join(damaged)}" if damaged else "")
         )
     threshold, origin = _threshold(read_config(directory), records, above)
-    over = {step: _above(record, threshold) for step, record in records.items()}
-    steps = [step for step, parts in over.items() if parts]
+    steps, parts = _suspects(records, threshold)
     found = Diagnosis(threshold, origin, len(records), damaged=damaged)
     if not steps:
         return found
-    parts = _suspects(records, over)
     engines = {part.name.removeprefix("engine ") for part in parts if part.name.startswith("engine ")}
     layers, passed = _layers(directory, steps[0], engines)
     tokens = _with_text(directory, _tokens(records, {steps[0], steps[-1]}, engines, num_tokens))
@@ -157,35 +150,31 @@ def _threshold(
 
 
 def _parts(record: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
-    whole = {
-        "tokens": record["mismatch_tokens"], "k3": record["mismatch_k3"], "mean_abs": record["mismatch_mean_abs"],
-    }  # fmt: skip
+    whole = {name: record[f"mismatch_{name}"] for name in ("tokens", "k3", "mean_abs")}
     parts = record.get("mismatch_parts") or {}
     return {_ALL: whole} | {name: part for name, part in parts.items() if part["tokens"] >= FEWEST_MISMATCH_TOKENS}
 
 
-def _above(record: Mapping[str, Any], threshold: float) -> list[str]:
-    return [name for name, part in _parts(record).items() if part["k3"] > threshold]
-
-
-def _suspects(records: Mapping[int, Mapping[str, Any]], over: Mapping[int, list[str]]) -> list[SuspectPart]:
-    found = dict[str, SuspectPart]()
+def _suspects(records: Mapping[int, Mapping[str, Any]], threshold: float) -> tuple[list[int], list[SuspectPart]]:
+    """Steps that are above, and the parts that are, each at its first step."""
+    steps, found = [], dict[str, SuspectPart]()
     last = _parts(records[max(records)])
-    for step, names in over.items():
-        for name in names:
-            if name not in found:
-                part = _parts(records[step])[name]
-                at_last = float(last[name]["k3"]) if name in last else float("nan")
-                found[name] = SuspectPart(
-                    name, step, float(part["k3"]), float(part["mean_abs"]), int(part["tokens"]), at_last
-                )
+    for step, record in records.items():
+        above = {name: part for name, part in _parts(record).items() if part["k3"] > threshold}
+        steps += [step] if above else []
+        for name, part in above.items():
+            at_last = float(last[name]["k3"]) if name in last else float("nan")
+            suspect = SuspectPart(name, step, float(part["k3"]), float(part["mean_abs"]), int(part["tokens"]), at_last)
+            found.setdefault(name, suspect)
     kinds = ("engine", _ALL.split()[0], "length")
-    return sorted(found.values(), key=lambda part: (kinds.index(part.name.split()[0]), part.first_step, -part.k3))
+    order = sorted(found.values(), key=lambda part: (kinds.index(part.name.split()[0]), part.first_step, -part.k3))
+    return steps, order
 
 
 def _layers(directory: Path, first: int, engines: set[str]) -> tuple[list[LayerFinding], int]:
     found, passed = dict[tuple[str, str, bool], LayerFinding](), 0
-    try:
+    # The log is read as far as it can be; libra doctor names the damage.
+    with contextlib.suppress(StoreError, KeyError, TypeError):
         for _, event in EventReader(directory / "events.jsonl"):
             if event.get("name") not in CHECKS or event["version"] < first:
                 continue
@@ -198,8 +187,6 @@ def _layers(directory: Path, first: int, engines: set[str]) -> tuple[list[LayerF
                 *key, event["method"], version, event["gap"], event["tolerance"], version
             )
             found[key] = replace(first_one, last_version=version, checks=checks)
-    except (StoreError, KeyError, TypeError):  # as far as the log can be read; libra doctor names the damage
-        pass
     return list(found.values()), passed
 
 
@@ -230,6 +217,6 @@ def _spelled(token: SuspectToken, store: TrajectoryStore, row: int | None, decod
         return token
     ids = store.trajectory(row).token_ids
     if not 0 <= token.token < len(ids) or int(ids[token.token]) != token.token_id:
-        return token  # another draw of the trajectory is in the store
+        return token  # another attempt of the trajectory is in the store
     before = decode(ids[max(0, token.token - CONTEXT_TOKENS) : token.token].tolist())
     return replace(token, text=decode([token.token_id]), before=before)

@@ -1,5 +1,4 @@
-"""The data of the Libra page: snapshots of runs, the feed that reads them, and their figures as
-text.
+"""The data of the Libra page: snapshots of runs, the feed that reads them, and figures as text.
 
 A snapshot is one dict per run:
 
@@ -19,7 +18,7 @@ A snapshot is one dict per run:
 - ``rewards``, ``lag``: [[iteration, mean], ...]; ``evaluations``: [[version, mean, questions], ...]
 - ``steps``: [[step, {state: seconds of the training worker}], ...], from one version to the next
 - ``waves``: `libra.observe.timeline.steps.Steps.open_step`, or None
-- ``decisions``: [[t_s, what, why], ...], the newest first
+- ``decisions``: [[t_s, decision, reason], ...], the newest first
 - ``history``: rows of `libra.observe.timeline.timeline.Timeline`, the oldest first
 
 The scheduler's snapshots cover this start of a run, those in `libra page` all starts.
@@ -42,10 +41,9 @@ RATE_WINDOW_S: Final = 10.0
 
 
 class Feed:
-    """The latest snapshots, shared by every open page.
+    """The latest snapshots, shared by every open page; ``clock_s`` is monotonic.
 
-    ``snapshots`` is called at most once per ``max_age_s``, for any number of viewers; ``clock_s``
-    is a monotonic clock.
+    ``snapshots`` is called at most once per ``max_age_s``, for any number of viewers.
     """
 
     def __init__(
@@ -54,24 +52,21 @@ class Feed:
         max_age_s: float = 0.4,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.snapshots = snapshots
-        self.max_age_s = max_age_s
-        self._clock_s = clock_s
-        self._read_at_s = -math.inf
+        self.max_age_s, self._clock_s = max_age_s, clock_s
         self._latest: list[Snapshot] = []
+        self._read_at_s = -math.inf
+        self.snapshots = snapshots
 
     def read(self) -> list[Snapshot]:
         """Snapshots at most ``max_age_s`` old; the reader must not change them."""
         now_s = self._clock_s()
         if now_s - self._read_at_s >= self.max_age_s:
-            self._latest = self.snapshots()
-            self._read_at_s = now_s
+            self._latest, self._read_at_s = self.snapshots(), now_s
         return self._latest
 
     def follow(self, snapshots: Callable[[], list[Snapshot]]) -> None:
         """Replace the source."""
-        self.snapshots = snapshots
-        self._read_at_s = -math.inf
+        self.snapshots, self._read_at_s = snapshots, -math.inf
 
 
 def tokens_per_s(history: Sequence[Sequence[float]], window_s: float = RATE_WINDOW_S) -> float:
@@ -85,61 +80,46 @@ def tokens_per_s(history: Sequence[Sequence[float]], window_s: float = RATE_WIND
 
 def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     """The figures of one run: name -> (value, remark), both as shown."""
-    time, left_s, iteration = snapshot["time"], snapshot["left_s"], snapshot["iteration"]
-    busy, now = time["busy_frac"], time["now_busy_frac"]
-    rewards, quanta, lag = snapshot["rewards"], snapshot["quanta"], snapshot["lag"]
-    running = snapshot["state"] == "running"
-    mean_rate = snapshot["tokens"] / snapshot["uptime_s"] if snapshot["uptime_s"] > 0 else 0.0
-    last_minute = f"{percent(now, 0)} in the last {BUSY_WINDOW_S:.0f} s" if running else "of the whole run"
-    waiting = {phase: sum(levels.values()) for phase, levels in snapshot["queue"].items()}
+    running, iteration, lag = snapshot["state"] == "running", snapshot["iteration"], snapshot["lag"]
+    versions, quanta, parts = snapshot["versions"], snapshot["quanta"], snapshot["parts"]
+    behind, served = sum(v < versions["published"] for v in versions["served"].values()), len(versions["served"])
+    waiting = sum(sum(levels.values()) for levels in snapshot["queue"].values())
     return {
-        "busy": (percent(busy, 0), "no worker yet" if busy is None else last_minute),
-        "reward": (
-            number(rewards[-1][1] if rewards else None),
-            f"iteration {rewards[-1][0]}; {number(rewards[0][1])} in {rewards[0][0]}"
-            if rewards
-            else "no iteration finished",
-        ),
+        "busy": _busy(snapshot["time"], running),
+        "reward": _reward(snapshot["rewards"]),
         "evaluation": _evaluated(snapshot["evaluations"]),
         "iteration": (f"{iteration}" if iteration >= 0 else "–", f"of 0–{snapshot['iterations'] - 1}"),
-        "left": _left(left_s, snapshot),
+        "left": _left(snapshot, running),
         "step": _step(snapshot["steps"]),
-        "tokens_per_s": (
-            (f"{tokens_per_s(snapshot['history']):,.0f}", f"last {RATE_WINDOW_S:.0f} s; {mean_rate:,.0f} over the run")
-            if running
-            else (f"{mean_rate:,.0f}", "over the run")
-        ),
-        "waiting": (f"{sum(waiting.values()):,}", _queue(snapshot["queue"]) or "no trajectory waits for a slot"),
+        "tokens_per_s": _rate(snapshot, running),
+        "waiting": (f"{waiting:,}", _queue(snapshot["queue"]) or "no trajectory waits for a slot"),
         "lag": (number(lag[-1][1] if lag else None, ".2f"), f"versions behind, bound {snapshot['eta']}"),
-        "version": _version(snapshot["versions"]),
+        "version": (
+            f"v{versions['published']}", f"on {served - behind} of {served} engines" if served else "on no engine yet"
+        ),
         "failures": _failures(snapshot),
         "tokens": (f"{snapshot['tokens']:,}", "generated tokens"),
         "groups": (f"{snapshot['groups']:,}", "committed groups"),
         "quanta_rollout": (
-            f"{quanta.get('ROLLOUT', 0):,}",
-            f"generations, {snapshot['parts']:,} of them parts" if snapshot["parts"] else "generations",
+            f"{quanta.get('ROLLOUT', 0):,}", f"generations, {parts:,} of them parts" if parts else "generations"
         ),
         "quanta_tool": (f"{quanta.get('TOOL', 0):,}", "tool calls"),
         "policy": (snapshot["policy"]["name"], _trust(snapshot["policy"])),
-    }
+    }  # fmt: skip
 
 
-def _left(left_s: float | None, snapshot: Snapshot) -> tuple[str, str]:
-    took = duration(snapshot["uptime_s"])
-    if snapshot["state"] != "running":
-        return ("done" if snapshot["state"] == "finished" else "stopped"), f"after {took}"
-    if left_s is None:
-        return "–", "known after the first iteration"
-    return duration(left_s), f"by the mean of the last iterations; up {took}"
+def _busy(time: Mapping[str, Any], running: bool) -> tuple[str, str]:
+    if time["busy_frac"] is None:
+        return "–", "no worker yet"
+    recently = f"{percent(time['now_busy_frac'], 0)} in the last {BUSY_WINDOW_S:.0f} s"
+    return percent(time["busy_frac"], 0), recently if running else "of the whole run"
 
 
-def _step(steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[str, str]:
-    if not steps:
-        return "–", "no step finished"
-    step, split = steps[-1]
-    total = sum(split.values())
-    parts = sorted(split.items(), key=lambda pair: -pair[1])[:2]
-    return f"{total:.1f} s", f"step {step}: " + ", ".join(f"{state} {seconds:.1f} s" for state, seconds in parts)
+def _reward(rewards: Sequence[tuple[int, float | None]]) -> tuple[str, str]:
+    if not rewards:
+        return "–", "no iteration finished"
+    (first, at_first), (last, at_last) = rewards[0], rewards[-1]
+    return number(at_last), f"iteration {last}; {number(at_first)} in {first}"
 
 
 def _evaluated(evaluations: Sequence[tuple[int, float | None, int]]) -> tuple[str, str]:
@@ -150,21 +130,38 @@ def _evaluated(evaluations: Sequence[tuple[int, float | None, int]]) -> tuple[st
     return number(mean), f"v{version}, {prompts:,} questions{first}"
 
 
+def _left(snapshot: Snapshot, running: bool) -> tuple[str, str]:
+    took, left_s = duration(snapshot["uptime_s"]), snapshot["left_s"]
+    if not running:
+        return "done" if snapshot["state"] == "finished" else "stopped", f"after {took}"
+    if left_s is None:
+        return "–", "known after the first iteration"
+    return duration(left_s), f"by the mean of the last iterations; up {took}"
+
+
+def _step(steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[str, str]:
+    if not steps:
+        return "–", "no step finished"
+    step, split = steps[-1]
+    parts = sorted(split.items(), key=lambda pair: -pair[1])[:2]
+    words = ", ".join(f"{state} {seconds:.1f} s" for state, seconds in parts)
+    return f"{sum(split.values()):.1f} s", f"step {step}: {words}"
+
+
+def _rate(snapshot: Snapshot, running: bool) -> tuple[str, str]:
+    mean = f"{snapshot['tokens'] / snapshot['uptime_s'] if snapshot['uptime_s'] > 0 else 0.0:,.0f}"
+    if not running:
+        return mean, "over the run"
+    return f"{tokens_per_s(snapshot['history']):,.0f}", f"last {RATE_WINDOW_S:.0f} s; {mean} over the run"
+
+
 def _queue(queue: Mapping[str, Mapping[Any, int]]) -> str:
-    words = {"ROLLOUT": "to generate", "TOOL": "for tools"}
     parts = []
-    for phase, levels in queue.items():
-        shown = ", ".join(f"{n:,} at {k}" for k, n in sorted(levels.items(), key=lambda pair: int(pair[0]))[:4])
-        if levels:
-            parts.append(f"{words[phase]}, by level: {shown}{', ...' if len(levels) > 4 else ''}")
+    for phase, words in (("ROLLOUT", "to generate"), ("TOOL", "for tools")):
+        if levels := sorted((int(level), n) for level, n in queue.get(phase, {}).items()):
+            shown = ", ".join(f"{n:,} at {level}" for level, n in levels[:4])
+            parts.append(f"{words}, by level: {shown}{', ...' if len(levels) > 4 else ''}")
     return "; ".join(parts)
-
-
-def _version(versions: Mapping[str, Any]) -> tuple[str, str]:
-    published, served = versions["published"], versions["served"]
-    behind = sum(version < published for version in served.values())
-    on = f"on {len(served) - behind} of {len(served)} engines" if served else "on no engine yet"
-    return f"v{published}", on
 
 
 def _failures(snapshot: Snapshot) -> tuple[str, str]:

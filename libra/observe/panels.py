@@ -1,5 +1,4 @@
-"""Plots of page and report, and the panels of the page: each has a plot, a title and one line of
-text.
+"""Plots of page and report, and the page's panels: each has a plot, a title and one line of text.
 
 1. A panel without data draws no plot; its line then names the data that it waits for.
 2. Legends are above the curves. The browser colours texts and grids (``templates/scheme.js``).
@@ -8,6 +7,7 @@ text.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -101,7 +101,6 @@ CARD: Final[dict[str, Any]] = {
     "min-width": "0", "align-self": "start", "box-sizing": "border-box",
 }  # fmt: skip
 
-_ROLLOUT, _TOOL = PHASE_COLORS["ROLLOUT"], PHASE_COLORS["TOOL"]
 _TRAINING, _HELD_OUT, _TOKENS, _SOFT = "#3f7fc4", "#2a9d6f", "#7b68b5", "#8fa1ab"
 _BAND_COLORS: Final = ("#8e2430", "#3f7fc4", "#6f9fd4", "#e0b44f", "#c3ccd1")
 _BAND_COLUMNS: Final = tuple(f"band_{number}" for number in range(len(BANDS)))
@@ -112,21 +111,20 @@ _STEP_STATES: Final = (
     "trajectories", "grading", "batch", "training", "moving", "evaluation", "lost", "starting", "nothing",
 )  # fmt: skip
 _OUTCOME_COLUMNS: Final = ("first", "half", "tokens")
-_SINCE: Final = "h:mm:ss since the start"
 
 
 class Panel:
-    """A card: title, line of text, plot."""
+    """A card: title, line of text, plot, and the source of its curves."""
 
     def __init__(self, title: str, what: str, waits: str, drawn: Any) -> None:
         self.title, self.what, self.waits, self.plot = title, what, waits, drawn
         self.head = Div(stylesheets=[STYLESHEET], sizing_mode="stretch_width", margin=0)
         self.card = column(self.head, drawn, sizing_mode="stretch_width", styles=CARD)
 
-    def has_data(self, there: bool, note: str = "") -> None:
-        """Draw the plot or not; ``note`` follows the line of text."""
+    def has_data(self, there: bool, note: str = "", *, instead: str = "") -> None:
+        """Draw the plot with ``note`` after its line, or ``instead`` (default: the missing data)."""
         set_changed(self.plot, "visible", there)
-        line = f"{self.what} {note}".strip() if there else f"Waits for {self.waits}."
+        line = f"{self.what} {note}".strip() if there else instead or f"Waits for {self.waits}."
         set_changed(self.head, "text", str(piece("panel", self.title, line)))
 
 
@@ -137,28 +135,25 @@ class RewardPanel(Panel):
         self.rewards = _source("libra_rewards", "iteration", "reward")
         self.evaluations = _source("libra_evaluations", "version", "reward")
         made = plot("", "iteration (held out: weights version)", "mean reward", height=230)
-        _dotted(made, self.rewards, ("iteration", "reward"), "training", _TRAINING)
-        _dotted(made, self.evaluations, ("version", "reward"), "held out", _HELD_OUT, "dashed")
+        _dotted(made, self.rewards, "training", _TRAINING)
+        _dotted(made, self.evaluations, "held out", _HELD_OUT, "dashed")
         what = "Mean reward of each iteration, and of the held-out questions: is it learning?"
         super().__init__("Reward", what, "the end of the first iteration", made)
 
     def show(self, snapshot: Snapshot) -> None:
-        training, held_out = snapshot["rewards"], snapshot["evaluations"]
-        _set_means(self.rewards, training)
-        _set_means(self.evaluations, held_out)
-        self.has_data(bool(training or held_out))
+        means = [*_set_means(self.rewards, snapshot["rewards"]), *_set_means(self.evaluations, snapshot["evaluations"])]
+        self.has_data(bool(means))
 
 
 class StepPanel(Panel):
-    """The seconds of each step by what the training worker did."""
+    """The seconds of each step by state of the training worker."""
 
     def __init__(self) -> None:
         self.source = _source("libra_steps", "step", *_STEP_STATES)
         made = plot("", "step", "seconds", height=230)
-        colors = [STATE_COLORS[state] for state in _STEP_STATES]
         bars = made.vbar_stack(
-            list(_STEP_STATES), x="step", width=0.8, source=self.source, color=colors, line_color=None,
-            legend_label=list(_STEP_STATES),
+            list(_STEP_STATES), x="step", width=0.8, source=self.source, line_color=None, legend_label=list(_STEP_STATES),
+            color=[STATE_COLORS[state] for state in _STEP_STATES],
         )  # fmt: skip
         for state, drawn in zip(_STEP_STATES, bars, strict=True):
             _hover(made, [("step", "@step"), (state, f"@{state}{{0.00}} s")], drawn)
@@ -177,90 +172,61 @@ class StepPanel(Panel):
 
 
 class TimePanels:
-    """Tokens per second, waiting trajectories and slots in use over time: three panels of one
-    source."""
+    """Tokens per second, waiting trajectories and slots in use: three panels of one source."""
 
     def __init__(self) -> None:
         self._shown: tuple[Any, ...] | None = None  # run, epoch and spacing of the rows that the source holds
         self._last_sample_s = float("-inf")
         self.samples = _source("libra_samples", *_SAMPLE_COLUMNS)
-        self.tokens = Panel(
-            "Tokens per second", f"Generated by all engines, over the {RATE_S:.0f} s before.", "generated tokens", self._tokens()
-        )  # fmt: skip
-        self.queue = Panel(
-            "Waiting", "Trajectories that wait to generate, by the policy's level (the lower, the sooner), and for tools.",
-            "a trajectory without a free slot", self._queue(),
-        )  # fmt: skip
-        self.slots = Panel(
-            "Slots in use", "Trajectories that generate or run tools at each moment; dashed: slots of all workers.",
-            "the first trajectory", self._slots(),
-        )  # fmt: skip
-        self.panels = (self.tokens, self.queue, self.slots)
-
-    def _tokens(self) -> Any:
-        made = plot("", _SINCE, "tokens/s", height=230)
-        curve = made.line("t_s", "tokens_per_s", source=self.samples, color=_TOKENS, line_width=2)
-        made.varea("t_s", 0, "tokens_per_s", source=self.samples, color=_TOKENS, alpha=0.15)
-        _hover(made, [("at", "@t_s{00:00:00}"), ("tokens/s", "@tokens_per_s{0,0}")], curve, mode="vline")
-        return _over_time(made)
-
-    def _queue(self) -> Any:
-        made = plot("", _SINCE, "trajectories", height=230, x_range=self.tokens.plot.x_range)
+        at, source = ("at", "@t_s{00:00:00}"), self.samples
+        made = _over_time("tokens/s")
+        curve = made.line("t_s", "tokens_per_s", source=source, color=_TOKENS, line_width=2)
+        made.varea("t_s", 0, "tokens_per_s", source=source, color=_TOKENS, alpha=0.15)
+        _hover(made, [at, ("tokens/s", "@tokens_per_s{0,0}")], curve, mode="vline")
+        what = f"Generated by all engines, over the {RATE_S:.0f} s before."
+        self.tokens = Panel("Tokens per second", what, "generated tokens", made)
+        made = _over_time("trajectories", x_range=self.tokens.plot.x_range)
         made.varea_stack(
-            list(_BAND_COLUMNS),
-            x="t_s",
-            source=self.samples,
-            color=list(_BAND_COLORS),
-            legend_label=list(BANDS),
-            alpha=0.85,
+            list(_BAND_COLUMNS), x="t_s", source=source, color=list(_BAND_COLORS), legend_label=list(BANDS), alpha=0.85
         )
-        curve = made.line(
-            "t_s", "queued_tool", source=self.samples, color=_TOOL, line_width=2, legend_label="for tools"
-        )
+        tools = {"color": PHASE_COLORS["TOOL"], "line_width": 2, "legend_label": "for tools"}
+        curve = made.line("t_s", "queued_tool", source=source, **tools)
         tips = [(name, f"@{each}{{0,0}}") for name, each in zip(BANDS, _BAND_COLUMNS, strict=True)]
-        _hover(made, [("at", "@t_s{00:00:00}"), *tips, ("for tools", "@queued_tool{0,0}")], curve, mode="vline")
-        return _over_time(made)
-
-    def _slots(self) -> Any:
-        made = plot("", _SINCE, "slots", height=230, x_range=self.tokens.plot.x_range)
+        _hover(made, [at, *tips, ("for tools", "@queued_tool{0,0}")], curve, mode="vline")
+        what = "Trajectories that wait to generate, by the policy's level (the lower, the sooner), and for tools."
+        self.queue = Panel("Waiting", what, "a trajectory without a free slot", made)
+        made = _over_time("slots", x_range=self.tokens.plot.x_range)
         self.capacity = {}
-        for phase, color, label in ((Phase.ROLLOUT, _ROLLOUT, "generate"), (Phase.TOOL, _TOOL, "run tools")):
-            name = f"used_{phase.lower()}"
+        for phase, label in ((Phase.TOOL, "run tools"), (Phase.ROLLOUT, "generate")):
+            color = PHASE_COLORS[phase]
             curve = made.step(
-                "t_s", name, source=self.samples, color=color, line_width=2, mode="after", legend_label=label
-            )
-            if phase is Phase.ROLLOUT:
-                tips = [("generate", "@used_rollout{0,0}"), ("run tools", "@used_tool{0,0}")]
-                _hover(made, [("at", "@t_s{00:00:00}"), *tips], curve, mode="vline")
-            span = self.capacity[phase] = Span(
+                "t_s", f"used_{phase.lower()}", source=source, color=color, line_width=2, mode="after", legend_label=label
+            )  # fmt: skip
+            self.capacity[phase] = Span(
                 location=0, dimension="width", line_color=color, line_dash="dashed", line_alpha=0.8
             )
-            made.add_layout(span)
+            made.add_layout(self.capacity[phase])
+        tips = [at, ("generate", "@used_rollout{0,0}"), ("run tools", "@used_tool{0,0}")]
+        _hover(made, tips, curve, mode="vline")
         made.y_range = Range1d(start=0, end=1)
-        return _over_time(made)
+        what = "Trajectories that generate or run tools at each moment; dashed: slots of all workers."
+        self.slots = Panel("Slots in use", what, "the first trajectory", made)
+        self.panels = (self.tokens, self.queue, self.slots)
 
     def show(self, snapshot: Snapshot) -> None:
-        """Show one snapshot; for the same start of a run and the same spacing, only new rows are
-        sent."""
-        history = list(snapshot["history"])
+        """Show one snapshot; for the same start and spacing of rows, only new rows are sent."""
+        history, slots = list(snapshot["history"]), snapshot["slots"]
         spacing_s = history[1][0] - history[0][0] if len(history) > 1 else 0.0
         shown = (snapshot["run"], snapshot["epoch"], spacing_s)
         if shown != self._shown:
-            self._shown = shown
-            self.samples.data = sample_columns(history)
-        else:
-            first_new = len(history)
-            while first_new and history[first_new - 1][0] > self._last_sample_s:
-                first_new -= 1
-            if first_new < len(history):
-                self.samples.stream(sample_columns(history, first_new), MAX_SAMPLES)
+            self._shown, self.samples.data = shown, sample_columns(history)
+        elif (first := bisect_right(history, self._last_sample_s, key=_time_of)) < len(history):
+            self.samples.stream(sample_columns(history, first), MAX_SAMPLES)
         self._last_sample_s = history[-1][0] if history else float("-inf")
-        slots = snapshot["slots"]
         for phase, span in self.capacity.items():
             set_changed(span, "location", slots[phase]["total"])
         used = [row[column] for row in history for column in (3, 4)]
-        top = max([1, *(part["total"] for part in slots.values()), *used])
-        set_changed(self.slots.plot.y_range, "end", 1.1 * top)
+        set_changed(self.slots.plot.y_range, "end", 1.1 * max([1, *(part["total"] for part in slots.values()), *used]))
         for item, place in zip(self.queue.plot.legend[0].items, (*range(6, 6 + len(BANDS)), 2), strict=True):
             set_changed(item, "visible", any(row[place] for row in history))
         self.tokens.has_data(bool(snapshot["tokens"]))
@@ -270,12 +236,12 @@ class TimePanels:
 
 
 class LagPanel(Panel):
-    """Mean lag of iterations, where there is or may be any."""
+    """Mean lag of iterations; without a plot while the bound is 0 and no token lags."""
 
     def __init__(self) -> None:
         self.source = _source("libra_lag", "iteration", "lag")
         made = plot("", "iteration", "versions behind", height=230, y_range=Range1d(start=0, end=1))
-        _dotted(made, self.source, ("iteration", "lag"), "mean lag", _TRAINING)
+        _dotted(made, self.source, "mean lag", _TRAINING)
         self.bound = Span(location=0, dimension="width", line_color="#c62828", line_dash="dashed")
         made.add_layout(self.bound)
         what = "How many weights versions the trained tokens were behind, on average; dashed: the bound."
@@ -286,10 +252,8 @@ class LagPanel(Panel):
         means = _set_means(self.source, pairs)
         set_changed(self.bound, "location", eta)
         set_changed(self.plot.y_range, "end", 1.15 * max([1.0, eta, *(lag for lag in means if lag == lag)]))
-        self.has_data(bool(pairs) and (eta > 0 or any(means)))
-        if pairs and not self.plot.visible:
-            line = "None: with the bound 0, every token was trained on with the weights that made it."
-            set_changed(self.head, "text", str(piece("panel", self.title, line)))
+        on_policy = "The bound is 0: every token was trained on with the weights that made it."
+        self.has_data(bool(pairs) and (eta > 0 or any(means)), instead=on_policy * bool(pairs))
 
 
 class OutcomePanel(Panel):
@@ -297,30 +261,22 @@ class OutcomePanel(Panel):
 
     def __init__(self) -> None:
         self.source = _source("libra_outcomes", *_OUTCOME_COLUMNS)
-        axes = {
-            "x_axis_type": "log",
-            "y_axis_type": "log",
-            "x_range": Range1d(start=1, end=10),
-            "y_range": Range1d(start=1, end=10),
-        }
+        ranges = {name: Range1d(start=1, end=10) for name in ("x_range", "y_range")}
+        axes: dict[str, Any] = {"x_axis_type": "log", "y_axis_type": "log", **ranges}
         made = plot("", "generated tokens", "forecast tokens", height=230, **axes)
         made.line([1, 1e7], [1, 1e7], color=_SOFT, line_dash="dashed")
         tips = [("generated", "@tokens{0,0}"), ("at first", "@first{0,0}"), ("half way", "@half{0,0}")]
-        for name, color, label in (("first", _SOFT, "at first"), ("half", _ROLLOUT, "half way")):
+        for name, color, label in (("first", _SOFT, "at first"), ("half", PHASE_COLORS["ROLLOUT"], "half way")):
             dots = made.scatter("tokens", name, source=self.source, color=color, size=5, alpha=0.7, legend_label=label)
             _hover(made, tips, dots)
         for axis in made.axis:
-            axis.ticker = FixedTicker(ticks=[])
-            axis.formatter = NumeralTickFormatter(format="0,0")
-        super().__init__(
-            "Forecasts", "The policy's forecast of a trajectory's tokens against what it generated; on the line: right.",
-            "a trajectory that was forecast and has ended", made,
-        )  # fmt: skip
+            axis.ticker, axis.formatter = FixedTicker(ticks=[]), NumeralTickFormatter(format="0,0")
+        what = "The policy's forecast of a trajectory's tokens against what it generated; on the line: right."
+        super().__init__("Forecasts", what, "a trajectory that was forecast and has ended", made)
 
     def show(self, snapshot: Snapshot) -> None:
         policy = snapshot["policy"]
-        # A logarithmic axis has no place for 0: there was no forecast, and nothing is drawn.
-        lines = [line for line in policy["outcomes"] if min(line) > 0]
+        lines = [line for line in policy["outcomes"] if min(line) > 0]  # 0: no forecast, and no place on a log axis
         set_changed(self.source, "data", {n: [line[i] for line in lines] for i, n in enumerate(_OUTCOME_COLUMNS)})
         low, high = (f((side for line in lines for side in line), default=d) for f, d in ((min, 1), (max, 10)))
         for side in (self.plot.x_range, self.plot.y_range):
@@ -329,24 +285,26 @@ class OutcomePanel(Panel):
         for axis in self.plot.axis:
             set_changed(axis.ticker, "ticks", log_ticks(max(1.0, low / 1.5), high * 1.5))
         skill = "" if policy["skill"] is None else f", skill {policy['skill']:.2f}"
-        told = sum(line[2] for line in lines) or 1
-        first, half = (sum(abs(line[i] - line[2]) for line in lines) / told for i in (0, 1))
+        generated = sum(line[2] for line in lines) or 1
+        first, half = (sum(abs(line[i] - line[2]) for line in lines) / generated for i in (0, 1))
         off = f", off by {percent(first, 0)} at first and {percent(half, 0)} half way, on average"
         self.has_data(bool(lines), f"The latest {len(lines)}{skill}{off}.")
 
 
+def _time_of(row: Sequence[float]) -> float:
+    return row[0]
+
+
 def sample_columns(history: list[Any], start: int = 0) -> dict[str, Any]:
     """Rows from index ``start`` on as columns, with tokens/s over the ``RATE_S`` before each."""
-    columns: dict[str, list[float]] = {name: [] for name in _SAMPLE_COLUMNS}
+    rows = []
     for index in range(start, len(history)):
-        sample, first = history[index], max(0, index - 1)
-        while first and sample[0] - history[first][0] < RATE_S:
-            first -= 1
-        elapsed_s = sample[0] - history[first][0]
-        rate = (sample[5] - history[first][5]) / elapsed_s if elapsed_s > 0 else 0.0
-        for name, value in zip(_SAMPLE_COLUMNS, (*sample[:5], rate, *sample[6:]), strict=True):
-            columns[name].append(value)
-    return columns
+        sample = history[index]
+        first = history[max(0, min(index - 1, bisect_right(history, sample[0] - RATE_S, key=_time_of) - 1))]
+        elapsed_s = sample[0] - first[0]
+        rate = (sample[5] - first[5]) / elapsed_s if elapsed_s > 0 else 0.0
+        rows.append((*sample[:5], rate, *sample[6:]))
+    return {name: [row[place] for row in rows] for place, name in enumerate(_SAMPLE_COLUMNS)}
 
 
 def set_changed(model: Any, name: str, value: Any) -> None:
@@ -355,8 +313,8 @@ def set_changed(model: Any, name: str, value: Any) -> None:
         setattr(model, name, value)
 
 
-def _dotted(made: Any, source: Any, columns: tuple[str, str], label: str, color: str, dash: str = "solid") -> None:
-    x, y = columns
+def _dotted(made: Any, source: Any, label: str, color: str, dash: str = "solid") -> None:
+    x, y = source.column_names
     made.line(x, y, source=source, color=color, line_width=2, line_dash=dash, legend_label=label)
     dots = made.scatter(x, y, source=source, color=color, size=6, legend_label=label)
     _hover(made, [(x, f"@{x}"), (label, f"@{y}{{0.000}}")], dots)
@@ -364,10 +322,8 @@ def _dotted(made: Any, source: Any, columns: tuple[str, str], label: str, color:
 
 
 def _set_means(source: Any, rows: Sequence[Sequence[Any]]) -> list[float]:
-    (x, y), means = (
-        source.column_names,
-        [NO_NUMBER if row[1] is None or row[1] != row[1] else float(row[1]) for row in rows],
-    )
+    x, y = source.column_names
+    means = [NO_NUMBER if row[1] is None or row[1] != row[1] else float(row[1]) for row in rows]
     set_changed(source, "data", {x: [int(row[0]) for row in rows], y: means})
     return means
 
@@ -380,7 +336,8 @@ def _hover(made: Any, tips: list[tuple[str, str]], renderer: Any, *, mode: Liter
     made.add_tools(HoverTool(renderers=[renderer], tooltips=tips, mode=mode))
 
 
-def _over_time(made: Any) -> Any:
+def _over_time(y_label: str, **options: Any) -> Any:
+    made = plot("", "h:mm:ss since the start", y_label, height=230, **options)
     made.xaxis.formatter = NumeralTickFormatter(format="00:00:00")
     made.xaxis.ticker = AdaptiveTicker(base=60, mantissas=[1, 2, 5, 10, 15, 30], min_interval=1, desired_num_ticks=3)
     made.yaxis.formatter = NumeralTickFormatter(format="0,0")

@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -33,7 +33,7 @@ RATE_WINDOW_S: Final = 5.0
 """Tokens per second within an iteration are over so many seconds."""
 TABLE_ROWS: Final = 8
 SPARKLINE_ITERATIONS: Final = 60
-TOLD_IN_A_ROW: Final = 3
+REPORTED_IN_A_ROW: Final = 3
 """Iterations without signal that are reported again; single ones are usual after some learning."""
 
 
@@ -62,6 +62,11 @@ COLUMNS: Final = (
     TableColumn("loss", "loss", ".4f", 110),
     TableColumn("grad_norm", "grad norm", ".3f", 110),
 )
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[TableColumn]:
+    known = [each for each in COLUMNS if any(each.name in values for values in rows)]
+    return [each for each in known if not each.if_any or any(values.get(each.name) for values in rows)]
 
 
 def plain_in_notebooks() -> Console:
@@ -132,14 +137,14 @@ class RunProgress:
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=TABLE_ROWS)
         self._rewards: deque[float] = deque(maxlen=SPARKLINE_ITERATIONS)
         self._num_done = self._without_signal = 0
-        self._told_signal = False
+        self._signal_reported = False
         self._started_s = self._printed_s = clock_s()
         self._unprinted: Mapping[str, Any] | None = None
         self._part, self._part_total, self._part_ended, self._ended = "", 0, 0, 0
-        self._lack = self._training = ""
+        self._missing = self._training = ""
         self._tokens: deque[tuple[float, int]] = deque()
         self._live: Live | None = None
-        self._moved: list[tuple[logging.StreamHandler[Any], TextIO]] = []
+        self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._started_s = self._clock_s()
@@ -152,31 +157,16 @@ class RunProgress:
                 console=self._console, get_renderable=self._render, auto_refresh=self._refreshes_per_s > 0,
                 refresh_per_second=self._refreshes_per_s or 1, vertical_overflow="crop",
             )  # fmt: skip
-            try:
-                self._live.start(refresh=True)
-                self._move_log_handlers(streams)
-            except BaseException:  # Ctrl-C: the terminal is given back
-                try:
-                    self._end_live()
-                except IndexError:  # it came before rich had put on its hook, which it now takes off
-                    self._console.show_cursor(True)
-                raise
+            self._exits.callback(self._live.stop)
+            self._live.start(refresh=True)
+            self._move_log_handlers(streams)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._unprinted is not None:
             self._print_plain(self._unprinted)
-        self._end_live()
-
-    def _end_live(self) -> None:
-        if self._live is not None:
-            for handler, stream in self._moved:
-                handler.setStream(stream)
-            self._moved.clear()
-            self._live.stop()
-            self._live = None
+        self._exits.close()
+        self._live = None
 
     def message(self, text: str) -> None:
         """Print a line above the live table."""
@@ -185,9 +175,8 @@ class RunProgress:
 
     def evaluated(self, label: str, mean_reward: float, num: int) -> None:
         """Print an evaluation of the weights ``label`` on ``num`` held-out questions."""
-        self.message(
-            f"evaluation, {label}: mean reward {figure_text(mean_reward, '.3f')} on {num:,} held-out questions"
-        )
+        reward = figure_text(mean_reward, ".3f")
+        self.message(f"evaluation, {label}: mean reward {reward} on {num:,} held-out questions")
 
     def iteration(self, values: Mapping[str, Any]) -> None:
         """Print a finished iteration: its 0-based ``iteration`` and the known names of ``COLUMNS``."""
@@ -197,7 +186,7 @@ class RunProgress:
         self._rows.append(values)
         if not self.enabled:
             return
-        self._tell_signal(values)
+        self._report_signal(values)
         if self._live is not None:
             self._live.refresh()
             return
@@ -211,15 +200,14 @@ class RunProgress:
         """An iteration or an evaluation starts, in which so many trajectories end."""
         self._part, self._part_total, self._part_ended = label, trajectories, self._ended
 
-    def counted(self, ended: int, tokens: int, lack: str = "", training: str = "") -> None:
+    def counted(self, ended: int, tokens: int, missing: str = "", training: str = "") -> None:
         """Totals since the run's start, about once a second.
 
-        ``lack`` names work without a worker, e.g. "nobody generates", and replaces the time to go.
-        ``training`` describes the training step and replaces the rate after all trajectories have
-        ended.
+        ``missing`` names work without a worker, e.g. "nobody generates", and replaces the time to go.
+        ``training`` describes the training step and replaces the rate after the last trajectory.
         """
         now_s = self._clock_s()
-        self._ended, self._lack, self._training = ended, lack, training
+        self._ended, self._missing, self._training = ended, missing, training
         self._tokens.append((now_s, tokens))
         while self._tokens[0][0] < now_s - RATE_WINDOW_S and len(self._tokens) > 2:
             self._tokens.popleft()
@@ -234,53 +222,43 @@ class RunProgress:
     def _part_text(self) -> str:
         if self._training and self._part_done == self._part_total:
             return f"{self._part}: {self._training}; all {self._part_total:,} trajectories have ended"
-        (began_s, first), (end_s, last) = self._tokens[0], self._tokens[-1]
-        rate = f", {(last - first) / (end_s - began_s):,.0f} tokens/s" if end_s > began_s else ""
+        (start_s, first), (end_s, last) = self._tokens[0], self._tokens[-1]
+        rate = f", {(last - first) / (end_s - start_s):,.0f} tokens/s" if end_s > start_s else ""
         return f"{self._part}: {self._part_done:,} of {self._part_total:,} trajectories have ended{rate}"
 
     def _left_text(self) -> str:
-        if self._lack:
-            return f"; {self._lack}"
-        left_s = self._left_s()
+        if self._missing:
+            return f"; {self._missing}"
+        within = self._part_done / self._part_total if self._part.startswith("iteration") and self._part_total else 0.0
+        done, elapsed_s = self._num_done + within, self._clock_s() - self._started_s
+        left_s = elapsed_s / done * (self.iterations - done) if done else 0.0
         return f", about {_minutes(left_s)} to go" if left_s else ""
 
-    def _left_s(self) -> float:
-        within = self._part_done / self._part_total if self._part.startswith("iteration") and self._part_total else 0.0
-        done = self._num_done + within
-        elapsed_s = self._clock_s() - self._started_s
-        return elapsed_s / done * (self.iterations - done) if done else 0.0
-
-    def _tell_signal(self, values: Mapping[str, Any]) -> None:
+    def _report_signal(self, values: Mapping[str, Any]) -> None:
         cause, before = str(values.get("no_signal", "")), self._without_signal
         self._without_signal = before + 1 if cause else 0
-        if cause and (not self._told_signal or self._without_signal == TOLD_IN_A_ROW):
+        if cause and (not self._signal_reported or self._without_signal == REPORTED_IN_A_ROW):
             in_a_row = f", {self._without_signal} iterations in a row" if before else ""
             self.message(f"iteration {values['iteration']}: nothing to learn{in_a_row}: {cause}")
-            self._told_signal = True
-        elif before >= TOLD_IN_A_ROW and not cause:
+            self._signal_reported = True
+        elif before >= REPORTED_IN_A_ROW and not cause:
             self.message(f"iteration {values['iteration']}: something to learn again, after {before} without")
 
     def _print_plain(self, values: Mapping[str, Any]) -> None:
         self._printed_s, self._unprinted = self._clock_s(), None
-        figures = ", ".join(
-            f"{c.title} {figure_text(values[c.name], c.spec)}"
-            for c in COLUMNS
-            if c.name in values and (values[c.name] or not c.if_any)
-        )
+        figures = ", ".join(f"{each.title} {figure_text(values[each.name], each.spec)}" for each in _columns([values]))
         if causes := failure_causes(values):
             figures += f"; not the model's: {causes}"
-        self.message(
-            f"iteration {values['iteration']} ({int(values['iteration']) + 1} of {self.iterations}): {figures}"
-        )
+        number = int(values["iteration"])
+        self.message(f"iteration {number} ({number + 1} of {self.iterations}): {figures}")
 
     def _render(self) -> RenderableType:
-        elapsed_s = self._clock_s() - self._started_s
+        elapsed = _minutes(self._clock_s() - self._started_s)
         line = Table.grid(padding=(0, 1))
         line.add_row(
-            Text(self.run, style="bold"),
-            ProgressBar(total=self.iterations, completed=self._num_done, width=24),
-            Text(f"{self._num_done} of {self.iterations} iterations in {_minutes(elapsed_s)}{self._left_text()}"),
-        )
+            Text(self.run, style="bold"), ProgressBar(total=self.iterations, completed=self._num_done, width=24),
+            Text(f"{self._num_done} of {self.iterations} iterations in {elapsed}{self._left_text()}"),
+        )  # fmt: skip
         parts: list[RenderableType] = [line]
         if self._part and self._tokens:
             within = Table.grid(padding=(0, 1))
@@ -289,14 +267,7 @@ class RunProgress:
             parts.append(within)
         if not self._rows:
             return Group(*parts)
-        known = {name for values in self._rows for name in values}
-        columns = [
-            c
-            for c in COLUMNS
-            if c.window_chars <= self._console.width
-            and c.name in known
-            and (not c.if_any or any(values.get(c.name) for values in self._rows))
-        ]
+        columns = [each for each in _columns(self._rows) if each.window_chars <= self._console.width]
         table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
         for title in ("iteration", *(column.title for column in columns)):
             table.add_column(title, justify="right", no_wrap=True)
@@ -317,7 +288,7 @@ class RunProgress:
         loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
         for handler in {handler for logger in loggers for handler in logger.handlers}:
             if isinstance(handler, logging.StreamHandler) and handler.stream in replacement:
-                self._moved.append((handler, handler.stream))
+                self._exits.callback(handler.setStream, handler.stream)
                 handler.setStream(replacement[handler.stream])
 
 

@@ -37,8 +37,7 @@ FILES: Final = (STARTS_FILE, "events.jsonl", "metrics.jsonl", "evaluations")
 
 
 class RecordedRun:
-    """A run directory whose files may still grow; `snapshots` feeds
-    `libra.observe.page_snapshots.Feed`.
+    """A run directory whose files may still grow; `snapshots` feeds `page_snapshots.Feed`.
 
     ``log_error`` is the reason why the event log is missing or ends early, else empty.
     """
@@ -60,8 +59,7 @@ class RecordedRun:
         self.state = state_of(self.directory, self.config, len(self.rows))
 
     def snapshots(self) -> list[Snapshot]:
-        """One snapshot; the same list as before while no file changes and the driver neither comes
-        nor leaves."""
+        """One snapshot; the same list as before while neither files nor driver change."""
         files = [self.directory / name for name in FILES]
         stats = ((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in files)
         seen = (*stats, has_driver(self.directory))
@@ -94,7 +92,7 @@ class RecordedRun:
             },
             "note": f"The event log is not whole: {self.log_error}." if self.log_error else "",
         }  # fmt: skip
-        if not seen.num_facts:  # what the metrics have
+        if not seen.num_facts:  # from the metrics
             snapshot["rewards"] = [[k, finite(row.get("reward"))] for k, row in sorted(rows.items())]
             snapshot["lag"] = [[k, finite(row.get("lag"))] for k, row in sorted(rows.items())]
             snapshot["iteration"] = max(rows, default=-1)
@@ -121,8 +119,7 @@ class Cost:
 
 
 class ReportedRun(RecordedRun):
-    """A run directory, read once; ``store_error`` is the reason why the store is missing, else
-    empty."""
+    """A run directory, read once; ``store_error`` is the reason for a missing store, else empty."""
 
     def __init__(
         self, directory: Path, prices: Prices, *, name: str = "", place: int = 0, gpu: str | None = None
@@ -135,11 +132,8 @@ class ReportedRun(RecordedRun):
         self.time: RunTime = self.timeline.workers.times()
         self.store: TrajectoryStore | None = None
         self.store_error = ""
-        self._open_store()
-
-    def _open_store(self) -> None:
         try:
-            self.store = TrajectoryStore.open(self.directory / "trajectories.zarr")
+            self.store = TrajectoryStore.open(directory / "trajectories.zarr")
             self.store.columns()
         except (StoreError, OSError, KeyError, ValueError) as error:
             self.store, self.store_error = None, f"the store cannot be read: {error}"
@@ -151,34 +145,26 @@ class ReportedRun(RecordedRun):
         """Whether its training used a GPU, as its metrics record."""
         return any(row.get("train_on_gpu") for row in self.rows.values())
 
-    @property
-    def threads(self) -> int:
-        """Cores of each worker, as configured; 1 if it was left to the machine."""
-        return whole_number(self.config, "cluster", "threads", 1)
-
     @cached_property
     def cost(self) -> Cost | str:
-        """The cost of engines and training workers, or a sentence with the reason why it is not
-        known."""
-        seconds = self.time.gpu_s
-        if not seconds:
+        """The cost of engines and training workers, or the reason why it is not known."""
+        if not (seconds := self.time.gpu_s):
             return "the cost is not known without an event log"
-        if not self.is_on_gpu:
-            price, unit, units = self._prices.core_hour, "core", float(self.threads)
-            if price is None:
-                return f"{self._prices.path} has no core_hour: add one to see what the run cost"
+        price, unit, units, gpu = self._prices.core_hour, "core", 1.0, ""
+        if self.is_on_gpu:
+            if not (gpu := self._gpu or str(setting(self.config, "planner", "gpu", ""))):
+                return "the run does not record its kind of GPU: name it with --gpu to see the cost"
+            price, unit = self._prices.of(gpu), f"{gpu} GPU"
         else:
-            gpu = self._gpu or str(setting(self.config, "planner", "gpu", ""))
-            if not gpu:
-                return "the run does not record its kind of GPU: name it with --gpu to see what the run cost"
-            price, unit, units = self._prices.of(gpu), f"{gpu} GPU", 1.0
-            if price is None:
-                return f"{self._prices.path} has no price of {gpu}: add one, and name the file with --prices"
+            units = float(whole_number(self.config, "cluster", "threads", 1))
+        if price is None:
+            missing = f"price of {gpu}" if gpu else "core_hour"
+            return f"{self._prices.path} has no {missing}: add one, and name the file with --prices"
         by_state = {state: value * units / HOUR_S * price.price for state, value in seconds.items()}
         return Cost(price, self._prices.currency, unit, units, by_state)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """A metric by iteration, without what is missing."""
+        """A metric by iteration, without missing values."""
         pairs = [(k, finite(row.get(name))) for k, row in sorted(self.rows.items())]
         known = [(k, value) for k, value in pairs if value is not None]
         return [k for k, _ in known], [value for _, value in known]
@@ -200,8 +186,7 @@ class ReportedRun(RecordedRun):
 
     @property
     def failures(self) -> dict[str, int] | None:
-        """Failed training trajectories by class, from the log, or from the store if there is no
-        log."""
+        """Failed training trajectories by class, from the log, else from the store."""
         if self.log_error and not self.columns:
             return None
         ended = self.timeline.failures

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import yaml
 
-from libra.errors import RunDirectoryError, StoreError, shell_path
+from libra.errors import ConfigError, RunDirectoryError, StoreError, disk_refusal, shell_path
 from libra.store.committer_lock import lock_holder
 from libra.store.line_log import LineReader
 
@@ -36,13 +37,11 @@ LATEST_S: Final = 1e11
 
 @dataclass(frozen=True, slots=True)
 class RunSummaryRow:
-    """One run in a list.
+    """One run in a list; ``reward`` and ``evaluation`` are the last means.
 
-    ``state`` is ``running`` with a driver; ``finished`` after all iterations and the last
-    evaluation, ``unevaluated`` without that evaluation; ``new`` before the first iteration ended;
-    else ``stopped``. ``of_iterations`` is 0 if not known. ``reward`` and ``evaluation`` are the
-    last means in training and on held-out questions. ``changed_s`` is the Unix time of the last
-    change.
+    ``state`` is ``running`` with a driver; ``finished`` after all iterations and the last evaluation,
+    ``unevaluated`` without that evaluation; ``new`` before the first iteration ended; else
+    ``stopped``. ``of_iterations`` is 0 if not known. ``changed_s`` is a Unix time.
     """
 
     directory: Path
@@ -56,14 +55,40 @@ class RunSummaryRow:
     size_bytes: int
 
 
-def check_run_directory(directory: Path, command: str) -> Path:
-    """``directory`` if it is one of a run; RunDirectoryError with what to type."""
-    if (directory / CONFIG_FILE).is_file():
+class _Evaluation(msgspec.Struct):
+    version: int
+    reward: float | None = None
+    num: int | None = 0
+    bins: dict[str, Annotated[list[float], msgspec.Meta(min_length=1)]] | None = None
+
+
+def check_run_directory(directory: Path, command: str, file: str = CONFIG_FILE) -> Path:
+    """``directory`` if it is one of a run, with this file; RunDirectoryError with the words to type."""
+    if (directory / file).exists():
         return directory
-    found = sorted(path.parent for path in directory.glob(f"*/{CONFIG_FILE}")) if directory.is_dir() else []
-    what = f"holds no {CONFIG_FILE}" if directory.exists() else "does not exist"
+    found = sorted(path.parent for path in directory.glob(f"*/{file}")) if directory.is_dir() else []
+    problem = f"holds no {file}" if directory.exists() else "does not exist"
     hint = shell_path(found[-1]) if found else "RUN with a directory that `libra run` made; libra runs DIR lists them"
-    raise RunDirectoryError(f"{directory}: {what}, so it is not a run directory; type libra {command} {hint}")
+    raise RunDirectoryError(f"{directory}: {problem}, so it is not a run directory; type libra {command} {hint}")
+
+
+@contextlib.contextmanager
+def written(output: Path, option: str) -> Iterator[Path]:
+    """A path that replaces ``output`` at the end; if that is impossible, ConfigError and no file."""
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        yield unfinished
+        unfinished.replace(output)
+    except StoreError:
+        raise  # an OSError too, of a log that is read meanwhile
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {output}: {disk_refusal(output, error)}; type another file after {option}"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -120,33 +145,16 @@ def evaluations(directory: Path) -> dict[int, dict[str, Any]]:
     found = {}
     for path in sorted((directory / "evaluations").glob("version-*.json")):
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if (wrong := _unfit(values)) is not None:
-                _say_left_out(path, wrong)
-                continue
-            found[int(values["version"])] = values
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            continue
+            evaluation = msgspec.convert(json.loads(path.read_text(encoding="utf-8")), _Evaluation)
+            found[evaluation.version] = msgspec.to_builtins(evaluation)
+        except (OSError, ValueError, OverflowError, RecursionError) as error:
+            _warn_of_damage(path, str(error))
     return found
 
 
-def _unfit(evaluation: object) -> str | None:
-    if not isinstance(evaluation, dict):
-        return f"it is {evaluation!r:.80}"
-    bins, num = evaluation.get("bins") or {}, evaluation.get("num") or 0
-    if not isinstance(num, int):
-        return f"num is {num!r:.80}"
-    if not isinstance(bins, dict):
-        return f"bins is {bins!r:.80}"
-    for name, row in bins.items():
-        if not isinstance(row, list) or not row or finite(row[0]) is None:
-            return f"bins[{name!r:.40}] is {row!r:.80}"
-    return None
-
-
 @functools.cache
-def _say_left_out(path: Path, wrong: str) -> None:
-    logger.warning("%s: left out, as %s; type libra doctor RUN", path, wrong)
+def _warn_of_damage(path: Path, wrong: str) -> None:
+    logger.warning("%s: left out, as it is damaged (%.80s); type libra doctor RUN", path, wrong)
 
 
 def has_driver(directory: Path) -> bool:
@@ -177,48 +185,39 @@ def summary_row(directory: Path) -> RunSummaryRow:
     last = by_iteration[max(by_iteration)] if by_iteration else {}
     total = whole_number(config, "run", "iterations", 0)
     failed = 0 < (finite(last.get("trajectories")) or 0) == finite(last.get("left_out"))  # and ended the run
-    begun_s = (directory / CONFIG_FILE).stat().st_mtime
+    started_s = (directory / CONFIG_FILE).stat().st_mtime
     changed_s = finite(rows[-1].get("wall_time_s")) if rows else None
     return RunSummaryRow(
-        directory=directory,
-        name=str(setting(config, "run", "name", directory.name)),
+        directory, str(setting(config, "run", "name", directory.name)),
         state=state_of(directory, config, len(by_iteration) - failed),
-        iterations=len(by_iteration),
-        of_iterations=total,
+        iterations=len(by_iteration), of_iterations=total,
         reward=finite(last.get("reward")),
         evaluation=finite(evaluated[max(evaluated)].get("reward")) if evaluated else None,
-        changed_s=changed_s if changed_s is not None and 0 < changed_s < LATEST_S else begun_s,
+        changed_s=changed_s if changed_s is not None and 0 < changed_s < LATEST_S else started_s,
         size_bytes=_size_bytes(directory),
-    )
+    )  # fmt: skip
 
 
 def list_runs(directory: Path) -> list[RunSummaryRow]:
-    """The runs in ``directory``, or this run, the newest first; RunDirectoryError if it does not
-    exist."""
+    """The runs in ``directory``, or this run, the newest first; RunDirectoryError without it."""
     if not directory.is_dir():
         raise RunDirectoryError(
             f"{directory}: is not a directory; type libra runs DIR with the directory that has your runs"
         )
-    places = (
-        [directory] if (directory / CONFIG_FILE).is_file() else [p.parent for p in directory.glob(f"*/{CONFIG_FILE}")]
-    )
+    here = [directory / CONFIG_FILE] if (directory / CONFIG_FILE).is_file() else directory.glob(f"*/{CONFIG_FILE}")
     rows = []
-    for place in places:
+    for path in here:
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            rows.append(summary_row(place))
+            rows.append(summary_row(path.parent))
     return sorted(rows, key=lambda row: (-row.changed_s, row.name))
 
 
 def _size_bytes(directory: Path) -> int:
     """A file with several names, such as a journal log, counts once."""
     sizes: dict[tuple[int, int], int] = {}
-    for path in _files(directory):
-        with contextlib.suppress(OSError):  # removed meanwhile
-            file = path.lstat()
-            sizes[file.st_dev, file.st_ino] = file.st_size
-    return sum(sizes.values())
-
-
-def _files(directory: Path) -> Iterator[Path]:
     for parent, _, names in os.walk(directory):
-        yield from (Path(parent) / name for name in names)
+        for name in names:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                file = (Path(parent) / name).lstat()
+                sizes[file.st_dev, file.st_ino] = file.st_size
+    return sum(sizes.values())

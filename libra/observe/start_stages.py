@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Final, Self, TextIO
 
 STAGES: Final = {
@@ -16,7 +15,7 @@ STAGES: Final = {
     "model": "checks of the model and the configuration; the run directory",
     "workers": "processes of a local cluster, or the connection to one",
     "engines": "engines, replicas and environments on the workers",
-    "check": "what earlier starts left is restored, and the engines have the weights",
+    "check": "records of earlier starts are restored, and the engines have the weights",
 }
 
 
@@ -26,19 +25,13 @@ class StartStages:
     def __init__(
         self, *, enabled: bool = True, stream: TextIO | None = None, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
-        self.enabled = enabled
-        self._stream = stream or sys.stdout
-        self._clock_s = clock_s
-        self._stage = ""
-        self._began_s = 0.0
-        self._any = False
+        self.enabled, self._stream, self._clock_s = enabled, stream or sys.stdout, clock_s
+        self._stage, self._began_s, self._any = "", 0.0, False
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.end(failed=kind is not None)
 
     def say(self, text: str) -> None:
@@ -47,7 +40,7 @@ class StartStages:
             self._write(text + "\n")
 
     def begin(self, stage: str) -> None:
-        """The stage before has ended, and this one of `STAGES` begins."""
+        """End the stage before, and begin this one of `STAGES`."""
         self._end_stage()
         if self.enabled and self._stream.isatty():
             self._write(f"{', ' if self._any else 'start: '}{stage}")

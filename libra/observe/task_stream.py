@@ -1,8 +1,7 @@
 """Every quantum of every trajectory as a row of Dask's own task stream.
 
-Dask records a row where a key leaves ``processing`` for ``memory`` or ``erred``. A trajectory is
-one key that runs many times and leaves ``processing`` for ``released`` each time but the last, so
-Dask's stream has only its last quantum.
+Dask records a row where a key leaves ``processing`` for ``memory`` or ``erred``. A trajectory is one
+key that runs many times, so Dask's stream has only its last quantum.
 
 1. Every quantum given to `QuantumStream.add` is one row of the buffer behind ``/status`` and
    ``Client.get_task_stream``; the buffer keeps its own bound.
@@ -41,10 +40,8 @@ def _color_of_row(row: dict[str, Any]) -> str:
 class QuantumStream(SchedulerPlugin):
     """Writer of quantum rows into a scheduler's ``TaskStreamPlugin``, which it creates if needed.
 
-    It registers itself as the plugin ``libra-task-stream``; a second one on the same scheduler
-    replaces the first and takes over its state. Colours are set in the scheduler's process only.
-    ``refused`` counts quanta without a row because their stop is before their start (a clock was
-    set back).
+    The plugin ``libra-task-stream``: a second one replaces the first and takes over its state.
+    ``refused`` counts quanta without a row because they stop before they start (a clock was set back).
     """
 
     name = "libra-task-stream"
@@ -82,17 +79,12 @@ class QuantumStream(SchedulerPlugin):
         stock = self._stock()
         stock.buffer.append(
             {
-                "key": (label or str(phase), key, number),
-                "worker": worker_address,
+                "key": (label or str(phase), key, number), "worker": worker_address, "status": "OK",
                 "thread": f"{phase}-{self._lane(worker_address, phase, start_s, stop_s)}",
-                "status": "OK",
                 "startstops": [{"action": "compute", "start": start_s, "stop": stop_s}],
-                "nbytes": 0,
-                "type": b"",
-                "typename": "",
-                "metadata": {_PHASE_FIELD: str(phase)},
+                "nbytes": 0, "type": b"", "typename": "", "metadata": {_PHASE_FIELD: str(phase)},
             }
-        )
+        )  # fmt: skip
         stock.index += 1
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
@@ -114,12 +106,9 @@ class QuantumStream(SchedulerPlugin):
 
     def _lane(self, worker: str, phase: Phase, start_s: float, stop_s: float) -> int:
         lanes = self._lanes.setdefault((worker, phase), [])
-        for lane, free_from_s in enumerate(lanes):
-            if free_from_s <= start_s:
-                lanes[lane] = stop_s
-                return lane
-        lanes.append(stop_s)
-        return len(lanes) - 1
+        lane = next((lane for lane, free_from_s in enumerate(lanes) if free_from_s <= start_s), len(lanes))
+        lanes[lane : lane + 1] = [stop_s]
+        return lane
 
     def _stock(self) -> TaskStreamPlugin:
         """Dask's plugin. Ours stays behind it: plugins get transitions in order of registration."""

@@ -2,26 +2,24 @@
 
 Each worker is a process with a line for its state (`libra.observe.timeline`), one for weight syncs,
 and one for each slot in use at the same time, with its quanta. The process ``run`` has steps,
-published versions, and counters: open trajectories, waiting ones by phase and level, tokens per
-second.
-
-Times are microseconds since the run's first start, without time between starts. Slices of one line
-never overlap.
+published versions, and counters. Times are microseconds since the run's first start, without time
+between starts. Slices of one line never overlap.
 """
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 from libra import facts, keys
 from libra.facts import Line
-from libra.observe.output_file import written
+from libra.observe.run_directory import written
 from libra.observe.timeline.timeline import Timeline
 from libra.types import Phase
 from libra.untrusted import shown_line
@@ -88,13 +86,11 @@ class Tracer:
         for (pid, tid), name in sorted(self._names.items()):
             yield _meta(pid, tid, "thread_name", name)
 
-    def _quantum(self, event: facts.QuantumFinished, begun_s: float, now_s: float) -> TraceLine:
+    def _quantum(self, event: facts.QuantumFinished, start_s: float, now_s: float) -> TraceLine:
         phase, pid = Phase(event.phase), self._pid(event.worker)
         lanes = self._lanes.setdefault((pid, phase), [])
-        lane = next((index for index, free_s in enumerate(lanes) if free_s <= begun_s), len(lanes))
-        if lane == len(lanes):
-            lanes.append(now_s)
-        lanes[lane] = now_s
+        lane = next((index for index, free_s in enumerate(lanes) if free_s <= start_s), len(lanes))
+        lanes[lane : lane + 1] = [now_s]
         tid = SLOT_TID + _LANES[phase] + lane
         self._names[pid, tid] = f"{phase} {lane}"
         parsed = keys.parse(event.key)
@@ -104,7 +100,7 @@ class Tracer:
         if event.unfinished:
             what["unfinished"] = True
         return self._slice(
-            pid, tid, subject, begun_s, now_s, what | {name: each for name, each in texts.items() if each}
+            pid, tid, subject, start_s, now_s, what | {name: each for name, each in texts.items() if each}
         )
 
     def _slice(
@@ -154,26 +150,19 @@ def _meta(pid: int, tid: int, what: str, name: str) -> TraceLine:
 def trace_lines(log: Iterable[Line], trainers: Sequence[str] = ()) -> Iterator[TraceLine]:
     """The lines of a whole log."""
     tracer = Tracer(trainers)
-    for event in log:
-        yield from tracer.add(event)
+    yield from itertools.chain.from_iterable(map(tracer.add, log))
     yield from tracer.finish()
 
 
 def write_trace(log: Iterable[Line], output: Path, trainers: Sequence[str] = ()) -> int:
-    """Write the trace of a log, compressed if ``output`` ends with ``.gz``; returns its number of
-    lines.
+    """Write the trace of a log, compressed if ``output`` ends with ``.gz``; its number of lines.
 
-    StoreError if the log is damaged, ConfigError if the file cannot be written; then no file is
-    left.
+    StoreError for a damaged log, ConfigError for a file that cannot be written; then no file is left.
     """
-    count = 0
-    with written(output, "-o") as path, _opened(path, packed=output.suffix == ".gz") as file:
+    count, opened = 0, gzip.open if output.suffix == ".gz" else open
+    with written(output, "-o") as path, opened(path, "wt", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[')
         for count, line in enumerate(trace_lines(log, trainers), 1):
             file.write(("\n" if count == 1 else ",\n") + json.dumps(line, separators=(",", ":")))
         file.write("\n]}\n")
     return count
-
-
-def _opened(path: Path, *, packed: bool) -> TextIO:
-    return gzip.open(path, "wt", encoding="utf-8") if packed else path.open("w", encoding="utf-8")

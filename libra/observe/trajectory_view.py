@@ -17,15 +17,14 @@ from rich.text import Text
 from libra.config.model_paths import resolve_model
 from libra.errors import ModelError
 from libra.types import NO_TOOL, FailureClass, ToolStatus, Trajectory
-from libra.untrusted import shown
+from libra.untrusted import shown, shown_line
 
-_WORDS = ("tool", "status", "stop", "worker")
 STYLES: Mapping[str, str] = {"prompt": "dim", "generated": "bold green", "observation": "yellow"}
+Decode = Callable[[Sequence[int]], str]
 
 
 class Segment(NamedTuple):
-    """A run of tokens of one origin: ``prompt``, ``generated`` or ``observation``; ``stop`` is
-    exclusive."""
+    """Tokens of one origin: ``prompt``, ``generated`` or ``observation``; ``stop`` is exclusive."""
 
     origin: str
     start: int
@@ -36,64 +35,74 @@ def segments(trajectory: Trajectory) -> list[Segment]:
     """All tokens of a trajectory in order, cut where generated ones begin and end."""
     action = trajectory.is_action
     cuts = [0, *(np.flatnonzero(np.diff(action)) + 1).tolist(), len(action)]
-    found = []
-    for start, stop in itertools.pairwise(cuts):
-        if start < stop:
-            origin = "generated" if action[start] else "observation" if start else "prompt"
-            found.append(Segment(origin, start, stop))
-    return found
+    return [
+        Segment("generated" if action[start] else "observation" if start else "prompt", start, stop)
+        for start, stop in itertools.pairwise(cuts)
+        if start < stop
+    ]
+
+
+def spelled(trajectory: Trajectory, start: int, stop: int, decode: Decode | None) -> str:
+    """The text of some tokens; without ``decode``, their ids on a line."""
+    ids: list[int] = trajectory.token_ids[start:stop].tolist()
+    return decode(ids) if decode else " ".join(map(str, ids)) + "\n"
+
+
+def headline(trajectory: Trajectory) -> str:
+    """One line about a trajectory: name, reward, end, failure."""
+    reward = "not graded" if math.isnan(trajectory.reward) else f"reward {trajectory.reward:g}"
+    ended = f"{trajectory.end_reason}, {len(trajectory.turns)} turns, {trajectory.num_action_tokens} generated tokens"
+    failed = trajectory.failure is not FailureClass.NONE
+    detail = f"; {trajectory.failure}: {shown_line(trajectory.failure_detail)}" if failed else ""
+    return f"{trajectory.trajectory_id}, {reward}, {ended}{detail}"
 
 
 def terminal_view(
     trajectory: Trajectory, row: Mapping[str, Any], *, place: str, decode: Decode | None, tokens: bool
 ) -> list[RenderableType]:
-    """One trajectory for a terminal of 80 columns: facts, text by origin, turns, and tokens on
-    request.
+    """One trajectory for a terminal of 80 columns: facts, text by origin, turns, and tokens on request.
 
-    ``row`` has its trajectory columns in the store; ``place`` is e.g. ``3 of 40``; without
-    ``decode`` token ids replace text.
+    ``row`` has its trajectory columns in the store; ``place`` is e.g. ``3 of 40``; without ``decode``
+    token ids replace text.
     """
-    parts: list[RenderableType] = [_facts(trajectory, row, place), _text(trajectory, decode)]
+    text = Text("\n")
+    for origin, start, stop in segments(trajectory):
+        text.append(shown(spelled(trajectory, start, stop, decode)), style=STYLES[origin])
+    text.append("\n\n")
+    for origin, style in STYLES.items():
+        text.append(f"[{origin}] ", style=style)
+    parts: list[RenderableType] = [_facts(trajectory, row, place), text]
     if trajectory.turns:
         parts.append(_turns(trajectory))
-    if tokens:
-        parts.append(_tokens(trajectory, decode))
-    return parts
+    return [*parts, _tokens(trajectory, decode)] if tokens else parts
 
 
 def as_json(
     trajectory: Trajectory, row: Mapping[str, Any], *, index: int, decode: Decode | None, tokens: bool
 ) -> dict[str, Any]:
     """The same as one object for JSON; text is None without a tokenizer."""
+
+    def text(start: int, stop: int) -> str | None:
+        return spelled(trajectory, start, stop, decode) if decode else None
+
+    prompt = trajectory.prompt
     result: dict[str, Any] = {"index": index, "trajectory": str(trajectory.trajectory_id)}
     result |= {name: value for name, value in row.items() if name != "prompt_json"}
-    result["prompt"] = {
-        "messages": [dict(message) for message in trajectory.prompt.messages],
-        "facts": dict(trajectory.prompt.facts),
+    result |= {
+        "prompt": {"messages": [dict(message) for message in prompt.messages], "facts": dict(prompt.facts)},
+        "segments": [each._asdict() | {"text": text(each.start, each.stop)} for each in segments(trajectory)],
+        "turns": trajectory.turns,
     }
-    result["segments"] = [
-        segment._asdict() | {"text": decode(_ids(trajectory, segment.start, segment.stop)) if decode else None}
-        for segment in segments(trajectory)
-    ]
-    result["turns"] = trajectory.turns
     if tokens:
         result["tokens"] = [
             {
-                "id": int(trajectory.token_ids[i]),
-                "text": decode(_ids(trajectory, i, i + 1)) if decode else None,
-                "generated": bool(trajectory.is_action[i]),
+                "id": int(trajectory.token_ids[i]), "text": text(i, i + 1), "generated": bool(trajectory.is_action[i]),
                 "logprob": float(trajectory.behaviour_logprob[i]) if trajectory.is_action[i] else None,
-                "version": int(trajectory.weight_version[i]),
-                "kv_version": int(trajectory.kv_version[i]),
+                "version": int(trajectory.weight_version[i]), "kv_version": int(trajectory.kv_version[i]),
             }
             for i in range(len(trajectory.token_ids))
-        ]
+        ]  # fmt: skip
     return result
-
-
-def _ids(trajectory: Trajectory, start: int, stop: int) -> list[int]:
-    ids: list[int] = trajectory.token_ids[start:stop].tolist()
-    return ids
 
 
 def _facts(trajectory: Trajectory, row: Mapping[str, Any], place: str) -> RenderableType:
@@ -110,8 +119,10 @@ def _facts(trajectory: Trajectory, row: Mapping[str, Any], place: str) -> Render
         late = f", {row['late_delay']} versions late" if row["late_delay"] else ""
         table.add_row("late reward", Text(f"{row['late_reward']:g}, {counts}{late}"))
     for each in row.get("observations", ()):
-        what = "" if each["sound"] else ", DAMAGED"
-        table.add_row(f"turn {each['turn']}", Text(f"returned {each['num_bytes']:,} bytes{what}: {each['reference']}"))
+        damaged = "" if each["sound"] else ", DAMAGED"
+        table.add_row(
+            f"turn {each['turn']}", Text(f"returned {each['num_bytes']:,} bytes{damaged}: {each['reference']}")
+        )
     ended = Text(str(trajectory.end_reason))
     if trajectory.failure is not FailureClass.NONE:
         ended.append(f"   failure: {trajectory.failure}", style="bold red")
@@ -121,40 +132,25 @@ def _facts(trajectory: Trajectory, row: Mapping[str, Any], place: str) -> Render
     table.add_row("ended", ended)
     newest = int(trajectory.weight_version.max(initial=-1))
     versions = "nothing generated" if newest < 0 else f"weight versions {trajectory.oldest_version} to {newest}"
-    generated = f"of which {trajectory.num_action_tokens} generated"
-    table.add_row("tokens", Text(f"{len(trajectory.token_ids)}, {generated}; {versions}"))
+    num = f"{len(trajectory.token_ids)}, of which {trajectory.num_action_tokens} generated"
+    table.add_row("tokens", Text(f"{num}; {versions}"))
     table.add_row("prompt", Text(shown(f"{trajectory.prompt.prompt_id}  {dict(trajectory.prompt.facts)}")))
     return table
-
-
-def _text(trajectory: Trajectory, decode: Decode | None) -> RenderableType:
-    text = Text("\n")
-    for origin, start, stop in segments(trajectory):
-        ids = _ids(trajectory, start, stop)
-        text.append(shown(decode(ids)) if decode else " ".join(map(str, ids)) + "\n", style=STYLES[origin])
-    text.append("\n\n")
-    for origin, style in STYLES.items():
-        text.append(f"[{origin}] ", style=style)
-    return text
 
 
 def _turns(trajectory: Trajectory) -> RenderableType:
     table = Table(title="turns", title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("turn", "tool", "status", "calls", "context", "made", "read", "stop", "gen. s", "tool s", "worker"):
-        narrow = name in ("tool", "worker")
-        table.add_column(name, overflow="fold", no_wrap=not narrow, justify="left" if name in _WORDS else "right")
-    for turn in trajectory.turns:
-        status = turn["status"]
-        table.add_row(
-            str(turn["turn"]),
-            Text(shown(turn["tool"])),
-            Text(status, style="" if status in (NO_TOOL, ToolStatus.OK) else "red"),
-            *(str(turn[name]) for name in ("num_calls", "prompt_tokens", "generated_tokens", "observation_tokens")),
-            Text(turn["stop_reason"]),
-            f"{turn['generate_s']:.3f}",
-            f"{turn['tool_s']:.3f}",
-            Text(turn["worker"]),
+        is_word = name in ("tool", "status", "stop", "worker")
+        table.add_column(
+            name, overflow="fold", no_wrap=name not in ("tool", "worker"), justify="left" if is_word else "right"
         )
+    for turn in trajectory.turns:
+        counts = (str(turn[name]) for name in ("num_calls", "prompt_tokens", "generated_tokens", "observation_tokens"))
+        status = Text(turn["status"], style="" if turn["status"] in (NO_TOOL, ToolStatus.OK) else "red")
+        seconds = (f"{turn[name]:.3f}" for name in ("generate_s", "tool_s"))
+        first = (str(turn["turn"]), Text(shown(turn["tool"])), status)
+        table.add_row(*first, *counts, Text(turn["stop_reason"]), *seconds, Text(turn["worker"]))
     return table
 
 
@@ -164,20 +160,11 @@ def _tokens(trajectory: Trajectory, decode: Decode | None) -> RenderableType:
         table.add_column(name, overflow="fold", no_wrap=name != "text")
     for origin, start, stop in segments(trajectory):
         for i in range(start, stop):
-            generated = origin == "generated"
-            table.add_row(
-                str(i),
-                str(trajectory.token_ids[i]),
-                Text(repr(decode(_ids(trajectory, i, i + 1)))[1:-1] if decode else "", style=STYLES[origin]),
-                origin,
-                f"{trajectory.behaviour_logprob[i]:.4f}" if generated else "",
-                str(trajectory.weight_version[i]) if generated else "",
-                str(trajectory.kv_version[i]) if generated else "",
-            )
+            text = Text(repr(spelled(trajectory, i, i + 1, decode))[1:-1] if decode else "", style=STYLES[origin])
+            versions = (str(trajectory.weight_version[i]), str(trajectory.kv_version[i]))
+            made = (f"{trajectory.behaviour_logprob[i]:.4f}", *versions) if origin == "generated" else ("", "", "")
+            table.add_row(str(i), str(trajectory.token_ids[i]), text, origin, *made)
     return table
-
-
-Decode = Callable[[Sequence[int]], str]
 
 
 def load_decode(run_dir: Path) -> Decode:

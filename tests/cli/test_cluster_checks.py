@@ -4,7 +4,7 @@ import dask.config
 import pytest
 from distributed import LocalCluster
 
-from libra.cli import doctor_cluster as checks
+from libra.cli import doctor_checks as checks
 from libra.cluster.settings import DASK_SETTINGS
 from libra.config import config_from_dict
 

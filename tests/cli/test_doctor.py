@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from libra.cli.doctor import start_checks
-from libra.cli.doctor_machine import environment_check
+from libra.cli.doctor_checks import environment_check
 from libra.cli.main import cli
 from libra.driver.run_start import RunRequest, prepare
 from libra.errors import LibraError

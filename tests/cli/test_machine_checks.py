@@ -6,8 +6,8 @@ from collections import namedtuple
 import pytest
 from packaging.requirements import Requirement
 
-from libra.cli import doctor_machine as checks
-from libra.cli.doctor_machine import Check
+from libra.cli import doctor_checks as checks
+from libra.cli.doctor_checks import Check
 from libra.config import config_from_dict
 
 Usage = namedtuple("Usage", "total used free")

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -16,22 +15,6 @@ from libra.cli.run import made_run_name
 from libra.config import load_config
 from libra.errors import ConfigError
 from libra.keys import check_run_name
-
-Libra = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def libra(capsys):
-    """``libra(*arguments)`` in this process: (exit code, standard output, standard error)."""
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            main(list(arguments))
-        captured = capsys.readouterr()
-        assert isinstance(stopped.value.code, int)
-        return stopped.value.code, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """``libra replay``: what a newcomer reads, and what wrong input is told."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
-from libra.cli.main import main
 from libra.facts import (
     BatchParked,
     GateParked,
@@ -26,21 +24,6 @@ from libra.store.event_log import EventLog
 from libra.types import Phase
 
 KEY = "trajectory-train-0-0-{}-e0-demo"
-Libra = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def libra(capsys):
-    """``libra(*arguments)`` in this process: (exit code, standard output, standard error)."""
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        assert isinstance(stopped.value.code, int)
-        return stopped.value.code, captured.out, captured.err
-
-    return call
 
 
 def small_run():

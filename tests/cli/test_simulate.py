@@ -1,27 +1,10 @@
 """``libra simulate``: what is printed, that it repeats, and that a saved workload is the same one."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
-from libra.cli.main import main
-
 SMALL = ("trainer.prompts=4", "trainer.group_size=2", "planner.lengths.turns=3")
-Libra = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def libra(capsys):
-    """The command in this process: its exit code, standard output and standard error."""
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, err
-
-    return call
 
 
 def test_policy_gpu_and_engines_are_those_of_their_own_sections(libra):

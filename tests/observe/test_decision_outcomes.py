@@ -103,7 +103,7 @@ def test_what_was_not_carried_out_has_no_gain():
     log.iterations(10.0)
     *plans, blocked = log.outcomes((facts.PlanConsidered, facts.PlanBlocked))
     whys = [each.why for each in plans]
-    assert whys == ["not carried out"] * 2 + ["not carried out: its change of roles failed or was cancelled"]
+    assert whys == ["not carried out"] * 2 + ["not carried out: its role switch failed or was cancelled"]
     assert (blocked.predicted_words, blocked.realised_words) == ("40.0 %", "not carried out")
 
 

@@ -6,25 +6,11 @@ import shutil
 import pytest
 
 from libra import facts
-from libra.cli.main import main
 from libra.driver.start_records import log_start, write_given
 from libra.observe.recorded_run import RecordedRun
 from libra.observe.run_directory import list_runs, read_config
 from libra.store.committer_lock import CommitterLock
 from libra.types import Phase
-
-
-@pytest.fixture
-def libra(capsys):
-    """``libra(*arguments)`` in this process: (exit code, standard output, standard error)."""
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            main(list(map(str, arguments)))
-        captured = capsys.readouterr()
-        return stopped.value.code, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

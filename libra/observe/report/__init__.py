@@ -19,10 +19,10 @@ from markupsafe import Markup
 
 from libra.hardware.gpus import Prices
 from libra.observe.html import duration, number, percent, piece, render
-from libra.observe.output_file import written
 from libra.observe.recorded_run import ReportedRun
 from libra.observe.report.listings import Section, decisions, failures, samples, settings, streamed
 from libra.observe.report.plots import forecasts, gantt, lengths, mismatch, rewards, seconds, worker_time
+from libra.observe.run_directory import written
 
 SECTIONS: Final[tuple[Callable[[Sequence[ReportedRun]], Section], ...]] = (
     rewards, worker_time, gantt, seconds, lengths, forecasts, decisions, streamed, mismatch, failures, samples, settings,
@@ -32,10 +32,7 @@ SECTIONS: Final[tuple[Callable[[Sequence[ReportedRun]], Section], ...]] = (
 def write_report(
     directories: Sequence[Path], output: Path, prices: Prices, *, gpu: str | None = None
 ) -> list[ReportedRun]:
-    """Write the report of these runs to ``output``, replacing it; returns what was read.
-
-    Raises ConfigError if the file cannot be written.
-    """
+    """Write the report of these runs to ``output``, and return them; ConfigError if it cannot be."""
     runs = [
         ReportedRun(directory, prices, name=name, place=place, gpu=gpu)
         for place, (directory, name) in enumerate(zip(directories, _names(directories), strict=True))

@@ -13,13 +13,13 @@ from markupsafe import Markup
 from libra import facts
 from libra.errors import ModelError, StoreError
 from libra.observe.html import duration, number, percent, piece, table
-from libra.observe.inspect import headline, trajectory_text
+from libra.observe.inspect import trajectory_text
 from libra.observe.panels import plain
 from libra.observe.recorded_run import ReportedRun
 from libra.observe.timeline.outcomes import Outcome
 from libra.observe.timeline.recorded import Logged
-from libra.observe.timeline.steps import EngineTurn, Wave, groups_text
-from libra.observe.trajectory_view import load_decode
+from libra.observe.timeline.steps import EngineSwitch, Wave, groups_text
+from libra.observe.trajectory_view import headline, load_decode
 from libra.untrusted import shown_line
 
 Part = Any
@@ -35,20 +35,26 @@ class Section(NamedTuple):
     parts: Sequence[Part]
 
 
-def for_each(runs: Sequence[ReportedRun], make: Callable[[ReportedRun], Sequence[Part]]) -> list[Part]:
-    """The parts of every run, under its name where there are several."""
-    parts: list[Part] = []
-    for run in runs:
-        made = list(make(run))
-        if len(runs) > 1 and made:
-            heading = piece("heading", run.name)
-            made = [heading + made[0], *made[1:]] if isinstance(made[0], Markup) else [heading, *made]
-        parts += made
-    return parts
+def per_run(
+    anchor: str, title: str, what: str, make: Callable[[ReportedRun], Sequence[Part]]
+) -> Callable[[Sequence[ReportedRun]], Section]:
+    """A section with the parts of every run, under its name where there are several."""
+
+    def section(runs: Sequence[ReportedRun]) -> Section:
+        parts: list[Part] = []
+        for run in runs:
+            made = list(make(run))
+            if len(runs) > 1 and made:
+                heading = piece("heading", run.name)
+                made = [heading + made[0], *made[1:]] if isinstance(made[0], Markup) else [heading, *made]
+            parts += made
+        return Section(anchor, title, what, parts)
+
+    return section
 
 
 def label(runs: Sequence[ReportedRun], run: ReportedRun, what: str) -> str:
-    """Label of a curve: what it is, and of which run where there are several."""
+    """Label of a curve, with the run's name where there are several."""
     return f"{plain(run.name)}: {what}" if len(runs) > 1 else what
 
 
@@ -56,14 +62,6 @@ MAX_ROWS: Final = 60
 MAX_STEPS: Final = 20
 MAX_DETAILS: Final = 20
 MAX_SAMPLE_CHARS: Final = 6000
-
-# ---------------------------------------------------------------- decisions
-
-
-def decisions(runs: Sequence[ReportedRun]) -> Section:
-    """Plans, role changes and limits, with predicted and realised gain."""
-    what = "What planner, roles and limits decided in the run, with the gain of a step that was predicted and the one that came."
-    return Section("decisions", "Decisions", what, for_each(runs, _decisions_of))
 
 
 def _decisions_of(run: ReportedRun) -> list[Part]:
@@ -79,26 +77,20 @@ def _decisions_of(run: ReportedRun) -> list[Part]:
 
 
 def _decision_row(logged: Logged, outcomes: Sequence[Outcome]) -> tuple[str, str, str, str, str]:
-    what, why = facts.said(logged.event)
+    decision, why = facts.said(logged.event)
     predicted = realised = "–"
     if isinstance(logged.event, facts.PlanRealised):
         predicted, realised = percent(logged.event.predicted_gain_frac), percent(logged.event.realised_gain_frac)
     elif logged.outcome is not None:
         outcome = outcomes[logged.outcome]
         predicted, realised = outcome.predicted_words or predicted, outcome.realised_words
-    return duration(logged.t_s, 1), what, predicted, realised, shown_line(why, 300)
+    return duration(logged.t_s, 1), decision, predicted, realised, shown_line(why, 300)
 
 
-# ---------------------------------------------------------------- waves
-
-
-def streamed(runs: Sequence[ReportedRun]) -> Section:
-    """The choice of steps, the waves of the newest steps, and each role switch with its reason."""
-    what = (
-        "Waves in which steps were trained while their trajectories were generated, and engines that turned to training and back, "
-        "with the reason of each turn."
-    )
-    return Section("waves", "Waves and turned engines", what, for_each(runs, _streamed_of))
+decisions = per_run(
+    "decisions", "Decisions", "Decisions of planner, roles and limits, each with its predicted and its realised gain of a step.",
+    _decisions_of,
+)  # fmt: skip
 
 
 def _streamed_of(run: ReportedRun) -> list[Part]:
@@ -107,16 +99,16 @@ def _streamed_of(run: ReportedRun) -> list[Part]:
     if not found:
         return [piece("missing", f"{run.name}: {run.log_error or 'no step was trained in waves (trainer.streaming)'}.")]
     parts = []
-    if steps.ways:
-        ways = [(duration(way.t_s, 1), way.step + 1, way.way, shown_line(way.reason, 300)) for way in steps.ways]
-        parts.append(table(("at", "from step", "steps are taken by", "why"), ways[-MAX_ROWS:], (0, 1)))
+    if steps.modes:
+        modes = [(duration(each.t_s, 1), each.step + 1, each.way, shown_line(each.reason, 300)) for each in steps.modes]
+        parts.append(table(("at", "from step", "steps are taken by", "why"), modes[-MAX_ROWS:], (0, 1)))
     rows = [_step_row(step, waves, taken=steps.is_taken(step)) for step, waves in found[-MAX_STEPS:]]
-    head = ("step", "groups trained", "waves of groups", "gradients took", "with turned engines", "state")
+    head = ("step", "groups trained", "waves of groups", "gradients took", "with switched engines", "state")
     parts.append(table(head, rows, (0, 1, 3)))
-    turns = [_turn_row(turn) for turn in list(steps.turns)[-MAX_ROWS:]]
-    head = ("at", "engine", "turns to", "result", "took", "why")
-    parts.append(table(head, turns, (0, 4)) if turns else piece("missing", "No engine turned (trainer.turning)."))
-    return [Markup().join(parts)]
+    switches = [_switch_row(switch) for switch in list(steps.switches)[-MAX_ROWS:]]
+    head = ("at", "engine", "switches to", "result", "took", "why")
+    no_switch = piece("missing", "No engine switched its role (trainer.turning).")
+    return [Markup().join([*parts, table(head, switches, (0, 4)) if switches else no_switch])]
 
 
 def _step_row(step: int, waves: dict[int, Wave], *, taken: bool) -> tuple[object, ...]:
@@ -129,18 +121,15 @@ def _step_row(step: int, waves: dict[int, Wave], *, taken: bool) -> tuple[object
     )  # fmt: skip
 
 
-def _turn_row(turn: EngineTurn) -> tuple[object, ...]:
-    words = (shown_line(word, 120) for word in (turn.worker, turn.to, turn.result))
-    return duration(turn.t_s, 1), *words, number(turn.seconds, ",.2f", " s"), shown_line(turn.reason, 300)
+def _switch_row(switch: EngineSwitch) -> tuple[object, ...]:
+    words = (shown_line(word, 120) for word in (switch.worker, switch.to, switch.result))
+    return duration(switch.t_s, 1), *words, number(switch.seconds, ",.2f", " s"), shown_line(switch.reason, 300)
 
 
-# ---------------------------------------------------------------- failures
-
-
-def failures(runs: Sequence[ReportedRun]) -> Section:
-    """Trajectories that failed, attempts that were repeated, and what happened to workers."""
-    what = "Training trajectories that ended as failures, by class (only `policy` is trained on), repeated attempts, and troubles."
-    return Section("failures", "Failures", what, for_each(runs, _failures_of))
+streamed = per_run(
+    "waves", "Waves and role switches", "Waves in which steps were trained while their trajectories were generated, and engines "
+    "that switched to training and back, with the reason of each switch.", _streamed_of,
+)  # fmt: skip
 
 
 def _failures_of(run: ReportedRun) -> list[Part]:
@@ -154,7 +143,7 @@ def _failures_of(run: ReportedRun) -> list[Part]:
             (duration(each.t_s, 1), *(shown_line(word, 300) for word in facts.said(each.event)))
             for each in list(run.timeline.troubles)[-MAX_ROWS:]
         ]
-        parts.append(table(("at", "what", "detail"), rows, (0,)))
+        parts.append(table(("at", "trouble", "detail"), rows, (0,)))
     elif run.log_error:
         parts.append(piece("missing", f"Troubles of workers are not known: {run.log_error}."))
     return parts
@@ -174,17 +163,14 @@ def _failure_table(run: ReportedRun) -> Markup:
     return table(("class", "trajectories", "attempts tried again"), rows, (1, 2))
 
 
-# ---------------------------------------------------------------- samples
-
-
-def samples(runs: Sequence[ReportedRun]) -> Section:
-    """Texts of trajectories: the best, the worst, and one that failed."""
-    what = "The best and the worst trajectory of the first and the last iteration, and the last failure. Read text is grey."
-    return Section("samples", "Samples", what, for_each(runs, lambda run: [_samples_of(run)]))
+failures = per_run(
+    "failures", "Failures", "Training trajectories that ended as failures, by class (only `policy` is trained on), repeated "
+    "attempts, and troubles.", _failures_of,
+)  # fmt: skip
 
 
 def chosen_rows(columns: Mapping[str, Any]) -> dict[int, str]:
-    """Rows of the store that are shown, and what each is."""
+    """Rows of the store to show, each with its description."""
     chosen: dict[int, str] = {}
     train = np.flatnonzero(columns["split"] == "train")
     if not len(train):
@@ -201,9 +187,9 @@ def chosen_rows(columns: Mapping[str, Any]) -> dict[int, str]:
     return chosen
 
 
-def _samples_of(run: ReportedRun) -> Markup:
+def _samples_of(run: ReportedRun) -> list[Part]:
     if run.store is None or not run.columns:
-        return piece("missing", f"{run.name}: {run.store_error}.")
+        return [piece("missing", f"{run.name}: {run.store_error}.")]
     pieces, decode = [], None
     try:
         decode = load_decode(run.directory)
@@ -217,10 +203,13 @@ def _samples_of(run: ReportedRun) -> Markup:
             continue
         words = trajectory_text(trajectory, decode, MAX_SAMPLE_CHARS)
         pieces.append(piece("details", f"{what}: {headline(trajectory)}", words, open=True))
-    return Markup().join(pieces) or piece("missing", f"{run.name}: no training trajectory is stored yet.")
+    return [Markup().join(pieces) or piece("missing", f"{run.name}: no training trajectory is stored yet.")]
 
 
-# ---------------------------------------------------------------- settings
+samples = per_run(
+    "samples", "Samples", "The best and the worst trajectory of the first and the last iteration, and the last failure. Read text "
+    "is grey.", _samples_of,
+)  # fmt: skip
 
 
 def settings(runs: Sequence[ReportedRun]) -> Section:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -9,28 +10,20 @@ from typing import Any, Final
 import numpy as np
 from bokeh.models import ColumnDataSource, FixedTicker, HoverTool
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from libra.observe.html import STATE_COLORS, number, percent, piece, table
 from libra.observe.panels import PHASE_COLORS, OutcomePanel, curve, legend_only, log_ticks, plain, plot, spans
 from libra.observe.recorded_run import ReportedRun
-from libra.observe.report.listings import Part, Section, for_each, label
+from libra.observe.report.listings import Part, Section, label, per_run
 from libra.observe.run_directory import finite
 from libra.observe.timeline.states import STATES
 
 ALL: Final = "all engines and training workers"
 MAX_SPANS: Final = 4000
-"""Bars of one plot; what is shorter than a pixel of a wide screen is drawn with its neighbour."""
+"""Bars of one plot: fewer than the pixels of a wide screen."""
 MAX_ROWS: Final = 64
 """Trajectories drawn of one iteration."""
-
-
-def worker_time(runs: Sequence[ReportedRun]) -> Section:
-    """Where worker time went, by cause, and what it cost."""
-    what = (
-        "Share of each worker's time by what it did, or by why it was idle. The first row is weighted by GPUs; workers that only "
-        "run tools need none, and do not count there."
-    )
-    return Section("time", "Where worker time went", what, for_each(runs, _time_of))
 
 
 def _time_of(run: ReportedRun) -> list[Part]:
@@ -46,15 +39,12 @@ def _shares_plot(run: ReportedRun) -> Any:
     names = [name for name, _ in rows]
     height = 90 + 30 * len(rows) + 22 * (len(states) // 4 + 1)
     made = plot("", "share of time", "", height=height, y_range=names[::-1], x_range=(0, 1))
-    left = dict.fromkeys(names, 0.0)
+    stops = np.zeros(len(rows))
     for state in states:
-        widths = [shares.get(state, 0.0) for _, shares in rows]
-        starts = [left[name] for name in names]
-        left = {name: start + width for name, start, width in zip(names, starts, widths, strict=True)}
-        source = ColumnDataSource(
-            {"row": names, "left": starts, "right": list(left.values()), "share": [f"{100 * w:.1f} %" for w in widths]},
-            name=f"share_{state}",
-        )
+        widths = np.array([shares.get(state, 0.0) for _, shares in rows])
+        starts, stops = stops, stops + widths
+        columns = {"row": names, "left": starts.tolist(), "right": stops.tolist(), "share": list(map(percent, widths))}
+        source = ColumnDataSource(columns, name=f"share_{state}")
         drawn = made.hbar(
             "row", left="left", right="right", height=0.7, source=source, color=STATE_COLORS[state], line_color=None,
             legend_label=state,
@@ -91,12 +81,10 @@ def _time_table(run: ReportedRun) -> Markup:
     return table(head, rows, range(1, 3 + len(price))) + Markup().join(notes)
 
 
-def gantt(runs: Sequence[ReportedRun]) -> Section:
-    """Worker states over time, and the turns of one iteration."""
-    what = (
-        "Left: the state of each worker over the run. Right: the turns of the newest iteration's trajectories, by end."
-    )
-    return Section("gantt", "Workers and turns over time", what, for_each(runs, _gantt_of))
+worker_time = per_run(
+    "time", "Where worker time went", "Share of each worker's time by its work, or by the cause of its idleness. The first row is "
+    "weighted by GPUs; workers that only run tools need none, and do not count there.", _time_of,
+)  # fmt: skip
 
 
 def _gantt_of(run: ReportedRun) -> list[Part]:
@@ -123,35 +111,31 @@ def _workers_plot(run: ReportedRun) -> Any:
 def coarse(
     by_worker: Mapping[str, Sequence[tuple[float, float, str]]], most: int
 ) -> list[tuple[str, float, float, str]]:
-    """(worker, start, stop, state) of about ``most`` bars.
+    """(worker, start, stop, state) of about ``most`` bars, of equal cells where there are more.
 
-    Where there are more, short bars give their time to the state with most time in the same cell.
+    A cell has the state with most time in it.
     """
-    total = sum(len(found) for found in by_worker.values())
-    end_s = max((found[-1][1] for found in by_worker.values() if found), default=0.0)
+    if sum(len(found) for found in by_worker.values()) <= most:
+        return [(name, *each) for name, found in by_worker.items() for each in found]
+    end_s = max(found[-1][1] for found in by_worker.values() if found)
+    edges = np.linspace(0.0, end_s, max(1, most // len(by_worker)) + 1)
     bars: list[tuple[str, float, float, str]] = []
     for name, found in by_worker.items():
-        if total <= most:
-            bars += [(name, *each) for each in found]
-            continue
-        cells = max(1, most // len(by_worker))
-        width_s = end_s / cells
-        by_cell: dict[int, dict[str, float]] = {}
-        for start, stop, state in found:
-            at = start
-            while at < stop:
-                cell = int(at / width_s + 1e-9)
-                until = min(stop, max((cell + 1) * width_s, at + 1e-9 * end_s))
-                held = by_cell.setdefault(cell, {})
-                held[state] = held.get(state, 0.0) + until - at
-                at = until
-        for cell, held in sorted(by_cell.items()):
-            state, start = max(held, key=lambda each: held[each]), cell * width_s
-            if bars and bars[-1][0] == name and bars[-1][3] == state and bars[-1][2] >= start - 1e-9 * end_s:
-                bars[-1] = (name, bars[-1][1], start + width_s, state)
-            else:
-                bars.append((name, start, start + width_s, state))
+        states = sorted({state for _, _, state in found})
+        held = np.array([_time_in_cells([each[:2] for each in found if each[2] == state], edges) for state in states])
+        largest = [states[place] for place in held.argmax(0)]
+        cells = [state if any_s > 0 else "" for state, any_s in zip(largest, held.sum(0), strict=True)]
+        for state, group in itertools.groupby(range(len(cells)), cells.__getitem__):
+            numbers = list(group)
+            if state:
+                bars.append((name, float(edges[numbers[0]]), float(edges[numbers[-1] + 1]), state))
     return bars
+
+
+def _time_in_cells(spans_s: Sequence[tuple[float, float]], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    knots = np.array(spans_s).ravel()
+    passed = np.cumsum([value for start, stop in spans_s for value in (0.0, stop - start)])
+    return np.diff(np.interp(edges, knots, passed))
 
 
 def _turns_plot(run: ReportedRun) -> Any:
@@ -160,9 +144,7 @@ def _turns_plot(run: ReportedRun) -> Any:
         ends[span.key] = max(span.stop_s, ends.get(span.key, 0.0))
     if not ends:
         return piece("missing", "No training trajectory has ended yet, so there are no turns to draw.")
-    shown = sorted(ends, key=lambda key: ends[key])
-    left_out = max(0, len(shown) - MAX_ROWS)
-    shown = shown[-MAX_ROWS:]
+    shown = sorted(ends, key=ends.__getitem__)[-MAX_ROWS:]
     names = {key: _short(key) for key in shown}
     rows = []
     for span in run.timeline.turns:
@@ -170,7 +152,7 @@ def _turns_plot(run: ReportedRun) -> Any:
             what = f"{plain(span.tool) or span.phase} on {plain(span.worker)}"
             rows.append((names[span.key], span.start_s, span.stop_s, PHASE_COLORS[span.phase], what))
     begin, end = min(row[1] for row in rows), max(row[2] for row in rows)
-    of = f", the last {len(shown)} to end" if left_out else ""
+    of = f", the last {len(shown)} to end" if len(ends) > len(shown) else ""
     made = plot(
         f"iteration {run.timeline.turns_of}{of}", "seconds since the start", "", height=110 + max(140, 5 * len(shown)),
         y_range=list(names.values())[::-1], x_range=(begin, end if end > begin else begin + 1),
@@ -182,6 +164,12 @@ def _turns_plot(run: ReportedRun) -> Any:
     return made
 
 
+gantt = per_run(
+    "gantt", "Workers and turns over time",
+    "Left: the state of each worker over the run. Right: the turns of the newest iteration's trajectories, by end.", _gantt_of,
+)  # fmt: skip
+
+
 def _short(key: str) -> str:
     found = re.match(r"trajectory-([a-z]+-[\d-]*\d)-e\d+-", key)
     return found[1] if found else plain(key)
@@ -190,10 +178,10 @@ def _short(key: str) -> str:
 MISMATCH: Final = (("mismatch_mean_abs", "mean", "solid"), ("mismatch_max_abs", "largest", "dotted"))
 """Absolute gaps between engine and trainer log-probabilities of the same tokens, in nats."""
 SECONDS: Final = (
-    ("iteration_s", "iteration", "solid"),
-    ("train_s", "training step", "dashed"),
-    ("store_s", "storing", "dotted"),
-)
+    ("iteration_s", "iteration", "solid"), ("train_s", "training step", "dashed"), ("store_s", "storing", "dotted"),
+)  # fmt: skip
+LENGTHS: Final = ((0.5, "median", "solid"), (0.9, "9 of 10 are shorter", "dashed"), (1.0, "longest", "dotted"))
+"""Quantiles of lengths."""
 LAG: Final = (("lag", "mean lag", "solid"), ("lag_max", "largest lag", "dotted"))
 MAX_DOTS: Final = 2000
 
@@ -219,21 +207,16 @@ def rewards(runs: Sequence[ReportedRun]) -> Section:
         _band(made, runs[0])
     drawn = bool(_draw(made, runs, [("reward", "training questions", "solid")]))
     for run in runs:
-        held = {
-            version: reward
-            for version, result in run.evaluations.items()
-            if (reward := finite(result.get("reward"))) is not None
-        }
-        if held:
+        found = ((version, finite(result.get("reward"))) for version, result in run.evaluations.items())
+        if held := {version: reward for version, reward in found if reward is not None}:
             color = run.color if len(runs) > 1 else "#2a9d6f"
             curve(made, list(held), list(held.values()), label(runs, run, "held-out questions"), color, dash="dashed")
             drawn = True
-    parts: list[Part] = [
-        made if drawn else piece("missing", "No iteration has a reward, and nothing was evaluated yet.")
-    ]
+    why = "No iteration has a reward, and nothing was evaluated yet."
     bins = _bins(runs[0]) if len(runs) == 1 else None
+    parts = [made if drawn else piece("missing", why), *([] if bins is None else [bins])]
     what = "Mean reward of each iteration's trajectories, and of the held-out questions at each evaluation."
-    return Section("rewards", "Rewards", what, [*parts, *([bins] if bins is not None else [])])
+    return Section("rewards", "Rewards", what, parts)
 
 
 def _band(made: Any, run: ReportedRun) -> None:
@@ -252,15 +235,8 @@ def _bins(run: ReportedRun) -> Any:
         "", "bin of the environment", "mean reward of held-out questions", height=320, x_range=[str(n) for n in names]
     )
     for offset, (version, bins), color in ((-0.2, known[0], "#8fa1ab"), (0.2, known[-1], "#2a9d6f")):
-        x = [(str(name), offset) for name in names]
-        made.vbar(
-            x,
-            top=[bins[n][0] for n in names],
-            width=0.36,
-            color=color,
-            line_color=None,
-            legend_label=f"version {version}",
-        )
+        x, means = [(str(name), offset) for name in names], [bins[name][0] for name in names]
+        made.vbar(x, top=means, width=0.36, color=color, line_color=None, legend_label=f"version {version}")
     made.y_range.start = 0
     return made
 
@@ -272,9 +248,8 @@ def seconds(runs: Sequence[ReportedRun]) -> Section:
     drawn = _draw(rates, runs, [("tokens_per_s", "tokens/s", "solid")])
     times.y_range.start = rates.y_range.start = 0
     what = "Wall time of each iteration and of its training step, and tokens generated per second of the iteration."
-    return Section(
-        "seconds", "Iterations", what, [times, rates] if drawn else [piece("missing", "No iteration has ended yet.")]
-    )
+    parts = [times, rates] if drawn else [piece("missing", "No iteration has ended yet.")]
+    return Section("seconds", "Iterations", what, parts)
 
 
 def lengths(runs: Sequence[ReportedRun]) -> Section:
@@ -291,11 +266,7 @@ def lengths(runs: Sequence[ReportedRun]) -> Section:
         if not len(tokens):
             continue
         numbers = np.unique(iteration).tolist()
-        for share, what, dash in (
-            (0.5, "median", "solid"),
-            (0.9, "9 of 10 are shorter", "dashed"),
-            (1.0, "longest", "dotted"),
-        ):
+        for share, what, dash in LENGTHS:
             values = [float(np.quantile(tokens[iteration == k], share)) for k in numbers]
             curve(by_iteration, numbers, values, label(runs, run, what), run.color, dash=dash, dots=dash == "solid")
         edges = np.histogram_bin_edges(tokens, bins=min(40, max(8, int(tokens.max()) + 1)))
@@ -312,12 +283,6 @@ def lengths(runs: Sequence[ReportedRun]) -> Section:
     return Section("lengths", "Lengths", "Generated tokens of training trajectories, tool returns not counted.", parts)
 
 
-def forecasts(runs: Sequence[ReportedRun]) -> Section:
-    """Forecasts of lengths against the truth."""
-    what = "The policy's forecast of a trajectory's tokens, at first and half way, against what it generated."
-    return Section("forecasts", "Forecasts against truth", what, for_each(runs, _forecasts_of))
-
-
 def _forecasts_of(run: ReportedRun) -> list[Part]:
     pairs = list(run.timeline.forecasts)[-MAX_DOTS:]
     if not pairs:
@@ -326,6 +291,12 @@ def _forecasts_of(run: ReportedRun) -> list[Part]:
     panel = OutcomePanel()
     panel.show({"policy": {"outcomes": pairs, "skill": None}})
     return [panel.card]
+
+
+forecasts = per_run(
+    "forecasts", "Forecasts against truth",
+    "The policy's forecast of a trajectory's tokens, at first and half way, against the tokens that it generated.", _forecasts_of,
+)  # fmt: skip
 
 
 def mismatch(runs: Sequence[ReportedRun]) -> Section:

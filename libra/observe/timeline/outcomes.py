@@ -13,7 +13,8 @@ that have learned in between, so it is not an experiment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -33,15 +34,13 @@ _DECISIONS: Final = (
     facts.LayoutPlanned, facts.PlanConsidered, facts.PlanBlocked, facts.RoleChangeStarted, facts.SlotsSet,
     facts.BoundariesSet,
 )  # fmt: skip
-_COMMANDS: Final = (facts.SlotsSet, facts.RoleChangeStarted)
 
 
 class Outcome(NamedTuple):
-    """Prediction and result of one decision.
+    """Prediction and result of one decision, as shares of a step.
 
-    ``predicted_frac`` and ``realised_frac`` are gains as shares of a step; a layout at a run's
-    start has seconds of a step instead. ``before`` and ``after`` count intervals. ``why`` is the
-    reason for a missing result, else empty.
+    A layout at a run's start has seconds of a step instead. ``before`` and ``after`` count intervals.
+    ``why`` is the reason for a missing result, else empty.
     """
 
     event: Fact
@@ -90,9 +89,8 @@ class _Decision:
     event: Fact
     interval: int
     t_s: float
-    commands: list[int | None] = field(
-        default_factory=list
-    )  # generations of role changes that carried it out, None for slots
+    # Generations of the role changes that carried it out, None for slots:
+    commands: list[int | None] = field(default_factory=list)
 
 
 class DecisionOutcomes:
@@ -142,74 +140,56 @@ class DecisionOutcomes:
 
     def _decided(self, t_s: float, event: Fact) -> int:
         here = len(self._intervals) - 1
-        if isinstance(event, _COMMANDS):
-            generation = event.generation if isinstance(event, facts.RoleChangeStarted) else None
-            plans = [one for one in self._decisions if isinstance(one.event, facts.PlanConsidered)]
+        if isinstance(event, facts.SlotsSet | facts.RoleChangeStarted):
+            plans = [each for each in self._decisions if isinstance(each.event, facts.PlanConsidered)]
             if plans and plans[-1].interval == here:
-                plans[-1].commands.append(generation)
+                plans[-1].commands.append(getattr(event, "generation", None))
         self._decisions.append(_Decision(event, here, t_s))
         return len(self._decisions) - 1
 
-    # ---------------------------------------------------------------- the result of one decision
-
     def _outcome(self, decision: _Decision) -> Outcome:
-        event = decision.event
+        event, gain, commands = decision.event, None, list[int | None]()
         match event:
             case facts.LayoutPlanned():
-                found = list(self._after(decision.interval))
-                seconds = sum(each.seconds for each in found) / len(found) if found else None
-                why = "" if found else f"{NOT_KNOWN}: no iteration with it alone"
-                return Outcome(event, predicted_s=event.step_s, realised_s=seconds, after=len(found), why=why)
+                after = self._after(decision.interval)
+                seconds = sum(each.seconds for each in after) / len(after) if after else None
+                why = "" if after else f"{NOT_KNOWN}: no iteration with it alone"
+                return Outcome(event, predicted_s=event.step_s, realised_s=seconds, after=len(after), why=why)
             case facts.PlanBlocked():
                 return Outcome(event, event.gain_frac, why=NOT_CARRIED_OUT)
             case facts.PlanConsidered():
                 gain = 1 - event.proposed_step_s / event.current_step_s if event.current_step_s > 0 else None
                 if not event.accepted or not decision.commands:
                     return Outcome(event, gain, why=NOT_CARRIED_OUT)
-                return self._compared(event, gain, decision.interval, decision.commands)
+                commands = decision.commands
             case facts.RoleChangeStarted():
-                return self._compared(event, None, decision.interval, [event.generation])
-        return self._compared(event, None, decision.interval, [])
-
-    def _compared(self, event: Fact, predicted: float | None, interval: int, commands: Iterable[int | None]) -> Outcome:
+                commands = [event.generation]
         if self._failed.intersection(commands):
-            return Outcome(event, predicted, why=f"{NOT_CARRIED_OUT}: its change of roles failed or was cancelled")
-        before, after = list(self._before(interval)), list(self._after(interval))
-        if not before or not after:
-            side = "before" if not before else "after"
-            why = f"{NOT_KNOWN}: no comparable iteration {side} it"
-            return Outcome(event, predicted, before=len(before), after=len(after), why=why)
-        gained = 1 - _pace_s(after) / _pace_s(before)
-        return Outcome(event, predicted, gained, before=len(before), after=len(after))
+            return Outcome(event, gain, why=f"{NOT_CARRIED_OUT}: its role switch failed or was cancelled")
+        before, after = _first(reversed(self._intervals[: decision.interval])), self._after(decision.interval)
+        compared = Outcome(event, gain, before=len(before), after=len(after))
+        if before and after:
+            return compared._replace(realised_frac=1 - _pace_s(after) / _pace_s(before))
+        side = "after" if before else "before"
+        return compared._replace(why=f"{NOT_KNOWN}: no comparable iteration {side} it")
 
-    def _before(self, interval: int) -> Iterator[_Interval]:
-        return _first(reversed(self._intervals[:interval]))
-
-    def _after(self, interval: int) -> Iterator[_Interval]:
-        later = self._intervals[interval:]
-        settled = next((number for number, each in enumerate(later) if not each.changed), len(later))
-        return _first(later[settled:])
+    def _after(self, interval: int) -> list[_Interval]:
+        return _first(itertools.dropwhile(lambda each: each.changed, self._intervals[interval:]))
 
 
-def _first(intervals: Iterable[_Interval]) -> Iterator[_Interval]:
-    found = 0
-    for each in intervals:
-        if each.changed or found == WINDOW:
-            return
-        if each.counts:
-            found += 1
-            yield each
+def _first(intervals: Iterable[_Interval]) -> list[_Interval]:
+    unchanged = itertools.takewhile(lambda each: not each.changed, intervals)
+    return list(itertools.islice((each for each in unchanged if each.counts), WINDOW))
 
 
-def _pace_s(intervals: Iterable[_Interval]) -> float:
-    intervals = list(intervals)
+def _pace_s(intervals: Sequence[_Interval]) -> float:
     return sum(each.seconds for each in intervals) / sum(each.tokens for each in intervals)
 
 
-def forecast_results(told: Iterable[tuple[int, Fact]], key: str) -> dict[int, str]:
+def forecast_results(lines: Iterable[tuple[int, Fact]], key: str) -> dict[int, str]:
     """By log line of each forecast: the tokens that its trajectory generated from there to its end."""
     results, open_, tokens = dict[int, str](), dict[int, int](), 0
-    for line, event in told:
+    for line, event in lines:
         if getattr(event, "key", None) != key:
             continue
         match event:

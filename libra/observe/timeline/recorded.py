@@ -26,8 +26,7 @@ MAX_TROUBLES: Final = 200
 
 
 class TurnSpan(NamedTuple):
-    """One quantum, from its dispatch (or the previous quantum in its slot) to the report of its
-    end."""
+    """One quantum, from its dispatch or the previous quantum in its slot to the report of its end."""
 
     key: str
     phase: str
@@ -47,8 +46,7 @@ class ForecastPair(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """An event with its time over all starts of the run, and its index in
-    `RecordedTimeline.outcomes`."""
+    """A fact, its time over all starts, and its index in `RecordedTimeline.outcomes`."""
 
     t_s: float
     event: Fact
@@ -73,9 +71,7 @@ class RecordedTimeline(Timeline):
         self.troubles: deque[Logged] = deque(maxlen=MAX_TROUBLES)
         self.outcomes = DecisionOutcomes()
         self.failed_attempts: Counter[tuple[str, str]] = Counter()
-        self._forecast: dict[
-            str, list[tuple[int, int]]
-        ] = {}  # by open trajectory: generated so far, forecast remaining
+        self._forecast: dict[str, list[tuple[int, int]]] = {}  # by open trajectory: (generated, forecast remaining)
         self._turns: dict[int, list[TurnSpan]] = {}
 
     def add(self, line: Line) -> None:
@@ -90,12 +86,12 @@ class RecordedTimeline(Timeline):
                 self.starts += 1
                 self._forecast.clear()
             case facts.QuantumFinished():
-                self._turned(fact, slot)
+                self._turn_finished(fact, slot)
             case facts.Prefer() if fact.left_tokens > 0:
                 tokens = before.tokens if before is not None else 0
                 self._forecast.setdefault(fact.key, []).append((tokens, fact.left_tokens))
             case facts.TrajectoryEnded():
-                self._has_ended(fact, before.tokens if before is not None else 0)
+                self._trajectory_ended(fact, before.tokens if before is not None else 0)
             case facts.FailureClassified():
                 attempt = fact.failure, fact.detail
                 if attempt in self.failed_attempts or len(self.failed_attempts) < MAX_TROUBLES:
@@ -106,7 +102,7 @@ class RecordedTimeline(Timeline):
         elif isinstance(fact, (*DECISIONS, *LATE)):
             self.decisions.append(Logged(self.now_s, fact, outcome))
 
-    def _turned(self, fact: facts.QuantumFinished, slot: Slot | None) -> None:
+    def _turn_finished(self, fact: facts.QuantumFinished, slot: Slot | None) -> None:
         slot = slot or Slot(fact.worker, fact.phase, self.now_s - fact.latency_s)
         parsed = keys.parse(fact.key)
         if parsed is not None and parsed.split == "train" and len(parsed.indices) == 3:
@@ -114,12 +110,11 @@ class RecordedTimeline(Timeline):
             span = TurnSpan(fact.key, str(fact.phase), slot.worker, slot.since_s, self.now_s, fact.tokens, tool)
             self._turns.setdefault(parsed.indices[0], []).append(span)
 
-    def _has_ended(self, fact: facts.TrajectoryEnded, tokens: int) -> None:
+    def _trajectory_ended(self, fact: facts.TrajectoryEnded, tokens: int) -> None:
         forecast, parsed = self._forecast.pop(fact.key, None), keys.parse(fact.key)
         if parsed is not None and parsed.split == "train" and parsed.indices[0] > self.turns_of:
             self.turns_of = parsed.indices[0]
-            for iteration in [iteration for iteration in self._turns if iteration < self.turns_of]:
-                del self._turns[iteration]
+            self._turns = {k: turns for k, turns in self._turns.items() if k >= self.turns_of}
         self.turns = self._turns.get(self.turns_of, [])
         if forecast and fact.completed and tokens:
             totals = [(generated, generated + left) for generated, left in forecast]
@@ -127,10 +122,7 @@ class RecordedTimeline(Timeline):
             self.forecasts.append(ForecastPair(totals[0][1], half[1], tokens))
 
     def read_on(self, path: Path) -> str:
-        """Take the events that were not read yet; returns why they end early, else an empty string.
-
-        A damaged log is read up to the damage.
-        """
+        """Take the events not read yet, up to a damage; returns the reason for an early end, or ""."""
         if not path.is_file():
             return f"there is no event log ({path.name}): the run has not started"
         try:
@@ -142,10 +134,7 @@ class RecordedTimeline(Timeline):
 
 
 def read_log(path: Path, line: int = 1) -> Iterator[Line]:
-    """The events of a log from this line on, typed; a torn last line is left out.
-
-    StoreError with the line where one cannot be read.
-    """
+    """The facts of a log from this line on, without a torn last one; StoreError names a bad line."""
     for number, values in EventReader(path, line=line):
         try:
             yield facts.from_dict(values)
@@ -154,10 +143,7 @@ def read_log(path: Path, line: int = 1) -> Iterator[Line]:
 
 
 def trainers_of(config: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the training workers for `WorkerTimes`: in a local cluster, or a single one.
-
-    Several in a cluster that Libra did not start form a group, and the log names them.
-    """
+    """Training workers that the log does not name: of a local cluster, or a single one."""
     number = whole_number(config, "cluster", "train_workers", 1)
     if setting(config, "cluster", "scheduler") is None:
         return tuple(f"train-{rank}" for rank in range(number))

@@ -21,28 +21,28 @@ BUSY: Final[Mapping[str, str]] = {
     "generating": "generates",
     "acting": "runs tools",
     "training": "trains",
-    "turned": "trains in a wave, as an engine that has turned",
+    "turned": "trains in a wave, as an engine that switched roles",
     "moving": "publishes, loads or checks weights",
 }
 IDLE: Final[Mapping[str, str]] = {
     "starting": "starts: process, model, first weights",
-    "version": "waits for the next weights: the staleness bound, or an evaluation that is due",
+    "version": "waits for the next weights: the staleness bound, or a due evaluation",
     "trajectories": "training waits for the trajectories of its batch",
     "grading": "the last trajectories of the batch are graded and committed",
     "batch": "the batch is read and sent to the training workers",
     "tail": "no trajectory waits; the last ones are on other engines",
-    "tools": "all open trajectories are in tools",
-    "dispatch": "a trajectory waits and is about to be sent, or needs KV memory or another worker",
+    "tools": "all open trajectories run tools",
+    "dispatch": "a trajectory waits: it is about to be sent, or needs KV memory or another worker",
     "no_calls": "no tool call waits",
     "evaluation": "training waits while held-out questions are answered",
-    "turning": "an engine that the tail does not need changes to training",
-    "wave": "has turned to training, and no wave needs it now",
-    "returning": "has trained, and changes back to generate",
-    "role": "changes its role for another reason",
-    "lost": "the training group lost a member and forms again",
+    "turning": "an engine that the tail does not need switches to training",
+    "wave": "has switched to training, and no wave needs it now",
+    "returning": "has trained, and switches back to rollout",
+    "role": "switches roles for another reason",
+    "lost": "the training group lost a member and re-forms",
     "quarantined": "failed the version check",
     "lent": "its GPU belongs to another worker's engine",
-    "nothing": "nothing was submitted: the driver prepares, or the run is about to end",
+    "nothing": "nothing is submitted: the driver prepares, or the run is about to end",
 }
 """Idle states, and the cause in words."""
 STATES: Final[Mapping[str, str]] = {**BUSY, **IDLE}
@@ -51,8 +51,7 @@ AWAY: Final = ""
 
 
 class Segment(NamedTuple):
-    """A worker is in ``state`` from ``start_s`` until the next segment begins; ``gpus`` then belong
-    to it."""
+    """A state from ``start_s`` to the start of the next segment; ``gpus`` then belong to the worker."""
 
     start_s: float
     state: str
@@ -73,10 +72,9 @@ def busy_frac(seconds: Mapping[str, float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTime:
-    """One worker: seconds and GPU-seconds by state (worker-seconds on a CPU), and its mean use of
-    slots.
+    """One worker: seconds and GPU-seconds by state (worker-seconds on a CPU).
 
-    ``slots_used_frac`` is None for a worker without slots.
+    ``slots_used_frac``: mean use of its slots; None for a worker without slots.
     """
 
     worker: str
@@ -106,8 +104,7 @@ class RunTime:
 
     @property
     def gpu_s(self) -> dict[str, float]:
-        """GPU-seconds by state of engines and training workers; workers that only run tools do not
-        count."""
+        """GPU-seconds by state of engines and training workers, without pure tool workers."""
         total: Counter[str] = Counter()
         for worker in self.workers:
             if worker.kind != "tools":
@@ -123,6 +120,10 @@ class RunTime:
     def busy_frac(self) -> float | None:
         """Share of `gpu_s` in busy states; None without time."""
         return busy_frac(self.gpu_s)
+
+
+def _start_of(segment: Segment) -> float:
+    return segment.start_s
 
 
 @dataclass(slots=True)
@@ -144,7 +145,7 @@ class WorkerClock:
     away: bool = False
     quarantined: bool = False
     changing: str = ""  # the state of a change that is under way
-    turned: bool = False  # an engine that is, or goes, to train for the open step
+    hybrid: bool = False  # an engine that is switched, or has switched, to training for the open step
     ready_s: float = math.inf  # since when it has the weights that waves are computed with
     lent: bool = False
 
@@ -162,30 +163,22 @@ class WorkerClock:
         """Set the state between these times, except where it is in ``but``, and in folded segments."""
         if not self.segments or stop_s <= start_s:
             return
-        first = len(self.segments) - 1
-        while first > 0 and self.segments[first].start_s > start_s:
-            first -= 1
-        tail, self.segments[first:] = self.segments[first:], []
-        for index, segment in enumerate(tail):
-            end_s = tail[index + 1].start_s if index + 1 < len(tail) else max(stop_s, segment.start_s)
-            begin, end = max(start_s, segment.start_s), min(stop_s, end_s)
-            if begin >= end or segment.state == AWAY or segment.state in but:
-                self._append(segment)
-                continue
-            if begin > segment.start_s:
-                self._append(segment)
-            self._append(Segment(begin, state, segment.gpus))
-            if end < end_s or index + 1 == len(tail):
-                self._append(segment._replace(start_s=end))
+        first, stop = self._cut(start_s), self._cut(stop_s)
+        rest, self.segments[max(first - 1, 0) :] = self.segments[max(first - 1, 0) :], []
+        for index, segment in enumerate(rest, max(first - 1, 0)):
+            if first <= index < stop and segment.state != AWAY and segment.state not in but:
+                segment = segment._replace(state=state)
+            if not self.segments or self.segments[-1][1:] != segment[1:]:
+                self.segments.append(segment)
 
-    def _append(self, segment: Segment) -> None:
-        last = self.segments[-1] if self.segments else None
-        if last is None or (last.state, last.gpus) != (segment.state, segment.gpus):
-            self.segments.append(segment)
+    def _cut(self, t_s: float) -> int:
+        index = bisect_left(self.segments, t_s, key=_start_of)
+        if index and (index == len(self.segments) or self.segments[index].start_s > t_s):
+            self.segments.insert(index, self.segments[index - 1]._replace(start_s=t_s))
+        return index
 
     def count_slots(self, t_s: float) -> None:
-        """Add slot-seconds up to ``t_s``; call it before the running trajectories or the slots
-        change."""
+        """Add slot-seconds up to ``t_s``; call it before running trajectories or slots change."""
         self.slot_s, self.room_s = self._slot_time(t_s)
         self.slot_at_s = max(t_s, self.slot_at_s)
 
@@ -201,10 +194,9 @@ class WorkerClock:
         return self.slot_s + elapsed * used, self.room_s + elapsed * self.num_slots
 
     def totals(self, since_s: float, until_s: float) -> tuple[Counter[str], Counter[str]]:
-        """Seconds and GPU-seconds by state between two times; folded ones count if ``since_s <=
-        0``."""
+        """Seconds and GPU-seconds by state; folded ones count if ``since_s <= 0``."""
         seconds, gpu_s = (self.folded.copy(), self.folded_gpu.copy()) if since_s <= 0 else (Counter(), Counter())
-        first = max(0, bisect_left(self.segments, since_s, key=lambda each: each.start_s) - 1)
+        first = max(0, bisect_left(self.segments, since_s, key=_start_of) - 1)
         for index, segment in enumerate(self.segments[first:], first):
             end_s = self.segments[index + 1].start_s if index + 1 < len(self.segments) else until_s
             elapsed = min(end_s, until_s) - max(segment.start_s, since_s)
@@ -215,14 +207,12 @@ class WorkerClock:
 
     def fold(self, keep: int) -> None:
         """Keep the newest segments only; the totals stay."""
-        drop = len(self.segments) - keep
-        if drop > 0:
-            rest = self.segments[drop:]
-            self.segments = self.segments[: drop + 1]
-            seconds, gpu_s = self.totals(1e-300, rest[0].start_s)
-            self.folded.update(seconds)
-            self.folded_gpu.update(gpu_s)
-            self.segments = rest
+        rest = self.segments[-keep:]
+        self.segments = self.segments[: 1 - keep or None]
+        seconds, gpu_s = self.totals(1e-300, rest[0].start_s)
+        self.folded.update(seconds)
+        self.folded_gpu.update(gpu_s)
+        self.segments = rest
 
 
 class Slot(NamedTuple):
@@ -243,8 +233,8 @@ class Trajectory:
 
 
 class Places:
-    """Open trajectories by key; ``levels`` counts waiting ones by phase and level, ``used`` slots
-    in use."""
+    """Open trajectories by key, waiting ones counted in ``levels`` by phase and level, ``used``
+    slots by phase."""
 
     def __init__(self) -> None:
         self.clear()
@@ -255,17 +245,14 @@ class Places:
         self.levels: dict[Phase, Counter[int]] = {phase: Counter() for phase in Phase}
         self.used = dict.fromkeys(Phase, 0)
 
-    def of(self, key: str) -> Trajectory:
-        """The record of a trajectory, which is open from now on."""
+    def waits(self, key: str, where: tuple[Phase, int] | None) -> None:
+        """The trajectory waits for a slot at (phase, level), or for none."""
         found = self.open.get(key)
         if found is None:
+            if where is None:
+                return
             found = self.open[key] = Trajectory()
-        return found
-
-    def waits(self, key: str, where: tuple[Phase, int] | None) -> None:
-        """The trajectory waits for a slot at (phase, level); None if it does not wait."""
-        found = self.open.get(key) if where is None else self.of(key)
-        if found is None or found.waits == where:
+        if found.waits == where:
             return
         if found.waits is not None:
             phase, level = found.waits
@@ -284,11 +271,13 @@ class Places:
     def started(self, key: str, slot: Slot) -> None:
         """The trajectory has a slot, and waits no longer."""
         self.waits(key, None)
-        self.of(key).slot = slot
+        if (found := self.open.get(key)) is None:
+            found = self.open[key] = Trajectory()
+        found.slot = slot
         self.used[slot.phase] += 1
 
     def stopped(self, key: str) -> Slot | None:
-        """The slot that the trajectory leaves, or None."""
+        """Take its slot from the trajectory; None if it has none."""
         found = self.open.get(key)
         if found is None or found.slot is None:
             return None

@@ -18,32 +18,15 @@ from libra.types import Phase
 
 MAX_STEPS: Final = 60
 """Steps whose waves are kept."""
-MAX_TURNS: Final = 400
-OF_STEPS: Final = frozenset(
-    {
-        facts.RunStarted, facts.WaveParked, facts.OpenWave, facts.WaveTrained, facts.StepFinished, facts.StepsPlanned,
-        facts.TakeSteps, facts.Turn, facts.TurnRefused, facts.RoleChangeStarted, facts.RoleChanged,
-        facts.RoleChangeFailed, facts.RoleChangeCancelled,
-    }
-)  # fmt: skip
-"""Kinds of facts that `Steps.add` takes."""
-OF_MEASURES: Final = frozenset(
-    {
-        facts.QuantumFinished, facts.TrajectoryEnded, facts.OpenGate, facts.GroupCommitted, facts.WorkerCapacity,
-        facts.WorkerWithdrawn, facts.StepFinished, facts.RoleChanged, facts.VersionServed,
-    }
-)  # fmt: skip
-"""Kinds of facts that `Steps.measure` takes."""
+MAX_SWITCHES: Final = 400
 _OF_ENGINES: Final = frozenset({"generating", "turned", "wave"})
 
 
 @dataclass(slots=True)
 class Wave:
-    """A wave; ``others`` of its ``groups`` are of other iterations than the step's
-    (`trainer.batches`).
+    """A wave; ``others`` of its ``groups`` are of other iterations than the step's.
 
-    ``train_s`` is None until it is trained, at ``trained_s``; ``hybrids`` engines trained in it,
-    too.
+    ``train_s`` is None until it is trained, at ``trained_s``, by the trainers and ``hybrids`` engines.
     """
 
     groups: int
@@ -54,25 +37,24 @@ class Wave:
 
 
 @dataclass(slots=True)
-class EngineTurn:
+class EngineSwitch:
     """A switch of the engine of ``worker`` to training or rollout, requested at ``t_s``.
 
-    ``generation`` names its role change (None before it starts); ``seconds`` is None before its
-    end.
+    ``generation`` names its role change (None before it starts); ``seconds`` is None before its end.
     """
 
     t_s: float
     worker: str
     to: str
     reason: str
-    result: str = "asked for"
+    result: str = "requested"
     generation: int | None = None
     seconds: float | None = None
 
 
 @dataclass(slots=True)
-class StepsWay:
-    """The way in which steps are taken from ``t_s`` on (the first after ``step``), and the reason."""
+class StepMode:
+    """The mode of steps (``way``) from ``t_s`` on, first in the step after ``step``, and the reason."""
 
     t_s: float
     step: int
@@ -88,17 +70,17 @@ def groups_text(groups: int, others: int) -> str:
 class Steps:
     """Waves, role switches and measures of a run.
 
-    ``waves`` are by step and number, of the newest steps; ``turns`` and ``ways`` the newest
-    switches and choices, the oldest first. ``train_gpus`` counts GPUs that always train; 0 turns
-    measures off. ``since_s`` is the time of the previous publication.
+    ``waves`` are by step and number, of the newest steps; ``switches`` and ``modes`` the newest ones,
+    the oldest first. ``train_gpus`` counts GPUs that always train; 0 turns measures off. ``since_s``
+    is the time of the previous publication.
     """
 
     def __init__(self) -> None:
         self.waves: dict[int, dict[int, Wave]] = {}
-        self.turns: deque[EngineTurn] = deque(maxlen=MAX_TURNS)
-        self.ways: deque[StepsWay] = deque(maxlen=MAX_TURNS)
+        self.switches: deque[EngineSwitch] = deque(maxlen=MAX_SWITCHES)
+        self.modes: deque[StepMode] = deque(maxlen=MAX_SWITCHES)
         self._groups, self._taken = 0, -1
-        self._open: dict[str, EngineTurn] = {}  # by worker, turns without a result
+        self._open: dict[str, EngineSwitch] = {}  # by worker, switches without a result
         self.train_gpus, self.since_s = 0, 0.0
         self._gates_s: dict[int, float] = {}
         self._complete_s: defaultdict[int, list[float]] = defaultdict(list)
@@ -109,9 +91,9 @@ class Steps:
         self._changes: dict[str, list[float]] = {"train": [], "rollout": []}
         self._load_s = 0.0  # of the newest version that an engine loaded
 
-    def is_turn(self, generation: int) -> bool:
-        """Whether this change of roles is a turn that is under way."""
-        return any(turn.generation == generation for turn in self._open.values())
+    def is_switching(self, generation: int) -> bool:
+        """Whether this role change is an engine's switch that is under way."""
+        return any(switch.generation == generation for switch in self._open.values())
 
     def is_taken(self, step: int) -> bool:
         """Whether the weights of a step were updated."""
@@ -140,7 +122,7 @@ class Steps:
         }  # fmt: skip
 
     def add(self, fact: Fact, now_s: float) -> None:
-        """Take a fact of `OF_STEPS`, at ``now_s`` over all starts of the run."""
+        """Take a fact, at ``now_s`` over all starts of the run."""
         match fact:
             case facts.RunStarted():
                 self._groups = fact.groups_per_batch
@@ -161,21 +143,21 @@ class Steps:
             case facts.StepFinished():
                 self._taken = max(self._taken, fact.step)
             case facts.StepsPlanned() | facts.TakeSteps():
-                self.ways.append(StepsWay(now_s, self._taken, fact.way, fact.reason))
+                self.modes.append(StepMode(now_s, self._taken, fact.way, fact.reason))
             case _:
-                self._turn(fact, now_s)
+                self._switch(fact, now_s)
 
-    def _turn(self, fact: Fact, now_s: float) -> None:
+    def _switch(self, fact: Fact, now_s: float) -> None:
         match fact:
             case facts.Turn():
-                self._open[fact.worker] = turn = EngineTurn(now_s, fact.worker, fact.to, fact.reason)
-                self.turns.append(turn)
+                self.switches.append(EngineSwitch(now_s, fact.worker, fact.to, fact.reason))
+                self._open[fact.worker] = self.switches[-1]
             case facts.TurnRefused():
                 self._end([fact.worker], f"refused: {fact.detail}")
             case facts.RoleChangeStarted() if fact.undoes is None:
                 for worker in fact.assignments:
-                    if (asked := self._open.get(worker)) is not None and asked.generation is None:
-                        asked.generation, asked.result = fact.generation, "under way"
+                    if (switch := self._open.get(worker)) is not None and switch.generation is None:
+                        switch.generation, switch.result = fact.generation, "under way"
             case facts.RoleChanged():
                 done = self._open.get(fact.worker)
                 if done is not None and done.generation == fact.generation:
@@ -187,17 +169,19 @@ class Steps:
                 self._end(self._of(fact.generation), "cancelled on request")
 
     def _of(self, generation: int) -> list[str]:
-        return [worker for worker, turn in self._open.items() if turn.generation == generation]
+        return [worker for worker, switch in self._open.items() if switch.generation == generation]
 
     def _end(self, workers: list[str], result: str) -> None:
         for worker in workers:
-            if (turn := self._open.pop(worker, None)) is not None:
-                turn.result = result
+            if (switch := self._open.pop(worker, None)) is not None:
+                switch.result = result
 
     # ---------------------------------------------------------------- measures
 
     def measure(self, fact: Fact, now_s: float) -> None:
-        """Take a fact of `OF_MEASURES`."""
+        """Take a fact for the measures of steps, if there are any."""
+        if not self.train_gpus:
+            return
         match fact:
             case facts.QuantumFinished():
                 token_s = min(self._alone_s.values(), default=0.0)
@@ -222,15 +206,14 @@ class Steps:
                 self._changes[fact.to_role].append(price_s(fact.stage_s))
 
     def measured(self, step: int, now_s: float, time: RunTime) -> StepMeasured | None:
-        """A step published at ``now_s``, with the worker time since the last one; None if partly
-        unseen."""
+        """A step published at ``now_s`` with the ``time`` since the last; None if partly unseen."""
         self.since_s = time.until_s
         gate_s, complete_s = self._gates_s.get(step), sorted(self._complete_s.get(step, ()))
         trained = [wave for _, wave in sorted(self.waves.get(step, {}).items()) if wave.train_s is not None]
         trained_s = max((wave.trained_s for wave in trained), default=now_s)
         longest_s, ended_s = self._longest_s.get(step, 0.0), self._ended_s.get(step, now_s)
-        followed: tuple[dict[int, Any], ...] = (self._gates_s, self._complete_s, self._longest_s, self._ended_s)
-        for known in followed:
+        by_step: tuple[dict[int, Any], ...] = (self._gates_s, self._complete_s, self._longest_s, self._ended_s)
+        for known in by_step:
             for done in [k for k in known if k <= step]:
                 del known[done]
         whole = len(complete_s) == self._groups == sum(wave.groups for wave in trained)

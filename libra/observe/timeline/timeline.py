@@ -1,5 +1,4 @@
-"""One timeline of a run, from its facts: live in the scheduler or from the log, with the same
-result.
+"""One timeline of a run, from its facts: live in the scheduler or from the log, with one result.
 
 1. Nothing here reads a clock: time comes with the facts, and with `Timeline.sample`.
 2. ``history`` has at most ``MAX_SAMPLES`` evenly spaced rows: when full, every second row goes.
@@ -8,16 +7,16 @@ result.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from libra import facts
-from libra.facts import Fact, Line, kinds, said
+from libra.facts import Fact, Line, said
 from libra.observe.timeline.states import Places, busy_frac
-from libra.observe.timeline.steps import OF_MEASURES, OF_STEPS, Steps
-from libra.observe.timeline.worker_times import HANDLERS as OF_WORKERS
-from libra.observe.timeline.worker_times import WorkerTimes
+from libra.observe.timeline.steps import Steps
+from libra.observe.timeline.worker_times import OF_TRAJECTORIES, WorkerTimes
 from libra.types import Phase
 from libra.untrusted import shown_line
 
@@ -50,7 +49,7 @@ _BAND_TOPS: Final = (-1, 1, 10, 40)
 
 def band(level: int) -> int:
     """Index in `BANDS` of a policy's level."""
-    return sum(level > top for top in _BAND_TOPS)
+    return bisect_left(_BAND_TOPS, level)
 
 
 OF_A_BATCH: Final = {
@@ -59,7 +58,7 @@ OF_A_BATCH: Final = {
     "training": "training",
     "moving": "publishing the weights",
 }
-"""States of training workers between a batch's last trajectory and the next iteration, in words."""
+"""States of training workers from a batch's last trajectory to the next iteration, in words."""
 
 
 class Timeline:
@@ -72,9 +71,8 @@ class Timeline:
     """
 
     def __init__(self, trainers: Sequence[str] = (), *, keep: int | None = None) -> None:
-        self.places = Places()
+        self.places, self.steps = Places(), Steps()
         self.workers = WorkerTimes(self.places, trainers, keep=keep)
-        self.steps = Steps()
         self.run = self.policy = ""
         self.epoch = self.eta = self.iterations = 0
         self.iteration, self.published = -1, -1
@@ -129,9 +127,9 @@ class Timeline:
     def worker_time(self, now_s: float) -> dict[str, Any]:
         """Where worker time went, JSON-able, over the run and over the last `BUSY_WINDOW_S`.
 
-        ``until_s``, ``busy_frac`` and ``now_busy_frac`` (None without time), ``shares`` and
-        ``now_shares`` {state: share}, ``workers``: [{"worker", "kind", "state" (empty after it
-        left), "busy_frac", "slots_used_frac" (None without slots), "seconds": {state: s}}, ...].
+        ``until_s``, ``busy_frac``, ``now_busy_frac`` (None without time), ``shares``, ``now_shares``
+        {state: share}, ``workers``: [{"worker", "kind", "state" (empty after it left), "busy_frac",
+        "slots_used_frac" (None without slots), "seconds": {state: s}}, ...].
         """
         whole, states = self.workers.times(now_s), self.workers.states()
         now = self.workers.times(now_s, max(now_s - BUSY_WINDOW_S, 1e-9))
@@ -158,8 +156,7 @@ class Timeline:
         return max(0.0, left * each_s - max(0.0, now_s - times[-1])) if left > 0 else 0.0
 
     def training(self, now_s: float) -> str:
-        """The activity of the training workers with a complete batch; "" while they wait for
-        trajectories."""
+        """The activity of the training workers with a complete batch; "" without one."""
         state, since_s = self.workers.training_state()
         if state not in OF_A_BATCH:
             return ""
@@ -169,11 +166,8 @@ class Timeline:
 
     def _decisions(self) -> list[list[Any]]:
         logged = [*self._decided, *self._opened, *([self._sent] if self._sent else [])]
-        rows = []
-        for t_s, fact in sorted(logged, key=lambda each: -each[0]):
-            what, why = said(fact)
-            rows.append([round(t_s, 3), shown_line(what, 200), shown_line(why, 300)])
-        return rows
+        words = ((t_s, *said(fact)) for t_s, fact in sorted(logged, key=lambda each: -each[0]))
+        return [[round(t_s, 3), shown_line(what, 200), shown_line(why, 300)] for t_s, what, why in words]
 
     # ---------------------------------------------------------------- facts
 
@@ -189,19 +183,30 @@ class Timeline:
             self.run = line.run
             workers.started()
         workers.now_s = now_s
-        of_workers, of_steps, of_measures, handler = _TAKERS.get(kind, _NOBODY)
-        if of_workers is not None:
-            workers.take(of_workers, fact)
-        if of_steps:
-            self.steps.add(fact, now_s)
-        if of_measures and self.steps.train_gpus:
-            self.steps.measure(fact, now_s)
-        if handler is not None:
-            handler(self, fact)
+        match fact:
+            case facts.SetPriority():
+                self.places.ranked(fact.key, fact.priority)
+            case facts.Prefer():
+                pass
+            case facts.PlacementVoid():
+                self.places.waits(fact.key, None)
+            case _ if kind in OF_TRAJECTORIES:
+                workers.take(fact)
+                if kind is facts.QuantumFinished:
+                    self._finished(fact)  # type: ignore[arg-type]
+                elif kind is facts.QuantumDispatched:
+                    self._sent = now_s, fact  # type: ignore[assignment]
+                elif kind is facts.TrajectoryEnded:
+                    self.steps.measure(fact, now_s)
+            case _:
+                workers.take(fact)
+                self.steps.add(fact, now_s)
+                self.steps.measure(fact, now_s)
+                self._progressed(fact)
+                self._changed(fact)
 
     def measured(self, version: int, now_s: float) -> facts.StepMeasured | None:
-        """The step whose ``version`` is published at ``now_s``; None if it was not measured or
-        partly unseen."""
+        """The step whose ``version`` is published at ``now_s``; None if unmeasured or partly unseen."""
         steps = self.steps
         if not steps.train_gpus:
             return None
@@ -223,14 +228,12 @@ class Timeline:
             self._next_s = self.history[-1][0] + self._interval_s
 
     def _finished(self, fact: facts.QuantumFinished) -> None:
+        self.steps.measure(fact, self.now_s)
         self.quanta[str(fact.phase)] += 1
         self.parts += fact.unfinished
         self.tokens += fact.tokens
         if (found := self.places.open.get(fact.key)) is not None:
             found.tokens += fact.tokens
-
-    def _dispatched(self, fact: facts.QuantumDispatched) -> None:
-        self._sent = self.now_s, fact
 
     def _progressed(self, fact: Fact) -> None:
         now_s = self.now_s
@@ -238,7 +241,7 @@ class Timeline:
             case facts.RunStarted():
                 self.epoch, self.eta, self.policy = fact.epoch, fact.eta, fact.policy
                 self.iterations = fact.iterations
-                self._published_s = -1.0  # what the next version took is not a step's time
+                self._published_s = -1.0  # the next version's time is not a step's
                 self._capacity.clear()
                 self._served.clear()
             case facts.GroupCommitted(split="train"):
@@ -274,29 +277,6 @@ class Timeline:
                 self._served.pop(fact.worker, None)
             case facts.RoleChanged() if fact.to_role != "rollout":
                 self._served.pop(fact.worker, None)
-        if not isinstance(fact, NOTED) or (
-            isinstance(fact, facts.RoleChangeStarted) and self.steps.is_turn(fact.generation)
-        ):
-            return  # a turn has a line with the same reason
-        self._decided.append((self.now_s, fact))
-
-
-_HANDLERS: Final[Mapping[type[Fact], Callable[[Timeline, Any], None]]] = {
-    facts.SetPriority: lambda self, fact: self.places.ranked(fact.key, fact.priority),
-    facts.PlacementVoid: lambda self, fact: self.places.waits(fact.key, None),
-    facts.QuantumDispatched: Timeline._dispatched,
-    facts.QuantumFinished: Timeline._finished,
-    **dict.fromkeys((*NOTED, facts.WorkerCapacity, facts.VersionServed, facts.WorkerWithdrawn), Timeline._changed),
-    **dict.fromkeys(
-        (
-            facts.RunStarted, facts.GroupCommitted, facts.OpenGate, facts.OpenBatch, facts.LateRewardsTaken,
-            facts.VersionPublished, facts.IterationFinished, facts.EvaluationFinished,
-        ),
-        Timeline._progressed,
-    ),
-}  # fmt: skip
-_Takers = tuple[Callable[[WorkerTimes, Any], None] | None, bool, bool, Callable[[Timeline, Any], None] | None]
-_NOBODY: Final[_Takers] = None, False, False, None
-_TAKERS: Final[Mapping[type[Fact], _Takers]] = {
-    kind: (OF_WORKERS.get(kind), kind in OF_STEPS, kind in OF_MEASURES, _HANDLERS.get(kind)) for kind in kinds()
-}
+        of_switch = isinstance(fact, facts.RoleChangeStarted) and self.steps.is_switching(fact.generation)
+        if isinstance(fact, NOTED) and not of_switch:  # the switch has a line with the same reason
+            self._decided.append((self.now_s, fact))

@@ -2,8 +2,8 @@
 
 Busy: ``generating`` (a trajectory has a ROLLOUT slot there, tools within a generation included),
 ``acting`` (a TOOL slot), ``training`` (an optimizer step or a wave), ``turned`` (a wave, on an
-engine that `libra.policy.tail` has switched), ``moving`` (publishing, loading or checking weights).
-Idle: the states of `IDLE`. On a worker of several runs, work for another run counts as idle.
+engine that switched roles), ``moving`` (publishing, loading or checking weights). Idle: the states
+of `IDLE`. On a worker of several runs, work for another run counts as idle.
 
 1. A worker has one state at each moment between its first and last event, unless it was away.
 2. A trajectory has a slot of at most one worker. Slots in use are never negative.
@@ -27,11 +27,8 @@ _NOT_WAITING: Final = frozenset({"starting", "lost", "training", "role", "turnin
 _NOT_LOADING: Final = frozenset({"starting", "role", "lent", "training", "turning", "returning"})
 
 
-Handler = Callable[["WorkerTimes", Any], None]
-
-
 class WorkerTimes:
-    """The state of every worker of a run; its handlers keep ``places``.
+    """The state of every worker of a run; it keeps ``places``.
 
     ``trainers`` names the training workers of a run whose log does not: a single one forms no
     group. ``keep`` segments per worker are kept and older ones only counted; None keeps all.
@@ -50,26 +47,25 @@ class WorkerTimes:
             clock.count_slots(self.now_s)
             clock.running = clock.acting = 0
             clock.away, clock.served, clock.quarantined, clock.lent = True, False, False, False
-            clock.changing, clock.turned, clock.ready_s = "", False, math.inf
+            clock.changing, clock.hybrid, clock.ready_s = "", False, math.inf
         self._places.clear()
         self._gates: set[int] = set()
         self._batches_parked: set[int] = set()
         self._batches_opened: set[int] = set()
-        self._waves_opened: dict[tuple[int, int], float] = {}  # (batch, wave) of those in training: since when
-        self._asked: dict[str, str] = {}  # by worker, what its newest turn was to
+        self._waves_opened: dict[tuple[int, int], float] = {}  # (batch, wave) in training: since when
+        self._switches: dict[str, str] = {}  # by worker, the role of its newest switch
         self._changes: dict[int, tuple[str, ...]] = {}  # by generation, workers that change their role
         self._published, self._stepped = -1, -1
         self._prepared_s = 0.0  # since when the batch now in training could have been trained on
         self._group_lost = False
         self._has_ended = False  # a trajectory, since the newest gate opened
-        self._signature: tuple[Any, ...] = ()
+        self._causes: tuple[Any, ...] = ()
         self._moment: tuple[bool, ...] = ()
 
     # ---------------------------------------------------------------- reading
 
     def times(self, until_s: float | None = None, since_s: float = 0.0) -> RunTime:
-        """Totals between two times (default: the newest fact); folded segments count if ``since_s``
-        is 0."""
+        """Totals up to ``until_s`` or the newest fact; folded segments count if ``since_s`` is 0."""
         end_s = max(self.now_s, until_s or 0.0)
         found = []
         for name, clock in sorted(self._clocks.items()):
@@ -89,13 +85,12 @@ class WorkerTimes:
 
     def training_split(self, since_s: float, until_s: float) -> dict[str, float]:
         """Seconds by state between two times, of the training worker that was there the longest."""
-        trainers = [clock for clock in self._clocks.values() if clock.kind == "trainer" and not clock.turned]
+        trainers = [clock for clock in self._clocks.values() if clock.kind == "trainer" and not clock.hybrid]
         found: list[dict[str, float]] = [{**clock.totals(max(since_s, 1e-9), until_s)[0]} for clock in trainers]
         return max(found, key=lambda seconds: sum(seconds.values()), default={})
 
     def segments(self) -> dict[str, list[tuple[float, float, str]]]:
-        """(start, stop, state) of each worker's kept segments, without absences, in seconds of
-        `now_s`."""
+        """(start, stop, state) of each worker's kept segments without absences, as `now_s` counts."""
         found: dict[str, list[tuple[float, float, str]]] = {}
         for name, clock in sorted(self._clocks.items()):
             stops = [*(each.start_s for each in clock.segments[1:]), self.now_s]
@@ -103,19 +98,25 @@ class WorkerTimes:
             found[name] = [(s.start_s, stop, s.state) for s, stop in spans if s.state != AWAY and stop > s.start_s]
         return found
 
-    # ---------------------------------------------------------------- events
+    # ---------------------------------------------------------------- facts
 
-    def take(self, handler: Handler, fact: Fact) -> None:
-        """Take a fact of `HANDLERS` that happened at `now_s`."""
-        handler(self, fact)
-        places = self._places
-        (rollout, tool), used = places.levels.values(), places.used
-        moment = (
-            not rollout, not tool, not places.open, not used[Phase.ROLLOUT], not used[Phase.TOOL], self._has_ended,
-        )  # fmt: skip
-        if type(fact) not in OF_TRAJECTORIES or moment != self._moment:  # else no idle worker has another cause
+    def take(self, fact: Fact) -> None:
+        """Take a fact that happened at `now_s`."""
+        handler = OF_TRAJECTORIES.get(type(fact))
+        if handler is None:
+            for take in (self._training, self._engine, self._membership, self._roles):
+                take(fact)
+        else:
+            handler(self, fact)
+            places = self._places
+            (rollout, tool), used = places.levels.values(), places.used
+            moment = (
+                not rollout, not tool, not places.open, not used[Phase.ROLLOUT], not used[Phase.TOOL], self._has_ended,
+            )  # fmt: skip
+            if moment == self._moment:
+                return  # no idle worker has another cause
             self._moment = moment
-            self._update_all()
+        self._update_all()
 
     def started(self) -> None:
         """The run starts."""
@@ -141,9 +142,9 @@ class WorkerTimes:
             clock.fold(self._keep)
 
     def _update_all(self) -> None:
-        signature = (self._engine_idle(), self._trainer_state(), self._tool_idle(), self._newest_wave_s)
-        if signature != self._signature:
-            self._signature = signature
+        causes = (self._engine_idle(), self._trainer_state(), self._tool_idle(), self._newest_wave_s)
+        if causes != self._causes:
+            self._causes = causes
             for clock in self._clocks.values():
                 self._update(clock)
 
@@ -153,7 +154,7 @@ class WorkerTimes:
         if clock.away:
             return AWAY
         if clock.kind == "trainer":
-            if clock.changing or not clock.turned:
+            if clock.changing or not clock.hybrid:
                 return clock.changing or self._trainer_state()
             return "turned" if self._newest_wave_s >= clock.ready_s else "wave"
         if clock.running:
@@ -164,10 +165,8 @@ class WorkerTimes:
             return "lent"
         if clock.kind == "tools":
             return self._tool_idle()
-        if clock.changing:
-            return clock.changing
-        if clock.quarantined:
-            return "quarantined"
+        if clock.changing or clock.quarantined:
+            return clock.changing or "quarantined"
         return self._engine_idle() if clock.served else "starting"
 
     def _engine_idle(self) -> str:
@@ -211,18 +210,18 @@ class WorkerTimes:
     # ---------------------------------------------------------------- trajectories
 
     def _parked(self, fact: facts.TrajectoryParked) -> None:
-        self._stopped(fact.key)
+        self._stopped(fact)
         self._places.waits(fact.key, (Phase(fact.phase), 0))
 
     def _started(self, fact: facts.QuantumDispatched | facts.QuantumContinued) -> None:
-        self._stopped(fact.key)
+        self._stopped(fact)
         phase = Phase(fact.phase)
         clock = self._clock(fact.worker, "engine" if phase is Phase.ROLLOUT else "tools")
         self._places.started(fact.key, Slot(fact.worker, phase, self.now_s))
         self._runs(clock, phase, 1)
 
-    def _stopped(self, key: str) -> None:
-        if (slot := self._places.stopped(key)) is not None:  # most that park were stopped before
+    def _stopped(self, fact: Any) -> None:
+        if (slot := self._places.stopped(fact.key)) is not None:  # most that park were stopped before
             self._runs(self._clocks[slot.worker], slot.phase, -1)
 
     def _runs(self, clock: WorkerClock, phase: Phase, more: int) -> None:
@@ -234,7 +233,7 @@ class WorkerTimes:
         self._update(clock)
 
     def _ended(self, fact: facts.TrajectoryEnded) -> None:
-        self._stopped(fact.key)
+        self._stopped(fact)
         self._places.ended(fact.key)
         self._has_ended = True
 
@@ -263,7 +262,7 @@ class WorkerTimes:
                 self._waves_opened = {at: t_s for at, t_s in self._waves_opened.items() if at[0] > fact.step}
                 self._stepped = fact.step
                 for clock in self._clocks.values():
-                    if clock.kind == "trainer" and not clock.turned:
+                    if clock.kind == "trainer" and not clock.hybrid:
                         clock.relabel(self._prepared_s, self.now_s - fact.train_s, "batch", _NOT_TRAINING)
             case facts.VersionPublished():
                 self._published = max(self._published, fact.version)
@@ -271,93 +270,97 @@ class WorkerTimes:
 
     def _wave_trained(self, fact: facts.WaveTrained) -> None:
         """Time since the wave opened counts as training only from the start of its gradient."""
-        begun_s = self.now_s - fact.train_s
-        opened_s = min(self._waves_opened.pop((fact.batch, fact.wave), begun_s), begun_s)
-        turned = []
+        start_s = self.now_s - fact.train_s
+        opened_s = min(self._waves_opened.pop((fact.batch, fact.wave), start_s), start_s)
+        hybrids = []
         for clock in self._clocks.values():
-            if clock.kind == "trainer" and clock.turned:
+            if clock.kind == "trainer" and clock.hybrid:
                 clock.relabel(opened_s, self.now_s, "wave", _NOT_IN_WAVES)
-                turned += [clock] if clock.ready_s < self.now_s else []
+                hybrids += [clock] if clock.ready_s < self.now_s else []
             elif clock.kind == "trainer":
-                clock.relabel(opened_s, begun_s, "batch", _NOT_TRAINING)
-                clock.relabel(begun_s, self.now_s, "training", _NOT_WAITING)
-        for clock in sorted(turned, key=lambda each: each.ready_s)[: fact.hybrids]:
-            clock.relabel(max(begun_s, clock.ready_s), self.now_s, "turned", _NOT_IN_WAVES)
+                clock.relabel(opened_s, start_s, "batch", _NOT_TRAINING)
+                clock.relabel(start_s, self.now_s, "training", _NOT_WAITING)
+        for clock in sorted(hybrids, key=lambda each: each.ready_s)[: fact.hybrids]:
+            clock.relabel(max(start_s, clock.ready_s), self.now_s, "turned", _NOT_IN_WAVES)
 
     # ---------------------------------------------------------------- workers and engines
 
-    def _engine(self, fact: Any) -> None:
-        clock = self._clock(fact.worker, "engine")
+    def _engine(self, fact: Fact) -> None:
         match fact:
             case facts.EngineDeclared():
-                clock.gpus = max(fact.tp, 1)
+                self._clock(fact.worker, "engine").gpus = max(fact.tp, 1)
             case facts.VersionServed():
+                clock = self._clock(fact.worker, "engine")
                 clock.served, clock.quarantined, clock.gpus = True, False, max(fact.tp, 1)
                 self._update(clock)
                 clock.relabel(self.now_s - fact.load_s, self.now_s, "moving", _NOT_LOADING)
             case facts.VersionChecked():
+                clock = self._clock(fact.worker, "engine")
                 clock.relabel(self.now_s - fact.stopped_s, self.now_s, "moving", _NOT_LOADING)
             case facts.EngineQuarantined():
-                clock.quarantined = True
-        self._update(clock)
+                self._clock(fact.worker, "engine").quarantined = True
+            case facts.WorkerCapacity():
+                self._capacity(fact)
+                return
+            case _:
+                return
+        self._update(self._clocks[fact.worker])
 
     def _capacity(self, fact: facts.WorkerCapacity) -> None:
         known = self._clocks.get(fact.worker)
         if known is None and not (fact.rollout_slots or fact.tool_slots):
             return
-        kind: Kind = "engine" if fact.rollout_slots else "tools"
-        clock = self._clock(fact.worker, known.kind if known is not None and not fact.rollout_slots else kind)
+        kind: Kind = "engine" if fact.rollout_slots else "tools" if known is None else known.kind
+        clock = self._clock(fact.worker, kind)
         clock.count_slots(self.now_s)
         clock.num_slots = fact.tool_slots if clock.kind == "tools" else fact.rollout_slots
 
     def _membership(self, fact: Any) -> None:
-        if (clock := self._clocks.get(fact.worker)) is None:
+        if isinstance(fact, facts.GangFormed | facts.GangLost):
+            self._group_lost = isinstance(fact, facts.GangLost)
+            for name in fact.members if isinstance(fact, facts.GangFormed) else ():
+                clock = self._clock(name, "trainer")
+                if not clock.running and not clock.acting:
+                    clock.kind = "trainer"
+                    self._update(clock)
+        if not isinstance(fact, facts.WorkerJoined | facts.WorkerLost | facts.WorkerWithdrawn):
             return
+        if fact.worker not in self._clocks:
+            return
+        clock = self._clocks[fact.worker]
+        clock.count_slots(self.now_s)
         match fact:
             case facts.WorkerJoined():
-                if clock.turned:  # it was lost while it trained
+                if clock.hybrid:  # it was lost while it trained
                     clock.kind, clock.ready_s = "engine", math.inf
-                if clock.kind == "trainer":
-                    return
-                self._clock(fact.worker, clock.kind).served = False
-            case facts.WorkerLost() if clock.turned and not clock.changing:  # one that had slots is also withdrawn
-                clock.count_slots(self.now_s)
+                if clock.kind != "trainer":
+                    self._clock(fact.worker, clock.kind).served = False
+            case facts.WorkerLost() if clock.hybrid and not clock.changing:  # one that had slots is also withdrawn
                 clock.kind, clock.away, clock.ready_s = "engine", True, math.inf
-            case facts.WorkerWithdrawn() if clock.changing:  # it has no slots any more; what runs there goes on
-                clock.count_slots(self.now_s)
+            case facts.WorkerWithdrawn() if clock.changing:  # it has no slots any more; running quanta go on
                 clock.num_slots = 0
             case facts.WorkerWithdrawn() if clock.kind != "trainer":
                 for key in self._places.on(fact.worker):
-                    self._stopped(key)
-                clock.count_slots(self.now_s)
+                    if (slot := self._places.stopped(key)) is not None:
+                        self._runs(clock, slot.phase, -1)
                 clock.away, clock.served = True, False
-            case _:
-                return
         self._update(clock)
-
-    def _gang(self, fact: facts.GangFormed | facts.GangLost) -> None:
-        self._group_lost = isinstance(fact, facts.GangLost)
-        for name in fact.members if isinstance(fact, facts.GangFormed) else ():
-            clock = self._clock(name, "trainer")
-            if not clock.running and not clock.acting:
-                clock.kind = "trainer"
-                self._update(clock)
 
     # ---------------------------------------------------------------- roles
 
     def _roles(self, fact: Fact) -> None:
         match fact:
             case facts.Turn():
-                self._asked[fact.worker] = fact.to
+                self._switches[fact.worker] = fact.to
                 if fact.to == "training":
-                    self._clock(fact.worker, "engine").turned = True
+                    self._clock(fact.worker, "engine").hybrid = True
             case facts.TurnRefused():
-                if fact.worker in self._clocks and self._asked.get(fact.worker) == "training":
-                    self._clocks[fact.worker].turned = False
+                if fact.worker in self._clocks and self._switches.get(fact.worker) == "training":
+                    self._clocks[fact.worker].hybrid = False
             case facts.RoleChangeStarted():
                 self._role_change_started(fact)
             case facts.RoleChangeFailed() | facts.RoleChangeCancelled():
-                for name in self._changes.pop(fact.generation, ()):  # those that are still there change back at once
+                for name in self._changes.pop(fact.generation, ()):  # workers that are still there change back at once
                     if (clock := self._clocks.get(name)) is not None and clock.changing:
                         clock.count_slots(self.now_s)
                         clock.changing, clock.away, clock.served = "", True, False
@@ -375,14 +378,14 @@ class WorkerTimes:
         for name, has in fact.assignments.items():
             if (clock := self._clocks.get(name)) is not None:
                 trains, clock = has.get("role") == "train", self._clock(name, clock.kind)
-                clock.changing = ("turning" if trains else "returning") if clock.turned else "role"
-                if trains:  # one that returns first ends its slice
+                clock.changing = ("turning" if trains else "returning") if clock.hybrid else "role"
+                if trains:  # an engine that switches back first ends its slice
                     clock.ready_s = math.inf
                 self._update(clock)
 
     def _has_role(self, name: str, role: str, tp: int) -> None:
         clock = self._clock(name, "trainer" if role == "train" else "engine")
-        clock.changing, clock.lent, clock.turned = "", role == "lent", clock.turned and role == "train"
+        clock.changing, clock.lent, clock.hybrid = "", role == "lent", clock.hybrid and role == "train"
         clock.kind = "trainer" if role == "train" else "engine"
         clock.ready_s = clock.ready_s if role == "train" else math.inf
         clock.gpus = 0 if clock.lent else max(tp, 1) if role == "rollout" else 1
@@ -390,39 +393,14 @@ class WorkerTimes:
         self._update(clock)
 
 
-OF_TRAJECTORIES: Final = frozenset(
-    {
-        facts.TrajectoryParked, facts.TrajectoryEnded, facts.QuantumDispatched, facts.QuantumContinued, facts.QuantumFinished,
-        facts.QuantumLost, facts.QuantumGivenBack, facts.TrajectoryFoundEnded,
-    }
-)  # fmt: skip
-HANDLERS: Final[dict[type[Fact], Handler]] = {
+OF_TRAJECTORIES: Final[dict[type[Fact], Callable[[WorkerTimes, Any], None]]] = {
     facts.TrajectoryParked: WorkerTimes._parked,
     facts.TrajectoryEnded: WorkerTimes._ended,
-    facts.WorkerCapacity: WorkerTimes._capacity,
-    **dict.fromkeys((facts.QuantumDispatched, facts.QuantumContinued), WorkerTimes._started),
-    **dict.fromkeys(
-        (facts.QuantumFinished, facts.QuantumLost, facts.QuantumGivenBack, facts.TrajectoryFoundEnded),
-        lambda self, fact: self._stopped(fact.key),
-    ),
-    **dict.fromkeys(
-        (
-            facts.GateParked, facts.OpenGate, facts.BatchParked, facts.WaveParked, facts.OpenWave, facts.WaveTrained,
-            facts.OpenBatch, facts.StepFinished, facts.VersionPublished,
-        ),
-        WorkerTimes._training,
-    ),
-    **dict.fromkeys(
-        (facts.VersionServed, facts.VersionChecked, facts.EngineDeclared, facts.EngineQuarantined), WorkerTimes._engine
-    ),
-    **dict.fromkeys((facts.WorkerJoined, facts.WorkerLost, facts.WorkerWithdrawn), WorkerTimes._membership),
-    **dict.fromkeys((facts.GangFormed, facts.GangLost), WorkerTimes._gang),
-    **dict.fromkeys(
-        (
-            facts.Turn, facts.TurnRefused, facts.RoleChangeStarted, facts.RoleChangeFailed, facts.RoleChangeCancelled,
-            facts.RoleStage, facts.RoleChanged, facts.RoleRestored,
-        ),
-        WorkerTimes._roles,
-    ),
-}  # fmt: skip
-"""By kind of fact; other facts do not concern workers."""
+    facts.QuantumDispatched: WorkerTimes._started,
+    facts.QuantumContinued: WorkerTimes._started,
+    facts.QuantumFinished: WorkerTimes._stopped,
+    facts.QuantumLost: WorkerTimes._stopped,
+    facts.QuantumGivenBack: WorkerTimes._stopped,
+    facts.TrajectoryFoundEnded: WorkerTimes._stopped,
+}
+"""The frequent facts, each with its handler."""

@@ -1,24 +1,33 @@
-"""Checks of this machine: Python, packages, engines, ports, disk, model and environment."""
+"""The checks of `libra doctor`: this machine, its environment and model, and a running Dask cluster."""
 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.requirements import Requirement
 
 import libra.config.model_paths
-from libra.config import RunConfig, resolve_model
-from libra.envs import Environment
+from libra.cluster.connection import connect, present_workers
+from libra.cluster.local import check_port
+from libra.cluster.readiness import NEEDED, engine_problems, resource_problems
+from libra.cluster.settings import cluster_setting_problems
+from libra.config import RunConfig, config_from_dict, resolve_model
+from libra.envs import Environment, make_environment
 from libra.errors import ClusterError, LibraError
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 GIB = 2**30
 MIN_DISK_BYTES = GIB
@@ -29,8 +38,6 @@ MIN_SHM_BYTES = 256 * 2**20
 VLLM_SERIES = "0.32."
 """Versions of vLLM whose private API Libra supports (`libra.rollout.vllm.probe_scheduler`)."""
 
-State = Literal["ok", "warn", "fail"]
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -40,7 +47,7 @@ class Check:
     """
 
     name: str
-    state: State
+    state: Literal["ok", "warn", "fail"]
     detail: str
     advice: str = ""
 
@@ -51,9 +58,8 @@ Runs = Callable[[str], str | None]
 
 
 def machine_checks(config: RunConfig, *, local_cluster: bool) -> Iterator[Check]:
-    """Every check that needs no cluster, quick ones first; the port is checked only if a run would start its own
-    cluster."""
-    yield python_check(sys.version_info[:3])
+    """Every check that needs no cluster, quick ones first; the port only for a run's own cluster."""
+    yield Check("Python", "ok", platform.python_version())
     yield from package_checks(requirements(), installed_version_of)
     yield torch_check(config)
     yield from companion_checks(installed_version_of, error_of)
@@ -74,47 +80,33 @@ def installed_version_of(package: str) -> str | None:
 
 
 def error_of(code: str) -> str | None:
-    """The last line of a new Python process's errors where ``code`` fails, or None if it succeeds."""
+    """The last line of a new Python process's errors if ``code`` fails, or None."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     return lines[-1] if done.returncode else None
 
 
 def requirements() -> list[Requirement]:
-    """Libra's requirements: from its metadata, or from pyproject.toml in a source tree that is not installed."""
+    """Libra's requirements, from its metadata or from pyproject.toml of a source tree."""
     try:
         listed = requires("libra-rl") or []
     except PackageNotFoundError:
         project = Path(libra.config.model_paths.__file__).resolve().parents[2] / "pyproject.toml"
-        listed = tomllib.loads(project.read_text())["project"]["dependencies"] if project.is_file() else []
+        listed = tomllib.loads(project.read_text())["project"]["dependencies"]
     parsed = [Requirement(text) for text in listed]
     return [each for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})]
 
 
-def python_check(found: tuple[int, ...]) -> Check:
-    """Python is new enough."""
-    shown = ".".join(map(str, found))
-    if found >= (3, 11):
-        return Check("Python", "ok", shown)
-    return Check("Python", "fail", f"{shown}; Libra needs 3.11 or newer", "make setup PYTHON=python3.12")
-
-
 def package_checks(needed: list[Requirement], version_of: VersionOf) -> Iterator[Check]:
-    """Each required package is installed, in the range Libra was tested with; those that pass share one check."""
-    if not needed:
-        unknown = "Libra is not installed as a package, so its requirements are unknown"
-        yield Check("packages", "warn", unknown, "pip install -e .")
-        return
+    """Each required package is installed, in the range Libra was tested with; sound ones share one check."""
     fitting = []
     for requirement in needed:
-        found = version_of(requirement.name)
-        wanted = f"{requirement.name}{requirement.specifier}"
-        if found is None:
-            yield Check(requirement.name, "fail", f"not installed; Libra needs {wanted}", f"pip install '{wanted}'")
-        elif not requirement.specifier.contains(found, prereleases=True):
-            yield Check(requirement.name, "fail", f"{found}; Libra needs {wanted}", f"pip install '{wanted}'")
-        else:
+        found, wanted = version_of(requirement.name), f"{requirement.name}{requirement.specifier}"
+        if found is not None and requirement.specifier.contains(found, prereleases=True):
             fitting.append(f"{requirement.name} {found}")
+        else:
+            detail = f"{found or 'not installed'}; Libra needs {wanted}"
+            yield Check(requirement.name, "fail", detail, f"pip install '{wanted}'")
     if fitting:
         yield Check("packages", "ok", ", ".join(fitting))
 
@@ -141,11 +133,9 @@ def torch_check(config: RunConfig) -> Check:
 def companion_checks(version_of: VersionOf, runs: Runs) -> Iterator[Check]:
     """Optional packages that break transformers if they were built for another torch."""
     for package in ("torchvision", "torchaudio", "torchcodec"):
-        found = version_of(package)
-        if found is None:
+        if (found := version_of(package)) is None:
             continue
-        error = runs(f"import torch, {package}")
-        if error is None:
+        if (error := runs(f"import torch, {package}")) is None:
             yield Check(package, "ok", f"{found} (not needed)")
         else:
             other = f"{found} was built for another torch than {version_of('torch')}"
@@ -167,8 +157,6 @@ def engine_check(config: RunConfig, version_of: VersionOf) -> Check:
 
 def port_check(port: int) -> Check:
     """The dashboard's port is free."""
-    from libra.cluster.local import check_port
-
     try:
         check_port(port)
     except ClusterError as error:
@@ -212,10 +200,8 @@ def model_check(path: str) -> Check:
         return Check("model", "fail", str(error).removeprefix("model.path: "), "model.path=libra/tiny-arithmetic")
     if isinstance(found, Path):
         return Check("model", "ok", path)
-    try:
-        from huggingface_hub import constants, try_to_load_from_cache
-    except ImportError:
-        return Check("model", "fail", f"{path} is a Hugging Face id", "pip install 'transformers>=5.16.1,<5.20'")
+    from huggingface_hub import constants, try_to_load_from_cache
+
     if isinstance(try_to_load_from_cache(path, "config.json"), str):
         return Check("model", "ok", f"{path}, in the Hugging Face cache")
     if constants.HF_HUB_OFFLINE:
@@ -224,33 +210,97 @@ def model_check(path: str) -> Check:
 
 
 def environment_check(config: RunConfig) -> tuple[Check, Environment | None]:
-    """The environment can be imported and constructed; with the sandbox's level if it runs code that a model writes. And it."""
-    from libra.envs import make_environment
-
-    name = config.environment.name
+    """The environment can be constructed, and confines programs of the model; with the environment."""
+    name, advice = config.environment.name, "environment.name=tool_arithmetic"
     try:
         environment = make_environment(name, dict(config.environment.args), config.run.seed)
     except LibraError as error:
-        return Check("environment", "fail", str(error), "environment.name=tool_arithmetic"), None
+        return Check("environment", "fail", str(error), advice), None
     except Exception as error:  # noqa: BLE001  (the boundary to the user's own module, whose error is the result)
         detail = f"{name} cannot be constructed: {type(error).__name__}: {error}"
-        return Check("environment", "fail", detail, "environment.name=tool_arithmetic"), None
-    return _isolation(name, environment), environment
-
-
-def _isolation(name: str, environment: Environment) -> Check:
+        return Check("environment", "fail", detail, advice), None
     if any(tool.memory_gib for tool in environment.tools):
         from libra.envs.action_process import memory_enforcement
 
         name = f"{name}, memory of calls bounded by {memory_enforcement()}"
-    if not environment.isolation:
-        return Check("environment", "ok", name)
-    detail = f"{name}, programs of the model confined by {environment.isolation}"
+    if environment.isolation:
+        name = f"{name}, programs of the model confined by {environment.isolation}"
     if environment.isolation == "none":
-        return Check(
-            "environment",
-            "warn",
-            detail,
-            "environment.args.isolation=bubblewrap; its error names what to install",
-        )
-    return Check("environment", "ok", detail)
+        advice = "environment.args.isolation=bubblewrap; its error names what to install"
+        return Check("environment", "warn", name, advice), environment
+    return Check("environment", "ok", name), environment
+
+
+START = "libra cluster tls DIR && DASK_CONFIG=DIR/dask.yaml dask scheduler --port 8786"
+PACKAGES = ("libra-rl", "torch", "transformers", "safetensors", "pydantic", "zarr")
+"""Compared in addition to those that Dask compares itself, because one process reads files that another wrote."""
+
+
+def cluster_checks(address: str, config: RunConfig | None = None) -> Iterator[Check]:
+    """Every check of the cluster whose scheduler is at ``address``, for a run of ``config`` or of the defaults."""
+    try:
+        client = connect(address, set_as_default=False)
+    except (OSError, TimeoutError, ValueError, ClusterError) as error:
+        yield Check("scheduler", "fail", f"no answer from {address}: {error}", START)
+        return
+    with client:
+        yield Check("scheduler", "ok", f"{address}; dashboard {client.dashboard_link}")
+        yield encryption_check(str(client.scheduler.address))  # type: ignore[union-attr]
+        yield from version_checks(client.get_versions(packages=PACKAGES))
+        yield from setting_checks(client)
+        yield from role_checks(present_workers(client), address, config)
+
+
+def encryption_check(address: str) -> Check:
+    """Whether the scheduler accepts only clients that have its key."""
+    if address.startswith(("tls://", "inproc://")):
+        return Check("encryption", "ok", "only clients with the cluster's key can connect")
+    detail = f"{address} is open: anyone who reaches this port can run code on every worker, and read what it receives"
+    return Check("encryption", "warn", detail, f"{START} (and the workers, with the same DASK_CONFIG)")
+
+
+def version_checks(found: Any) -> Iterator[Check]:
+    """Client, scheduler and workers run the same versions; ``found`` is from ``Client.get_versions(packages=PACKAGES)``."""
+    places = {"client": found["client"], "scheduler": found["scheduler"], **found["workers"]}
+    fits = True
+    for package in ("python", "dask", "distributed", "msgpack", "cloudpickle", "numpy", *PACKAGES):
+        by_version: dict[str, list[str]] = defaultdict(list)
+        for place, versions in places.items():
+            by_version[str(versions["packages"].get(package))].append(place)
+        if len(by_version) > 1:
+            fits = False
+            shown = "; ".join(f"{version} on {', '.join(where)}" for version, where in by_version.items())
+            advice = "pip install -c constraints.txt -e . on every machine"
+            yield Check(f"versions of {package}", "fail", shown, advice)
+    if fits:
+        yield Check("versions", "ok", f"the same on client, scheduler and {len(found['workers'])} workers")
+
+
+def setting_checks(client: Client) -> Iterator[Check]:
+    """The cluster's Dask settings are those that Libra needs."""
+    problems = cluster_setting_problems(client)
+    for problem in problems:
+        detail, _, advice = problem.message.partition("; type ")
+        yield Check(problem.setting.key, "fail" if problem.setting.breaks else "warn", detail, advice)
+    if not problems:
+        yield Check("Dask settings", "ok", "as Libra needs them")
+
+
+def role_checks(
+    workers: Mapping[str, Mapping[str, Any]], address: str, config: RunConfig | None = None
+) -> Iterator[Check]:
+    """Resources, committer, replicas, engines and threads are as configured (by default the defaults).
+
+    ``workers``: `libra.cluster.connection.present_workers`.
+    """
+    config = config or config_from_dict({})
+    train, hybrid = config.cluster.train_workers, config.cluster.hybrid_workers
+    problems = resource_problems(workers, address, train_workers=train, hybrid_workers=hybrid)
+    problems += engine_problems(workers, address, config)
+    for problem in problems:
+        detail, _, advice = problem.partition("; type: ")
+        yield Check("workers", "fail", detail, advice)
+    if not problems:
+        supply = {name: sum(worker["resources"].get(name, 0) for worker in workers.values()) for name in NEEDED}
+        words = ", ".join(f"{name} {amount:g}" for name, amount in supply.items())
+        yield Check("workers", "ok", f"{len(workers)} with {words}")

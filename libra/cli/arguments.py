@@ -1,0 +1,65 @@
+"""Arguments and options that several commands share, aligned tables, and warnings of settings without effect."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from libra.config import RunConfig
+    from libra.config.effect_conditions import CommandName
+
+PATH = click.Path(path_type=Path)
+CONFIG = click.argument("config", metavar="CONFIG")
+OVERRIDES = click.argument("overrides", metavar="[FILE | SECTION.KEY=VALUE]...", nargs=-1)
+SCHEDULER = click.option(
+    "--scheduler", metavar="ADDR", help="A running Dask scheduler: tls://HOST:8786, or a cluster.json of libra cluster."
+)
+RUN = click.argument("run_dir", metavar="RUN", type=PATH)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON; of several results, one object a line.")
+VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Log every decision to standard error.")
+
+
+def aligned(rows: Sequence[Sequence[object]], *, num_left: int) -> Iterator[str]:
+    """Lines of a table; its first ``num_left`` columns are aligned to the left, the others to the right."""
+    from libra.untrusted import shown_line
+
+    cells = [[shown_line(str(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        pairs = enumerate(zip(row, widths, strict=True))
+        yield "  ".join(f"{cell:{'<' if i < num_left else '>'}{width}}" for i, (cell, width) in pairs).rstrip()
+
+
+def warn_of_ignored(
+    config: RunConfig,
+    command: CommandName | None,
+    overrides: Sequence[str] = (),
+    options: Mapping[str, object] | None = None,
+) -> None:
+    """Warn of settings of ``config`` without effect in ``command``; of its ``options``, None and false count as not given."""
+    from libra.config.effect_conditions import Situation
+    from libra.config.effects import ignored_settings, warning_lines
+
+    situation = Situation(
+        command=command,
+        typed=frozenset(override.partition("=")[0].strip() for override in overrides),
+        options=frozenset(name for name, value in (options or {}).items() if value not in (None, False, ())),
+        has_gpu=_machine_has_gpu if command == "run" and config.cluster.scheduler is None else None,
+    )
+    for line in warning_lines(ignored_settings(config, situation)):
+        click.secho(f"libra: warning: {line}", fg="yellow", err=True)
+
+
+def _machine_has_gpu() -> bool:
+    from libra.cluster.fork_server import may_have_gpu
+
+    if sys.platform == "linux" and not may_have_gpu():
+        return False
+    import torch  # seconds
+
+    return torch.cuda.is_available()
