@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from libra.config import RunConfig
-    from libra.config.effect_conditions import CommandName
+    from libra.config.effects import CommandName
 
 PATH = click.Path(path_type=Path)
 CONFIG = click.argument("config", metavar="CONFIG")
@@ -42,24 +41,12 @@ def warn_of_ignored(
     options: Mapping[str, object] | None = None,
 ) -> None:
     """Warn of settings of ``config`` without effect in ``command``; of its ``options``, None and false count as not given."""
-    from libra.config.effect_conditions import Situation
-    from libra.config.effects import ignored_settings, warning_lines
+    from libra.config.effects import Situation, ignored_settings, warning_lines
 
     situation = Situation(
         command=command,
         typed=frozenset(override.partition("=")[0].strip() for override in overrides),
         options=frozenset(name for name, value in (options or {}).items() if value not in (None, False, ())),
-        has_gpu=_machine_has_gpu if command == "run" and config.cluster.scheduler is None else None,
     )
     for line in warning_lines(ignored_settings(config, situation)):
         click.secho(f"libra: warning: {line}", fg="yellow", err=True)
-
-
-def _machine_has_gpu() -> bool:
-    from libra.cluster.fork_server import may_have_gpu
-
-    if sys.platform == "linux" and not may_have_gpu():
-        return False
-    import torch  # seconds
-
-    return torch.cuda.is_available()

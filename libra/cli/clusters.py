@@ -36,8 +36,8 @@ def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_prin
     libra cluster slurm my.yaml down
     """
     from libra.cluster.local import number_of_workers
-    from libra.cluster.slurm import start_stop
-    from libra.cluster.slurm.jobs import CONTACT_FILE, LOGS, scripts
+    from libra.cluster import slurm_service
+    from libra.cluster.slurm_jobs import CONTACT_FILE, LOGS, scripts
     from libra.config import load_config
 
     loaded = load_config(config, overrides)
@@ -49,22 +49,22 @@ def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_prin
                 click.secho(f"# ---- {worker_name}", bold=True)
                 click.echo(script)
         case "up":
-            contact = start_stop.up(loaded)
+            contact = slurm_service.up(loaded)
             click.echo(f"scheduler {contact.address}, run by process {contact.pid} on {contact.host}")
             if contact.dashboard:
                 port = contact.dashboard.split(":")[2].split("/")[0]
                 tunnel = f"ssh -L {port}:127.0.0.1:{port} {contact.host}"
                 click.echo(f"dashboard {contact.dashboard} (from another machine: {tunnel})")
-            wanted, taken = sum(number_of_workers(loaded).values()), len(start_stop.submitted(loaded))
+            wanted, taken = sum(number_of_workers(loaded).values()), len(slurm_service.submitted(loaded))
             if taken < wanted:
-                log = loaded.slurm.dir / LOGS / start_stop.SERVICE_LOG
+                log = loaded.slurm.dir / LOGS / slurm_service.SERVICE_LOG
                 click.echo(f"{taken} of {wanted} jobs submitted; {log} has why, and the others are tried again")
             click.echo(f"jobs submitted; next: libra run {config} --scheduler {path}")
         case "down":
-            contact = start_stop.down(loaded)
+            contact = slurm_service.down(loaded)
             click.echo(f"scheduler {contact.address} stopped, jobs cancelled")
         case "status":
-            contact, workers = start_stop.status(loaded)
+            contact, workers = slurm_service.status(loaded)
             click.echo(f"scheduler {contact.address}, kept by process {contact.pid} on {contact.host}")
             for worker in workers:
                 seen = "connected" if worker.connected else "not connected"
