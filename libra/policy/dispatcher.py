@@ -33,8 +33,8 @@ from libra import facts
 from libra.policy.engine_loads import Loads
 from libra.policy.engine_state import EXACT_NORM, NOISY_NORM, EngineState, Trajectory
 from libra.policy.engine_table import EngineTable
-from libra.policy.leases.action_leases import ActionLeases
 from libra.policy.leases.resources import Revoke
+from libra.policy.leases.table import ActionLeases
 from libra.policy.phase_queue import Entry, PhaseQueue
 from libra.policy.placements import LeaseTaken, Place
 from libra.policy.trajectory_table import OVERDUE
