@@ -40,8 +40,12 @@ class Applier:
         self._scheduler, self._dispatcher, self._kick = scheduler, dispatcher, kick
         self.set_roles: Callable[..., dict[str, Any]] | None = None
 
-    def apply(self, state: RunState, commands: tuple[facts.Command, ...]) -> None:
-        commands = (*commands, *turns) if (turns := state.tail.look()) else commands
+    def tell(self, state: RunState, fact: facts.Fact) -> None:
+        """Log a fact, pass it to the run's policy objects, and carry out their commands."""
+        state.log.emit(fact)
+        self.apply(state, state.tell(fact))
+
+    def apply(self, state: RunState, commands: tuple[facts.Command, ...] | None) -> None:
         if not commands:
             return
         tasks, kicks, emit = self._scheduler.tasks, False, state.log.emit
@@ -88,10 +92,7 @@ class Applier:
         why = f"the engine turns to {turn.to}: {turn.reason}"
         answer = self.set_roles(state.run, state.epoch, {turn.worker: {"role": str(role)}}, why)
         if "error" in answer:
-            refused = facts.TurnRefused(turn.worker, answer["error"])
-            state.log.emit(refused)
-            state.tail.handle(refused)
-            self.apply(state, ())
+            self.tell(state, facts.TurnRefused(turn.worker, answer["error"]))
 
     def open(self, state: RunState, key: str, resource: str) -> None:
         """Release a gate or a batch, outside of the current transition."""

@@ -34,10 +34,9 @@ from libra import facts, keys
 from libra.cluster.page_names import check_names
 from libra.cluster.settings import bound_key_cache
 from libra.errors import ConfigError
-from libra.facts import Command, Fact, Signal, boundaries_of
+from libra.facts import Fact, Signal, boundaries_of
 from libra.observe.endpoints import attach_page
 from libra.orderings import ordering_of
-from libra.policy import Tail, TailSettings
 from libra.policy.liveness import Liveness
 from libra.policy.stall import Limits
 from libra.scheduler import scheduler_internals
@@ -140,13 +139,10 @@ class LibraPlugin(SchedulerPlugin):
             return {"policy": f"{error} (on the scheduler, {process_name()})"}
         self.end_run(new.run)
         file = log or (EventLog(Path(new.directory) / "events.jsonl") if config.observe.event_log else None)
-        admission = new.admission()
         if new.learned is not None:
             ordering.restore(json.loads(new.learned))
         logged = RunLog(new.run, file, scheduler_internals.trainers(self._scheduler))
-        state = self.runs[new.run] = RunState(
-            new, admission, ordering, logged, Tail(admission, TailSettings.of(config))
-        )
+        state = self.runs[new.run] = RunState.of(new, ordering, logged)
         state.begin()
         self.trajectories.register_run(state)
         if boundaries:
@@ -310,11 +306,11 @@ class LibraPlugin(SchedulerPlugin):
             self._gate_parked(state, parsed, key)
         elif parsed.node == "batch":
             state.parked.batches[parsed.indices[0]] = key
-            self._admitted(state, facts.BatchParked(parsed.indices[0]))
+            self._tell(state, facts.BatchParked(parsed.indices[0]))
         elif parsed.node == "wave":
             batch, wave = parsed.indices
             state.parked.waves[batch, wave] = key
-            self._admitted(state, facts.WaveParked(batch, wave))
+            self._tell(state, facts.WaveParked(batch, wave))
         else:
             self.trajectories.parked(key, state, parsed)
 
@@ -328,10 +324,10 @@ class LibraPlugin(SchedulerPlugin):
                 state.parked.eval_gates.setdefault(index, []).append(key)
             return
         state.parked.gates[index] = key
-        self._admitted(state, facts.GateParked(index))
+        self._tell(state, facts.GateParked(index))
 
-    def _apply(self, state: RunState, commands: tuple[Command, ...]) -> None:
-        self.trajectories.applier.apply(state, commands)
+    def _tell(self, state: RunState, fact: Fact, _: str = "") -> None:
+        self.trajectories.applier.tell(state, fact)
 
     # ---------------------------------------------------------------- facts from workers and the driver
 
@@ -346,22 +342,21 @@ class LibraPlugin(SchedulerPlugin):
             facts.EngineDeclared: self._engine_declared,
             facts.WorkerReady: self._ready,
             facts.SetupFailed: self._setup_failed,
-            facts.GroupCommitted: self._admitted,
+            facts.GroupCommitted: self._tell,
             facts.RowsKept: lambda state, fact, _: state.workers.keeps_rows(fact.iteration, fact.group, fact.block),
             facts.SessionsUsed: lambda state, fact, _: state.sessions.update(facts.fields_of(fact)),
-            facts.StepFinished: self._admitted,
-            facts.WaveTrained: self._admitted,
+            facts.StepFinished: self._tell,
+            facts.WaveTrained: self._tell,
             facts.MismatchFound: self._mismatch_found,
             facts.BoundariesSet: self._boundaries_set,
-            facts.PromptsNamed: self._prompts_named,
+            facts.PromptsNamed: self._tell,
         }
         return engine | own
 
     def _version_published(self, state: RunState, fact: facts.VersionPublished, _: str) -> None:
-        if (chosen := state.measured(fact.version)) is not None:
-            self._apply(state, chosen)
-        state.log.emit(fact)
-        self._apply(state, (*state.handle(fact), *state.admission.version_published(fact.version)))
+        if (step := state.log.timeline.measured(fact.version, state.log.uptime_s)) is not None:
+            self._tell(state, step)
+        self._tell(state, fact)
         for version in [v for v in state.parked.eval_gates if v <= state.admission.version]:
             for gate in state.parked.eval_gates.pop(version):
                 self.trajectories.applier.open(state, gate, keys.GRADE)
@@ -374,12 +369,7 @@ class LibraPlugin(SchedulerPlugin):
 
     def _boundaries_set(self, state: RunState, fact: facts.BoundariesSet, _: str) -> None:
         logger.info("run %s: %s", state.run, facts.sentence(fact))
-        state.log.emit(fact)
-        self._apply(state, state.handle(fact))
-
-    def _prompts_named(self, state: RunState, fact: facts.PromptsNamed, _: str) -> None:
-        state.log.emit(fact)
-        self._apply(state, state.handle(fact))
+        self._tell(state, fact)
 
     def _engine_told(self, state: RunState, fact: Fact, address: str) -> None:
         if not isinstance(fact, Signal):
@@ -408,11 +398,6 @@ class LibraPlugin(SchedulerPlugin):
     def _setup_failed(self, state: RunState, fact: facts.SetupFailed, address: str) -> None:
         self.watch.failed(state, fact, address)
         self.roles.setup_failed(state, fact, address)
-
-    def _admitted(self, state: RunState, fact: Fact, _: str = "") -> None:
-        state.log.emit(fact)
-        state.tail.handle(fact)
-        self._apply(state, state.admission.handle(fact) or ())
 
     def _mismatch_found(self, state: RunState, fact: facts.MismatchFound, _: str) -> None:
         state.log.emit(fact)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from libra import keys
 from libra.errors import StoreError
-from libra.facts import Fact, Line, PolicySnapshot, to_json
+from libra.facts import Fact, Line, to_json
 from libra.observe.timeline.timeline import Timeline
-from libra.policy import Admission, OneVersion, Ordering, Tail
+from libra.policy.run_policies import RunPolicies
 from libra.scheduler import scheduler_internals
 from libra.store.event_log import EventLog
 
@@ -82,9 +82,7 @@ class RunLog:
     def snapshot_is_due(self) -> bool:
         return self._num_lines >= self._next_snapshot
 
-    def emit_snapshot(
-        self, policy: Ordering, admission: Admission, tail: Tail, family: str, one: OneVersion | None = None
-    ) -> None:
+    def emit_snapshot(self, policies: RunPolicies, family: str) -> None:
         """Append a snapshot of the policy objects, never between a fact and its commands.
 
         A resumed run and a replay begin at a snapshot, so a segment of the log does too.
@@ -93,10 +91,7 @@ class RunLog:
             return
         self._take_in()
         self._file.rotate()
-        versions = {} if one is None else one.snapshot()
-        state = (policy.snapshot(), admission.snapshot(), tail.snapshot(), versions)
-        snapshot = PolicySnapshot(policy.name, family, *state)
-        line = to_json(Line(self._run, round(self.uptime_s, 6), snapshot))
+        line = to_json(Line(self._run, round(self.uptime_s, 6), policies.snapshot(family)))
         self._file.write_line(line)
         self._num_lines += 1
         self._next_snapshot = self._num_lines + max(SNAPSHOT_EVENTS, len(line) // SNAPSHOT_BYTES_PER_EVENT)

@@ -22,7 +22,7 @@ from libra import facts
 from libra.config import config_from_dict
 from libra.config.streaming import most_waves
 from libra.errors import RecordExists, StoreError
-from libra.facts import Command, Fact, ToolNeeds
+from libra.facts import ToolNeeds
 from libra.keys import Key
 from libra.policy import (
     Admission,
@@ -31,13 +31,15 @@ from libra.policy import (
     OnlineLearner,
     Ordering,
     Tail,
+    TailSettings,
     Waves,
     WayChoice,
     WaySettings,
     keeps_version,
     learns_after,
     staleness_of,
-)
+)  # fmt: skip
+from libra.policy.run_policies import RunPolicies
 from libra.scheduler.run_log import RunLog
 from libra.store.quantum_records import FailureRecord
 from libra.store.run_records import read_batch
@@ -202,35 +204,28 @@ class RunWorkers:
 
 
 @dataclass(slots=True)
-class RunState:
+class RunState(RunPolicies):
     """One run in the scheduler; a new one comes with each registration."""
 
     registration: RunRegistration
-    admission: Admission
-    policy: Ordering
     log: RunLog
-    tail: Tail
     parked: ParkedNodes = field(default_factory=ParkedNodes)
     workers: RunWorkers = field(default_factory=RunWorkers)
     notices: Notices = field(default_factory=Notices)
     num_ended: int = 0
     learned_ended: int = 0  # as of the policy's last update
-    one: OneVersion | None = None
-    family: str = ""  # name of its environment
-    first_phase: Phase = Phase.ROLLOUT
     sessions: Counter[str] = field(default_factory=Counter)  # by name in `SessionCounts`
     revoked: int = 0  # actions stopped for others
 
-    def __post_init__(self) -> None:
-        config = self.settings
-        self.family = config.environment.name
-        self.first_phase = Phase.TOOL if config.agent.given else Phase.ROLLOUT
-        self.one = OneVersion(rounded=config.staleness.engines == "rounded") if keeps_version(config) else None
+    @classmethod
+    def of(cls, registration: RunRegistration, ordering: Ordering, log: RunLog) -> Self:
+        config, admission = registration.settings, registration.admission()
+        one = OneVersion(rounded=config.staleness.engines == "rounded") if keeps_version(config) else None
+        return cls(ordering, admission, Tail(admission, TailSettings.of(config)), one, registration, log)
 
-    def handle(self, event: Fact) -> tuple[Command, ...]:
-        self.tail.handle(event)
-        answers = self.policy.handle(event)
-        return answers if self.one is None else (*answers, *self.one.handle(event))
+    @property
+    def family(self) -> str:
+        return self.settings.environment.name
 
     def numbers(self) -> dict[str, float]:
         """Metrics that only the scheduler knows: forecast skill, sessions, revoked actions."""
@@ -283,14 +278,6 @@ class RunState:
         if choice is not None:
             self.log.emit(facts.StepsPlanned(ways=choice.ways, way=choice.way, reason=choice.reason))
 
-    def measured(self, version: int) -> tuple[Command, ...] | None:
-        """Log the step whose weights are published now, if it was measured, and answer it."""
-        step = self.log.timeline.measured(version, self.log.uptime_s)
-        if step is None:
-            return None
-        self.log.emit(step)
-        return self.admission.steps_measured(step)
-
     def sample(self) -> None:
         """Twice a second: rows of the dashboard's plots, and the log to the disk."""
         self.log.timeline.sample(self.log.uptime_s)
@@ -299,7 +286,7 @@ class RunState:
         self.log.flush()
 
     def emit_snapshot(self) -> None:
-        self.log.emit_snapshot(self.policy, self.admission, self.tail, self.family, self.one)
+        self.log.emit_snapshot(self, self.family)
 
     def learn(self) -> None:
         if self.num_ended >= self.learned_ended + learns_after(self.learned_ended) and isinstance(
@@ -348,7 +335,7 @@ class Tracked:
         self.begin()
 
     def begin(self) -> None:
-        self.phase = self.run.first_phase
+        self.phase = Phase.TOOL if self.run.settings.agent.given else Phase.ROLLOUT
 
     @property
     def completed(self) -> bool:

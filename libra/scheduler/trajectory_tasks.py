@@ -82,10 +82,8 @@ class Trajectories:
         self._due: Any = None  # the timer of the next moment at which a quota may let an action go
 
     def _tell(self, state: RunState, fact: facts.Fact) -> None:
-        """Log a fact, pass it to dispatcher and policies, and carry out their commands."""
-        state.log.emit(fact)
         self.dispatcher.handle(fact)
-        self.applier.apply(state, state.handle(fact))
+        self.applier.tell(state, fact)
 
     def register_run(self, state: RunState) -> None:
         if state.one is not None:
@@ -95,7 +93,7 @@ class Trajectories:
             self._declare_tools(state)
         self._update_workers(new=state)
         for joined in self.workers.known.values():
-            self._notify_run(state, joined)
+            self.applier.tell(state, joined)
 
     def _declare_tools(self, state: RunState) -> None:
         """From now on actions hold leases; a run's name precedes the names of its tools."""
@@ -130,11 +128,7 @@ class Trajectories:
         self.dispatcher.handle(event)
         for state in self._runs.values():
             if state is not but:
-                self._notify_run(state, event)
-
-    def _notify_run(self, state: RunState, event: facts.WorkerCapacity | facts.WorkerWithdrawn) -> None:
-        state.log.emit(event)
-        self.applier.apply(state, state.handle(event))
+                self.applier.tell(state, event)
 
     def worker_gone(self, address: str) -> None:
         for event in self.workers.left(address):
@@ -261,14 +255,10 @@ class Trajectories:
             announce_move(self._scheduler, state, worker, tracked.key, place.move)
         tracked.at, tracked.worker = (phase, address), worker
         tracked.reported = tracked.given_back = tracked.revoked = False
-        if phase is Phase.ROLLOUT and tracked.parsed.split == "train":
-            iteration, group, _ = tracked.parsed.indices
-            state.admission.generation_started(iteration, group, state.admission.version)
         priority = cast("tuple[int, ...]", self._scheduler.tasks[tracked.key].priority or ())
         task_logger.debug("%s: %s gets a %s slot of %s", reason, tracked.key, phase, worker)
         sent = facts.QuantumDispatched(tracked.key, phase, worker, tracked.quanta, priority, reason, alone)
-        state.log.emit(sent)
-        self.applier.apply(state, state.handle(sent))
+        self.applier.tell(state, sent)
 
     def left_worker(self, tracked: Tracked) -> None:
         if tracked.at is not None:

@@ -356,9 +356,7 @@ class WorkerRoles:
 
     def _tell(self, state: _Run, fact: Fact) -> None:
         if (run := self._registered.get(state.run)) is not None:
-            run.log.emit(fact)
-            run.tail.handle(fact)
-            self._trajectories.applier.apply(run, ())
+            self._trajectories.applier.tell(run, fact)
 
     @staticmethod
     def _forget(state: _Run, generation: int) -> None:
