@@ -31,12 +31,10 @@ import msgspec
 
 from libra import facts
 from libra.policy.engine_loads import Loads
-from libra.policy.engine_state import EXACT_NORM, NOISY_NORM, EngineState, Trajectory
-from libra.policy.engine_table import EngineTable
+from libra.policy.engine_table import EXACT_NORM, NOISY_NORM, EngineState, EngineTable, Trajectory
 from libra.policy.leases.resources import Revoke
 from libra.policy.leases.table import ActionLeases
-from libra.policy.phase_queue import Entry, PhaseQueue
-from libra.policy.placements import LeaseTaken, Place
+from libra.policy.phase_queue import Entry, LeaseTaken, PhaseQueue, Place
 from libra.policy.trajectory_table import OVERDUE
 from libra.types import Phase, ToolStatus
 

@@ -20,10 +20,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from libra.facts import WorkerCapacity
-from libra.policy.engine_state import EXACT_NORM, EngineState, Refused, Trajectory, peak_tokens
-from libra.policy.engine_table import EngineTable
+from libra.policy.engine_capacity import Move, TransferPace, priced
+from libra.policy.engine_table import EXACT_NORM, EngineState, EngineTable, Refused, Trajectory, peak_tokens
 from libra.policy.phase_queue import PhaseQueue
-from libra.policy.placements import Move, TransferPace, priced
 
 PAYS_FACTOR = 2.0  # a move must save this many times its cost, since forecasts err
 SOONER_FACTOR = 0.95  # a move must reduce the seconds until both engines finish to this share
@@ -78,8 +77,8 @@ class Loads:
     def _growth(self) -> float:
         """Tokens of context per token generated, with payloads; at first contexts fill slots."""
         table = self._table
-        grown = max(table.mean_told, table.slot_tokens - table.mean_prompt) + table.grown
-        return round(GROWTH_STEPS * grown / max(1.0, table.mean_told + table.sampled)) / GROWTH_STEPS
+        grown = max(table.first_left.mean, table.slot_tokens - table.prompts.mean) + table.grown
+        return round(GROWTH_STEPS * grown / max(1.0, table.first_left.mean + table.sampled)) / GROWTH_STEPS
 
     def finish_s(self, one: Trajectory, worker: str) -> float:
         """Seconds until ``worker`` (declared) finishes with a trajectory (forecast) there too."""

@@ -31,7 +31,7 @@ from libra.policy.dispatcher import Dispatcher
 from libra.policy.late_rewards import WaitingGroup, settle
 from libra.policy.leases.resources import Revoke
 from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering, blank_ordering
-from libra.policy.placements import Place
+from libra.policy.phase_queue import Place
 from libra.policy.run_policies import DECIDED, RunPolicies
 from libra.policy.tail import Tail
 from libra.policy.tool_fleet import ordered

@@ -31,7 +31,7 @@ from libra.config.sections import RunSections
 from libra.config.streaming import turns
 from libra.facts import Turned
 from libra.policy.admission import Admission
-from libra.policy.engine_table import degree_of
+from libra.policy.engine_capacity import degree_of
 from libra.policy.role_changes import Role, Stage
 from libra.policy.saved import Saved
 from libra.policy.turning import OpenStep, TurningEngine, TurningRule

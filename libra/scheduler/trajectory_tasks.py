@@ -24,7 +24,7 @@ from libra.keys import TOOL_CORES, TOOL_GPUS, TOOL_MIB
 from libra.observe.task_stream import QuantumStream
 from libra.policy import EVERYONE, Dispatcher, Place
 from libra.policy.liveness import Liveness
-from libra.policy.placements import LeaseTaken
+from libra.policy.phase_queue import LeaseTaken
 from libra.scheduler import scheduler_internals
 from libra.scheduler.command_applier import Applier, announce_ahead, announce_move, announce_revocation
 from libra.scheduler.run_state import Handler, RunState, Tracked

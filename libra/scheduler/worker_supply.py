@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from libra import facts, keys
-from libra.policy.engine_table import as_its_bucket, joined_of, off_by_frac
+from libra.policy.engine_capacity import as_its_bucket, joined_of, off_by_frac
 from libra.policy.liveness import Liveness
 from libra.policy.tool_fleet import ToolFleet, ordered
 from libra.scheduler import scheduler_internals

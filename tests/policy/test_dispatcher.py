@@ -20,7 +20,7 @@ from libra.facts import (
 )
 from libra.policy import CMLFQ, EVERYONE, Dispatcher, Place, leaves_slot
 from libra.policy.dispatcher import PLANNED_FACTOR
-from libra.policy.engine_table import degree_of
+from libra.policy.engine_capacity import degree_of
 from libra.types import Phase, ToolStatus
 
 ROLLOUT, TOOL = Phase.ROLLOUT, Phase.TOOL

@@ -1,4 +1,4 @@
-"""Where the dispatcher places a trajectory, and the price of a change of home.
+"""Capacity that engines declare, and the price of a move of KV between two of them.
 
 A move computes a context again or sends its KV, whichever is less. Computing takes the seconds that
 the target declares. Sending takes a latency and bytes over a bandwidth, fitted to the measured
@@ -15,20 +15,22 @@ Invariants
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from libra.facts import WorkerCapacity
-from libra.types import Phase
+from libra.types import EngineCapacity, StepSeconds
+
+_DEGREE = re.compile(r"(?:^|-)tp(\d+)(?:-|$)")
 
 
-class LeaseTaken(msgspec.Struct, frozen=True, gc=False):
-    """Resources of a placed action, and when they were granted."""
-
-    at_s: float
-    cores: int
-    memory_bytes: int
-    gpus: int
+def degree_of(bucket: str) -> int:
+    """Tensor-parallel degree in the name of a bucket (``tp4``, ``tp2-threads1``), or 1."""
+    found = _DEGREE.search(bucket)
+    return int(found[1]) if found else 1
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
@@ -43,17 +45,6 @@ class Move(msgspec.Struct, frozen=True, gc=False):
     @property
     def seconds(self) -> float:
         return self.transfer_s if self.sends and self.transfer_s is not None else self.prefill_s
-
-
-class Place(msgspec.Struct, frozen=True, gc=False):
-    """Give a parked trajectory a slot on ``worker``, with the price of its move and its lease."""
-
-    key: str
-    phase: Phase
-    worker: str
-    reason: str
-    move: Move | None = None
-    lease: LeaseTaken | None = None
 
 
 PRIOR_LATENCY_S = 0.005
@@ -131,3 +122,66 @@ def priced(tokens: int, home: WorkerCapacity, target: WorkerCapacity, pace: Tran
     transfer_s = pace.seconds(num_bytes) if num_bytes else None
     sends = transfer_s is not None and (transfer_s < prefill_s or not target.declared)
     return Move(home.worker, tokens, prefill_s, transfer_s, sends)
+
+
+ERRORS_TAKEN = 2.0
+"""Engines of a bucket differ if their seconds differ by more than this many sums of errors."""
+DIGITS = 12  # decimals of seconds in events: a log has exactly the numbers behind the decisions
+
+
+def joined_of(
+    worker: str, bucket: str, capacity: EngineCapacity, *, rollout_slots: int | None = None, tool_slots: int = 0
+) -> WorkerCapacity:
+    """A worker whose engine declares ``capacity``, with its own slots or ``rollout_slots``."""
+    slots = capacity.slots if rollout_slots is None else rollout_slots
+    limit = capacity.max_context_tokens
+    kv_token_bytes = capacity.kv_token_bytes if capacity.exchanges_kv else 0
+    joined = WorkerCapacity(
+        worker, bucket, slots, tool_slots, capacity.kv_tokens, max_context_tokens=limit, kv_token_bytes=kv_token_bytes
+    )
+    steps = capacity.steps
+    if steps is None:
+        return joined
+    return msgspec.structs.replace(
+        joined,
+        alone_s_per_token=round(steps.step_s(1, 0), DIGITS),
+        full_s_per_token=round(steps.step_s(slots or capacity.slots, capacity.kv_tokens), DIGITS),
+        prefill_s_per_token=round(steps.prefill_token_s, DIGITS),
+        beside_s_per_token=round(steps.sequence_s, DIGITS),
+    )
+
+
+def as_its_bucket(own: EngineCapacity, alike: Sequence[StepSeconds]) -> EngineCapacity:
+    """An engine with the median seconds of its bucket, unless its own differ beyond their errors.
+
+    ``alike``: seconds of all measured engines of the bucket. Equal engines fit unlike seconds.
+    """
+    if not alike:
+        return own
+
+    def full_s(steps: StepSeconds) -> float:
+        return steps.step_s(own.slots, own.kv_tokens / 2)
+
+    median = sorted(alike, key=full_s)[(len(alike) - 1) // 2]
+    pooled = replace(own, steps=median)
+    if own.steps is None:
+        return pooled
+    error_frac = ERRORS_TAKEN * (own.steps.error_frac + median.error_frac)
+    return pooled if off_by_frac(own, pooled) <= error_frac else own
+
+
+def off_by_frac(now: EngineCapacity, before: EngineCapacity) -> float:
+    """Largest relative change of an engine's passes; infinite if its size differs."""
+    held = [(each.kv_tokens, each.slots, each.tp, each.max_context_tokens) for each in (now, before)]
+    if held[0] != held[1]:
+        return float("inf")
+    if now.steps is None or before.steps is None:
+        return 0.0 if now.steps is before.steps else float("inf")
+    context = now.kv_tokens / max(1, now.slots)
+
+    def corners(steps: StepSeconds) -> tuple[float, ...]:
+        full = [steps.step_s(now.slots, tokens) for tokens in (now.kv_tokens / 2, now.kv_tokens)]
+        return steps.step_s(1, 0), *full, steps.step_s(1, 0, context)
+
+    pairs = zip(corners(now.steps), corners(before.steps), strict=True)
+    return max(abs(a - b) / b if b > 0.0 else (0.0 if a == b else float("inf")) for a, b in pairs)
