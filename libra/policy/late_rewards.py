@@ -1,16 +1,10 @@
-"""Rewards that arrive after their trajectory was trained: which batch takes them, with which
-weight.
+"""Rewards that arrive after their trajectory was trained: which batch takes them, at which weight.
 
-Source: Retroactive Advantage Correction (RAC), arXiv:2606.27580. A trajectory trains on a
-provisional reward at once. When the true one arrives ``delay`` steps later, its gradient is added
-with the advantage ``w(delay) x clipped ratio x (true - provisional)``, ``w(delay) = exp(-delay /
-tau)``. The expected gradient lacks ``1 - w(delay)`` of the late rewards' part.
-
-Differs from the paper: the difference is between two *advantages* of the group, because its
-baseline changes too. The ratio is the ratio of the run's loss, per token and clipped there, and
-counts once. A correction is a row of its own. A guess counts for what guesses were worth in this
-run (`GuessWorth`), the slope of final on provisional advantages, which makes the two parts
-uncorrelated.
+Source: Retroactive Advantage Correction, arXiv:2606.27580: a late reward adds a gradient with the
+advantage ``exp(-delay / tau) x clipped ratio x (true - provisional)``. Differs from the paper: the
+difference is between two *advantages* of the group, because its baseline changes too; the ratio is
+the run's loss's, per token; a correction is a row of its own; a guess counts for `GuessWorth`, the
+slope of final on provisional advantages in this run.
 
 Invariants
 ----------
