@@ -169,28 +169,20 @@ class Admission(Saved):
     ) -> Self:
         """The bookkeeping of a run that continues, from its records.
 
-        Parameters
-        ----------
-        version : int
-            Newest published version, -1 if there is none.
-        opened : mapping
-            Members of every committed batch.
-        committed, started : iterable of CommittedGroup, mapping
-            Groups with a record, and the oldest version of groups that have begun; groups of
-            ``opened`` are ignored.
+        ``version`` is the newest published one, -1 if there is none; ``opened`` has the members of
+        every committed batch, ``started`` the oldest version of groups that have begun. Groups of
+        ``opened`` are ignored in ``committed`` and ``started``.
         """
-        admission = cls(staleness, groups_per_batch, waves, first_come=first_come)
-        admission.version = admission.trained = version
-        for batch in admission.waves.opened:
-            admission._consume(admission.waves.taken(batch))
+        made = cls(staleness, groups_per_batch, waves, first_come=first_come)
+        made.version = made.trained = version
+        for batch in made.waves.opened:
+            made._consume(made.waves.taken(batch))
         for batch, members in opened.items():
-            admission._open(batch, tuple(members))
-        admission._in_flight = {
-            group: oldest for group, oldest in started.items() if not admission._is_consumed(*group)
-        }
+            made._open(batch, tuple(members))
+        made._in_flight = {group: oldest for group, oldest in started.items() if not made._is_consumed(*group)}
         for done in committed:
-            admission.group_committed(done)
-        return admission
+            made.group_committed(done)
+        return made
 
     def handle(self, fact: Fact) -> tuple[Opened, ...] | None:
         """Answer a fact about gates, batches or waves; None for another fact."""
@@ -320,20 +312,17 @@ class Admission(Saved):
         if not all(self.staleness.lives(oldest, batch + 1) for oldest in (*begins, *self._in_flight.values())):
             return None
         if self.waves.most:
-            members = self.waves.taken(batch)
-            waves = sum(bool(wave) for wave in self.waves.opened.get(batch, ()))
-            return (
-                (members, f"{len(members)} groups in {waves} waves") if len(members) == self.groups_per_batch else None
-            )
+            members, waves = self.waves.taken(batch), sum(map(bool, self.waves.opened.get(batch, ())))
+            whole = len(members) == self.groups_per_batch
+            return (members, f"{len(members)} groups in {waves} waves") if whole else None
         if len(self._committed) < self.groups_per_batch:
             return None
         ranked = sorted(self._committed, key=lambda g: (self._committed[g], g))
         members = tuple(ranked[: self.groups_per_batch])
-        old = [judge(self._committed[member], batch, self.staleness) for member in members]
         if self.staleness.over_age is Verdict.WAIT and not self._deadlines_hold_after(batch, members):
             return None
         carried = len(self._committed) - len(members)
-        late = sum(verdict is not Verdict.ACCEPT for verdict in old)
+        late = sum(batch > self.staleness.last_use(self._committed[member]) for member in members)
         verdicts = f", {late} over age: {self.staleness.over_age}" if late else ""
         return members, f"{len(members)} groups committed, {carried} carried over{verdicts}"
 

@@ -1,10 +1,9 @@
 """Ridge regression of the remaining length on all features, with a guard on its gain over progress.
 
-A row of features, kept until its trajectory ends, is ``NUM_ROW`` 32-bit numbers: the columns, the
-tokens generated so far, and the forecasts as made then (progress alone: log order, mean; all
-columns: log order, mean). Two targets share one Gram matrix: the logarithm of the remaining tokens
-(for ranking) and the tokens (for sums of loads). Progress columns alone give the reference; `Blend`
-decides how far to depart from it.
+A row of features is ``NUM_ROW`` 32-bit numbers: the columns, the tokens generated so far, and the
+forecasts as made then (progress alone: log order, mean; all columns: log order, mean). Two targets
+share one Gram matrix: the logarithm of the remaining tokens (for ranking) and the tokens (for sums
+of loads). `Blend` decides how far to depart from progress alone.
 
 Invariants
 ----------
@@ -55,10 +54,8 @@ def counted(counts: bytes, slot: int, status: str, payload_tokens: int) -> bytes
 
     ValueError for a status that is not one of `OUTCOMES`.
     """
-    try:
-        outcome = _OUTCOME[status]
-    except KeyError:
-        raise ValueError(f"status {status!r} is not a tool outcome; allowed are {', '.join(OUTCOMES)}") from None
+    if (outcome := _OUTCOME.get(status)) is None:
+        raise ValueError(f"status {status!r} is not a tool outcome; allowed are {', '.join(OUTCOMES)}")
     after = np.frombuffer(counts, dtype=np.float32) * DECAY
     after[slot] += 1.0
     if outcome >= TOOL_SLOTS:
@@ -113,11 +110,11 @@ class Blend(msgspec.Struct, array_like=True):
     groups: dict[str, float] = {}  # gain of the latest groups
 
     def add(self, joint: Floats, totals: Floats, error: Floats, served: Floats, then: Floats, group: str) -> None:
-        """Add a trajectory of a group: differences to progress alone, (N,) each.
+        """Add a trajectory: differences to progress alone, (N,) each.
 
-        ``joint``, ``totals`` and ``error`` are of the regression, the totals of siblings and the
-        truth, to the present forecast of progress alone; ``served`` and ``then`` of the served
-        forecast and the truth, to the one at that time.
+        ``joint``, ``totals`` and ``error`` of the regression, the siblings' totals and the truth to
+        its present forecast; ``served`` and ``then`` of the served forecast and the truth to the one
+        at that time.
         """
         gain = float(served @ then)
         before = self.groups.pop(group, 0.0)
