@@ -1,4 +1,4 @@
-"""Liveness: where each worker stands in each run, its restarts, and work that nobody does. Pure.
+"""Liveness: where each worker stands in each run, its restarts, and work that nobody does.
 
 ::
 
@@ -6,10 +6,8 @@
         |  failed                                              |  failed again
         v                                                      v
       failed --back-off passed--> restarted                   out
-    any stage --left--> lost --a worker of the same name joins--> setting_up
 
-Workers that were there before the run are ``starting`` until they report. An engine may also be
-asleep (a role change).
+Workers that were there before the run are ``starting`` until they report.
 
 Invariants
 ----------
@@ -21,8 +19,7 @@ Invariants
    failure in a row waits for the next delay; after the last delay there is no restart.
 4. A name is lost from the moment its last process leaves until a process of that name joins.
 5. A missing resource is reported after ``TELL_AFTER_S`` (``START_S`` while its first workers are
-   set up), and again after ``REMIND_S`` or with a new cause. Its return is reported once, and only
-   if it was reported missing.
+   set up), and again after ``REMIND_S`` or with a new cause. Its return is reported once.
 """
 
 from __future__ import annotations
@@ -186,10 +183,7 @@ class Liveness:
         return sorted(name for name, lost_s in self._lost_s.items() if t_s - lost_s < within_s)
 
     def rows(self, run: str, t_s: float) -> list[dict[str, Any]]:
-        """Workers that joined during a run and are not ready, by name.
-
-        ``for_s`` since it joined; ``again_in_s`` until its restart (None without one).
-        """
+        """Workers that joined during a run and are not ready, by name; see the dashboard page."""
         joining = ((a, s) for a, s in self._runs.get(run, {}).items() if s.stage in JOINING)
         return [
             {

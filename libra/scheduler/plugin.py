@@ -93,7 +93,7 @@ class LibraPlugin(SchedulerPlugin):
         check_names(scheduler.http_application, shared=True)  # Libra's own clusters did so already
         self.liveness, self.ended = Liveness(), EndedRuns(scheduler)
         self.trajectories = Trajectories(scheduler, self.runs, self._last_activity, self.liveness)
-        self.watch = WorkerWatch(scheduler, self.liveness, self.trajectories.phase_of)
+        self.watch = WorkerWatch(scheduler, self.liveness)
         self.concurrency = Concurrency(scheduler, self.trajectories.workers_changed)
         self.gangs = Gangs(scheduler, self.runs)
         self.roles = WorkerRoles(scheduler, self.runs, self.trajectories, self.concurrency)
