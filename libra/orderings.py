@@ -65,20 +65,15 @@ class Guarded:
         self.own, self._fifo, self._fault = own, Fifo(), ""
 
     def handle(self, event: Fact) -> Answers:
-        """Its answers, or the answers of `Fifo`."""
-        instead = self._fifo.handle(event)
-        nothing: Answers = ()
+        instead, nothing = self._fifo.handle(event), cast(Answers, ())
         answers = self._tried(lambda: _checked(event, self.own.handle(event)), nothing)
         return tuple(SetPriority(c.key, c.priority, self._fault) for c in instead) if self._fault else answers
 
     def snapshot(self) -> dict[str, Any]:
-        """Its state, and the state of its replacement."""
-        nothing: dict[str, Any] = {}
-        own = self._tried(self.own.snapshot, nothing)
+        own = self._tried(self.own.snapshot, cast(dict[str, Any], {}))
         return {"own": own, "instead": self._fifo.snapshot(), "fault": self._fault}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``."""
         self._fault = str(snapshot["fault"])
         self._fifo.restore(snapshot["instead"])
         if not self._fault:
@@ -101,11 +96,9 @@ class GuardedLearner(Guarded):
     own: Any
 
     def learn(self) -> None:
-        """Let it learn."""
         self._tried(self.own.learn, None)
 
     def forget_live(self) -> None:
-        """Let it drop running trajectories."""
         self._tried(self.own.forget_live, None)
 
 

@@ -298,7 +298,6 @@ class Admission(Saved):
                 yield OpenGate(iteration, f"version {self.version} >= {iteration} - eta {self.eta}{ahead}")
 
     def _next_waves(self, batch: int) -> Iterator[OpenWave]:
-        """Open the waves of ``batch`` that can: one with members, or all that are left over."""
         while batch <= self.trained:
             wave = self.waves.next(batch, self.groups_per_batch, self.ready(batch), streams=self.ways.streams)
             if wave is None:
@@ -307,7 +306,6 @@ class Admission(Saved):
             yield wave
 
     def _members_for(self, batch: int) -> tuple[Members, str] | None:
-        """The groups of ``batch`` and the reason, once it opens."""
         begins = [self.version] if batch > self.version else []  # later groups may begin with this one
         if not all(self.staleness.lives(oldest, batch + 1) for oldest in (*begins, *self._in_flight.values())):
             return None

@@ -136,7 +136,6 @@ class Dispatcher:
                 self._without_home([members[key] for key in command.keys if key in members])
 
     def _push_out(self, engine: EngineState) -> None:
-        """Trajectories whose KV the engine drops lose their home: they go on where it fits."""
         if 0 < engine.open_tokens < engine.context_tokens:
             self._without_home(engine.pushed_out(self._phases[Phase.ROLLOUT].running.__contains__))
 
@@ -376,7 +375,6 @@ class Dispatcher:
         return first if cost(one, planned) > PLANNED_FACTOR * cost(one, first) else planned
 
     def _cost(self, one: Trajectory) -> Callable[[Trajectory, str], float]:
-        """The figure by which declared engines are compared: seconds to finish, or their pace."""
         return self._loads.finish_s if one.has_forecast else self._loads.pace_s_per_token
 
     def _roomiest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:

@@ -271,7 +271,6 @@ class _Objects(RunPolicies):
         return f"{event.key} was dispatched with priority {list(event.priority)}; the last one logged is {list(place)}"
 
     def _placed_as(self, fact: facts.QuantumDispatched) -> str:
-        """The difference of a dispatch from the dispatcher's choice, if its input is known."""
         if not fact.alone:
             self.dispatcher = None
         if self.dispatcher is None:
@@ -364,7 +363,6 @@ def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:
 
 
 def _unlike(recorded: object, now: object, path: str) -> str:
-    """The first difference of two parts of snapshots; numbers are equal up to `NOISE_FRAC`."""
     if recorded == now:
         return ""
     if isinstance(recorded, dict) and isinstance(now, dict):

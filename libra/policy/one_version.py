@@ -182,7 +182,6 @@ class OneVersion(Saved):
         return (facts.Vacate(worker, tuple(keys), reason), *self._emptied(worker))
 
     def _fits(self, version: int, source: str, keep: list[str]) -> bool:
-        """Whether other engines can take all of ``source``, largest first, each to the emptiest."""
         room = {each: self._held(self._under_way.get(each, ())) for each in keep}
         homeless = (key for key, began in self._began.items() if began == version and key not in self._home)
         sized = [(-self._context.get(key, 0), key) for key in (*homeless, *self._under_way.get(source, ()))]

@@ -335,7 +335,6 @@ class Roles:
         return tuple(sorted(change.bonds[name] | {name})) if change.moves[name][1].role is Role.ROLLOUT else ()
 
     def _go_on(self, change: Change) -> list[RoleCommand]:
-        """Begin the next stage, or end the change, when all members have finished this one."""
         commands: list[RoleCommand] = []
         while change.done >= change.moves.keys():
             change.stage = _NEXT[change.stage]

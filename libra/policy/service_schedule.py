@@ -177,7 +177,6 @@ class ServiceSchedule:
         return max(0.0, began_s + whole_s - at_s)
 
     def _evicted(self, device: str, need: int) -> tuple[tuple[str, ...], float]:
-        """Who makes room on a free device, and when the newest of them was last used."""
         size, residents = self._bytes[device], self._resident[device]
         held = sum(self._services[name].facts.num_bytes for name in residents)
         gone: list[str] = []

@@ -155,7 +155,6 @@ def _words(parts: StepParts, x: float, step_s: Mapping[str, float], choice: str,
 
 
 def _remedies(parts: StepParts) -> str:
-    """Gain of fewer GPUs, a larger eta, faster tools for a step bound by its longest trajectory."""
     path_s = parts.longest_s + parts.update_s
     enough = parts.needed_gpus or max(2, math.ceil(parts.gpus / parts.path_over_work))
     eta = min(max(parts.eta + 1, math.ceil(path_s / parts.work_s) - 1), max(MOST_ETA, parts.eta + 1))

@@ -311,7 +311,6 @@ class Tail(Saved):
         member.own, member.asked = member.own or member.asked, False
 
     def _role_taken(self, worker: str, role: Role, seconds: float | None) -> None:
-        """A worker is in a role, after ``seconds`` of its change if they tell the price."""
         if (member := self._member(worker)) is None:
             return
         member.doing = _SETTLED.get(role)
@@ -415,7 +414,6 @@ def price_s(stage_s: Mapping[str, float]) -> float:
 
 
 def _fits(spec: facts.WorkerCapacity, context_tokens: float) -> float:
-    """Trajectories per GPU that slow each other down by `SLOWER`, at most the slots."""
     gpus = degree_of(spec.bucket)
     if not spec.declared:
         return spec.rollout_slots / gpus

@@ -14,7 +14,7 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from libra import facts, keys
@@ -86,7 +86,6 @@ class Applier:
                 self._scheduler.loop.add_callback(self._turn, state, command)
 
     def _turn(self, state: RunState, turn: facts.Turn) -> None:
-        """Request the role change of a turn, outside of the transition; it may be refused."""
         assert self.set_roles is not None
         role = Role.TRAIN if turn.to is facts.Turned.TRAINING else Role.ROLLOUT
         why = f"the engine turns to {turn.to}: {turn.reason}"
@@ -99,9 +98,6 @@ class Applier:
         task_logger.debug("%s: %s opens", state.run, key)
         release = scheduler_internals.Release(key, {resource: 1}, None)
         self._scheduler.loop.add_callback(scheduler_internals.release, self._scheduler, [release], f"libra-open-{key}")
-
-    def release(self, releases: Iterable[scheduler_internals.Release], stimulus_id: str) -> None:
-        scheduler_internals.release(self._scheduler, releases, stimulus_id)
 
 
 def announce_version(scheduler: Scheduler, state: RunState, version: int, only: str | None = None) -> None:
@@ -146,12 +142,8 @@ def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, 
 
 def newest_version(state: RunState, worker: str) -> dict[str, Any]:
     """The newest version and where ``worker`` should fetch it; version -1 if none is published."""
-    version = state.admission.version
-    return {
-        "version": version,
-        "digest": state.workers.holders.digest(version),
-        "holders": state.workers.holders.nearest(version, worker),
-    }
+    version, holders = state.admission.version, state.workers.holders
+    return {"version": version, "digest": holders.digest(version), "holders": holders.nearest(version, worker)}
 
 
 def engine_told(state: RunState, liveness: Liveness, fact: facts.Fact, address: str) -> None:

@@ -157,7 +157,6 @@ class Gangs:
         self._send(gang, "open", ranks=[0])
 
     def _unexplained(self, gang: _Gang, number: int, rank: int, detail: str) -> None:
-        """A member could not reach the others and none has left: all of them try again."""
         if gang.status == "doubtful" and gang.number == number:
             self._lost(gang, gang.names[rank], detail)
             self._form(gang)
@@ -187,7 +186,6 @@ class Gangs:
         self._soon(gang)
 
     def _gone(self, key: str) -> None:
-        """The task no longer waits and was not released here: it was cancelled."""
         for gang in self._gangs.values():
             for waiting in gang.parked.values():
                 waiting.discard(key)
@@ -217,7 +215,6 @@ class Gangs:
     def _releases(
         self, gang: _Gang, node: str, indices: tuple[int, ...], waiting: set[str]
     ) -> list[scheduler_internals.Release]:
-        """The task of every rank that has to run; empty if one of them is missing."""
         if node == "checkpoint":
             return [scheduler_internals.Release(key, {keys.TRAIN: 0}, gang.addresses[0]) for key in waiting]
         releases = []

@@ -69,9 +69,7 @@ class LibraPlugin(SchedulerPlugin):
     def __init__(self) -> None:
         self.runs: dict[str, RunState] = {}
         self.guards: dict[str, StallGuard] = {}  # of runs with a watchdog
-        self._last_activity: dict[
-            Any, float
-        ] = {}  # monotonic seconds at which a task was sent to its worker, or last reported
+        self._last_activity: dict[Any, float] = {}  # monotonic, by task: it was sent, or reported
 
     async def start(self, scheduler: Scheduler) -> None:
         """Hook into the scheduler: RPC handlers, the page, the task stream and a sampler."""
@@ -102,8 +100,6 @@ class LibraPlugin(SchedulerPlugin):
         self._handlers |= self.gangs.handlers() | self.roles.handlers()
         sampler = scheduler.periodic_callbacks["libra-sample"] = PeriodicCallback(self._sample, SAMPLE_MS)
         sampler.start()
-
-    # ---------------------------------------------------------------- calls from the driver and from workers
 
     async def _register(self, registration: Mapping[str, Any]) -> dict[str, Any]:
         """A driver registers its run: `register_run` once nothing is left of an earlier start."""
@@ -155,6 +151,10 @@ class LibraPlugin(SchedulerPlugin):
             guard.start()
         return {"started_s": state.log.started_s, "process": process_name()}
 
+    def _of(self, run: str, epoch: int) -> RunState | None:
+        state = self.runs.get(run)
+        return state if state is not None and state.epoch == epoch else None
+
     def numbers(self, run: str) -> dict[str, float]:
         state = self.runs.get(run)
         return {} if state is None else state.numbers()
@@ -175,13 +175,11 @@ class LibraPlugin(SchedulerPlugin):
 
     def notices(self, run: str, epoch: int, first: int) -> list[tuple[int, str]]:
         """The notices of a run from number ``first`` on; see `Notices.since`."""
-        state = self.runs.get(run)
-        return [] if state is None or state.epoch != epoch else state.notices.since(first)
+        return [] if (state := self._of(run, epoch)) is None else state.notices.since(first)
 
     def progress(self, run: str, epoch: int) -> tuple[int, int, str, str]:
         """Ended trajectories, tokens, `WorkerWatch.missing_work` and `Timeline.training`."""
-        state = self.runs.get(run)
-        if state is None or state.epoch != epoch:
+        if (state := self._of(run, epoch)) is None:
             return 0, 0, "", ""
         seen = state.log.timeline
         return state.num_ended, seen.tokens, self.watch.missing_work(run), seen.training(state.log.uptime_s)
@@ -189,18 +187,14 @@ class LibraPlugin(SchedulerPlugin):
     def set_slots(
         self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"
     ) -> dict[str, Any]:
-        state = self.runs.get(run)
-        if state is None or state.epoch != epoch:
+        if (state := self._of(run, epoch)) is None:
             return {"error": f"run {run!r}, epoch {epoch}, is not on this scheduler"}
         return self.concurrency.set(state, slots, reason)
 
     def engines(self, run: str, epoch: int) -> list[dict[str, Any]]:
         """Rows of `Concurrency.rows`, with ``residents``: trajectories at home on the engine."""
-        state = self.runs.get(run)
-        rows = [] if state is None or state.epoch != epoch else self.concurrency.rows(state)
+        rows = [] if (state := self._of(run, epoch)) is None else self.concurrency.rows(state)
         return [row | {"residents": self.trajectories.dispatcher.residents(row["worker"])} for row in rows]
-
-    # ---------------------------------------------------------------- scheduler hooks
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Follow parked tasks through Dask's states. This is the plugin's hot path."""
@@ -224,8 +218,7 @@ class LibraPlugin(SchedulerPlugin):
 
     def told(self, run: str, epoch: int, packed: bytes, worker: str = "", client: str = "") -> None:
         """Facts of a worker or the driver. It never raises: that would close the stream."""
-        state = self.runs.get(run)
-        if state is None or epoch != state.epoch:
+        if (state := self._of(run, epoch)) is None:
             logger.debug("ignored: facts of %s, epoch %s, which is not on this scheduler", run, epoch)
             return
         try:
@@ -286,21 +279,18 @@ class LibraPlugin(SchedulerPlugin):
         await self.ended.close()
 
     def _progressed(self, run: str, key: str | None = None, since_s: float | None = None) -> None:
-        """A run made progress; ``key`` ended or reported, ``since_s`` its last activity."""
         if guard := self.guards.get(run):
             if key is not None and since_s is not None:
                 guard.took(key, time.monotonic() - since_s)
             guard.progressed()
-
-    # ---------------------------------------------------------------- parked tasks
 
     def _parked(self, key: str) -> None:
         if key in self.trajectories.tracked:
             self.trajectories.parked(key, None, None)
             return
         parsed = keys.parse(key)
-        state = self.runs.get(parsed.run) if parsed else None
-        if parsed is None or state is None or parsed.epoch != state.epoch:
+        state = self._of(parsed.run, parsed.epoch) if parsed else None
+        if parsed is None or state is None:
             task_logger.debug("%s waits for a run that is not on this scheduler", key)
         elif parsed.node == "gate":
             self._gate_parked(state, parsed, key)
@@ -328,8 +318,6 @@ class LibraPlugin(SchedulerPlugin):
 
     def _tell(self, state: RunState, fact: Fact, _: str = "") -> None:
         self.trajectories.applier.tell(state, fact)
-
-    # ---------------------------------------------------------------- facts from workers and the driver
 
     def _own_handlers(self) -> dict[type[Fact], Handler]:
         engine: dict[type[Fact], Handler] = dict.fromkeys(
@@ -373,9 +361,8 @@ class LibraPlugin(SchedulerPlugin):
 
     def _engine_told(self, state: RunState, fact: Fact, address: str) -> None:
         if not isinstance(fact, Signal):
-            state.log.emit(fact)
+            self._tell(state, fact)
         engine_told(state, self.liveness, fact, address)
-        state.tail.handle(fact)
         if isinstance(fact, facts.EngineJoined):
             self.concurrency.joined(state.run, fact.worker, fact.engine)
             self.concurrency.apply(state.run, address)
@@ -390,7 +377,6 @@ class LibraPlugin(SchedulerPlugin):
         self.trajectories.workers_changed()
 
     def _ready(self, state: RunState, fact: facts.WorkerReady, address: str) -> None:
-        """A worker's setup has ended; if it failed, the worker still counts as joining."""
         self.watch.ready(state, address)
         self.concurrency.apply(state.run, address)
         self.trajectories.workers_changed()
@@ -402,8 +388,6 @@ class LibraPlugin(SchedulerPlugin):
     def _mismatch_found(self, state: RunState, fact: facts.MismatchFound, _: str) -> None:
         state.log.emit(fact)
         state.notices.warn(logger, f"run {state.run}: {fact.detail}")
-
-    # ---------------------------------------------------------------- for the dashboard
 
     def _sample(self) -> None:
         if not self.runs:

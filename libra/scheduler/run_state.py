@@ -104,10 +104,7 @@ def process_name() -> str:
 
 
 class Notices:
-    """Notices for the driver's terminal, numbered from 0, read with `libra_notices`.
-
-    A driver in the scheduler's own process has the same terminal, and reads nothing.
-    """
+    """Notices for the driver's terminal, numbered from 0, read with `libra_notices`."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[int, str]] = deque(maxlen=KEPT_NOTICES)
@@ -124,15 +121,10 @@ class Notices:
 
 
 class Holders:
-    """The workers that hold each version of a run's weights, and the order in which to fetch from
-    them.
+    """Present workers that hold each version of a run's weights, as they reported it.
 
-    Invariants
-    ----------
-    1. A holder is named only for versions that it reported, and no longer once it has left.
-    2. Nearest first: the worker's own host, then other rollout workers, then the trainer, which
-       many requests would slow down. Among equals the least often named come first, so that a
-       version spreads as a tree.
+    Nearest first: the worker's own host, then other rollout workers, then the trainer. Among equals
+    the least often named come first, so that a version spreads as a tree.
     """
 
     def __init__(self) -> None:
@@ -289,9 +281,8 @@ class RunState(RunPolicies):
         self.log.emit_snapshot(self, self.family)
 
     def learn(self) -> None:
-        if self.num_ended >= self.learned_ended + learns_after(self.learned_ended) and isinstance(
-            self.policy, OnlineLearner
-        ):
+        due = self.num_ended >= self.learned_ended + learns_after(self.learned_ended)
+        if due and isinstance(self.policy, OnlineLearner):
             self.learned_ended = self.num_ended
             began_s = time.perf_counter()
             self.policy.learn()
@@ -346,24 +337,20 @@ class Tracked:
 
         Returns whether a record exists now, this or an earlier one.
         """
-        iteration, group, sample = self.parsed.indices
-        tid = TrajectoryId(iteration, group, sample, self.parsed.split)
+        tid = TrajectoryId(*self.parsed.indices, self.parsed.split)
         detail = f"quantum {self.quanta} was lost {self.lost} times, the last time with {address}"
         record = FailureRecord(failure=FailureClass.WORKER, detail=detail, worker=address, epoch=self.run.epoch)
         journal, written = Journal(self.run.directory / "journal"), 1
         try:
             journal.append(str(tid), self.quanta, record)
-        except RecordExists:
-            task_logger.debug("%s: quantum %d was written, only its report was lost", self.key, self.quanta)
+            self.run.log.emit(facts.FailureClassified(self.key, str(FailureClass.WORKER), detail))
+        except RecordExists:  # only its report was lost
             with contextlib.suppress(StoreError):  # unreadable: it counts as one
                 written = len(journal.read_at(str(tid), self.quanta))
         except StoreError as error:
             task_logger.error("%s: its failure could not be recorded: %s", self.key, error)
             return False
-        else:
-            self.run.log.emit(facts.FailureClassified(self.key, str(FailureClass.WORKER), detail))
         self.quanta += written
-        # Another attempt begins, unless the next report corrects this.
-        self.lost = 0
+        self.lost = 0  # another attempt begins, unless the next report corrects this
         self.begin()
         return True

@@ -47,7 +47,6 @@ _SEVERAL = object()
 
 
 def _differ(ahead: facts.Priority | None, known: facts.Priority | None) -> bool:
-    """Whether other trajectories than before release their slots (`libra.policy.leaves_slot`)."""
     return (ahead and ahead[:2]) != (known and known[:2])
 
 
@@ -96,7 +95,6 @@ class Trajectories:
             self.applier.tell(state, joined)
 
     def _declare_tools(self, state: RunState) -> None:
-        """From now on actions hold leases; a run's name precedes the names of its tools."""
         tools = {f"{state.run}/{name}": needs for name, needs in state.registration.tools.items()}
         quotas = {name: str(quota) for name, quota in state.settings.environment.quotas.items()}
         declared = facts.ToolsDeclared(tools, quotas)
@@ -120,7 +118,6 @@ class Trajectories:
         return one is None or one.may(key, worker)
 
     def _update_workers(self, new: RunState | None = None) -> None:
-        """Notify all runs but ``new`` of workers that joined, left or changed."""
         for event in self.workers.changes():
             self._notify_all(event, new)
 
@@ -137,10 +134,8 @@ class Trajectories:
 
     def parked(self, key: str, state: RunState | None, parsed: keys.Key | None) -> None:
         """A trajectory's task is parked; ``state`` and ``parsed`` are given for a new one."""
-        tracked = self.tracked.get(key)
-        if tracked is None:
-            assert state is not None
-            assert parsed is not None
+        if (tracked := self.tracked.get(key)) is None:
+            assert state is not None and parsed is not None
             tracked = self.tracked[key] = Tracked(key, parsed, state)
         state, indices = tracked.run, tracked.parsed.indices
         tracked.policy_ended = False
@@ -206,7 +201,7 @@ class Trajectories:
                 releases.append(scheduler_internals.Release(place.key, _resources(place), address, known))
         if releases:
             self._dispatches += 1
-            self.applier.release(releases, f"libra-dispatch-{self._dispatches}")
+            scheduler_internals.release(scheduler, releases, f"libra-dispatch-{self._dispatches}")
         self._revoke(at_s, alone)
         if dispatcher.leases is not None:
             self._look_again(dispatcher.leases.table.next_s(at_s), at_s)
@@ -232,7 +227,6 @@ class Trajectories:
         tracked.run.log.emit(facts.LeaseGranted(key=place.key, worker=place.worker, queued_s=queued_s, **fields))
 
     def _revoke(self, at_s: float, alone: bool) -> None:
-        """Stop actions whose lease was revoked, if they are still on their worker."""
         for revoke in self.dispatcher.revocations():
             tracked = self.tracked.get(revoke.holder)
             if tracked is None or tracked.at is None:
@@ -278,7 +272,6 @@ class Trajectories:
             scheduler_internals.park(ts)
 
     def _lost(self, tracked: Tracked, phase: Phase, address: str) -> None:
-        """A quantum ended without a report; the third time in a row ends the attempt."""
         tracked.lost += 1
         state = tracked.run
         state.log.emit(facts.QuantumLost(tracked.key, phase, tracked.quanta, address, tracked.lost))

@@ -308,7 +308,6 @@ class WorkerRoles:
                 self._ended(state, command)
 
     def _supply(self, state: _Run, name: str, slots: int, tp: int | None) -> None:
-        """Set the slots of a worker; ``tp`` None keeps its present TP."""
         address = state.address.get(name)
         if address is None or address not in self._scheduler.workers:
             return

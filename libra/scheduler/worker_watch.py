@@ -170,7 +170,6 @@ class WorkerWatch:
             scheduler_internals.restore_supply(self._scheduler, each, self._held.pop(each, {}), f"libra-ready-{each}")
 
     def _end_unservable(self, state: RunState, engines: set[str]) -> None:
-        """End a run by an error of one waiting trajectory if all its engines are out of service."""
         out = self._liveness.out(state.run)
         if not engines or not out.keys() >= engines:
             return

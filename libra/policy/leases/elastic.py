@@ -86,7 +86,6 @@ class SpeedUp:
 
 
 def _points(least: int, most: int, declared: Sequence[float] | Mapping[int, float] | str) -> dict[int, float] | None:
-    """Speeds by cores as they are declared, if they make sense."""
     if not isinstance(declared, Mapping):
         if isinstance(declared, str) or len(declared) != most - least + 1:
             return None
@@ -243,7 +242,6 @@ def _thrown_away(each: Running) -> float:
 
 
 def _fits_s(need: Sequence[int], free: Sequence[int], running: Sequence[Running]) -> float:
-    """Seconds until it fits there, as actions end by themselves."""
     for each in sorted(running, key=lambda each: each.left_s):
         free = plus(free, each.has)
         if covers(free, need):

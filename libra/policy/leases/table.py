@@ -266,7 +266,6 @@ class LeaseTable:
         return min(fits, key=lambda worker: (free[worker][CORES], worker)), frozenset()  # best fit
 
     def _able(self, need: Sequence[int]) -> list[str]:
-        """Workers that are large enough for ``need``."""
         return [worker for worker, capacity in self._capacity.items() if covers(capacity, need)]
 
     def _grant(self, request: LeaseRequest, worker: str, at_s: float) -> None:
@@ -352,7 +351,6 @@ class LeaseTable:
             self._quotas[name].give_back(units)
 
     def _learn(self, lease: Lease, seconds: float, status: str) -> None:
-        """Learn from an action: its tool's mean however it ended, its curve if it returned."""
         curve = self._curves.get(lease.tool)
         if curve is not None and status in RETURNED:
             curve.ended(lease.resources.cores, seconds)

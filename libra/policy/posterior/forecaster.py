@@ -229,7 +229,6 @@ class Posterior(Forecaster):
                 del self._waiting[:-WAITING]
 
     def _compare(self, siblings: Cohort, total: float) -> None:
-        """Add a total's distance to ended siblings to the variance within groups."""
         if siblings.weight >= 0.5:
             deviation = total - siblings.total / siblings.weight
             share = siblings.weight / (siblings.weight + 1.0)
@@ -324,7 +323,6 @@ class Posterior(Forecaster):
         self._groups.prior = min(max(within / between, 0.25), 8.0)
 
     def _spreads(self) -> tuple[float, float]:
-        """Variances of log totals within groups and between them; equal until siblings end."""
         weight, total = self._all.weight, self._all.total
         variance = max(self._squares / weight - (total / weight) ** 2, 0.05) if weight > 2.0 else 1.0
         count, deviations = self._within
