@@ -110,10 +110,8 @@ class CommittedGroup:
 class Admission(Saved):
     """Staleness bookkeeping of one run.
 
-    ``staleness`` is a policy, or eta alone; ``groups_per_batch`` is B, prompts per step and
-    iteration. ``waves`` streams steps; with ``first_come`` they take groups of any iteration.
-    ``opened`` has the members of the newest batches, ``version`` the newest published version,
-    ``trained`` the trainer's.
+    ``staleness`` is a policy, or eta alone; ``groups_per_batch`` is B. ``opened`` has the members of the
+    newest batches, ``version`` the newest published version, ``trained`` the trainer's.
     """
 
     staleness: StalenessPolicy

@@ -51,11 +51,7 @@ UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
 
 
 class CMLFQ(Saved):
-    """Libra's ordering.
-
-    ``forecaster`` receives every event before it is queried (default: `Posterior`); ``patience`` is
-    the starvation bound, in parkings.
-    """
+    """Libra's ordering; ``patience`` is the starvation bound, in parkings."""
 
     name: ClassVar[str] = "cmlfq"
     objective: Objective

@@ -50,10 +50,7 @@ FORGETTING = 0.05  # weight of the newest quantum in the mean seconds of a quant
 
 
 def leaves_slot(rank: Sequence[int], ahead: Sequence[int] | None) -> bool:
-    """Whether a trajectory of this rank releases its slot after a quantum, where ``ahead`` waits.
-
-    Only an earlier iteration or a better level takes a slot: within a level that gains nothing.
-    """
+    """Whether a trajectory of this rank releases its slot to ``ahead``, of a better level."""
     return ahead is not None and tuple(ahead[:2]) < tuple(rank[:2])
 
 
@@ -262,11 +259,7 @@ class Dispatcher:
         return bool(self._phases[Phase.ROLLOUT].overfull)
 
     def ahead(self) -> facts.Priority | None:
-        """Rank of the best waiting generation, for `leaves_slot`; None if all keep their slots.
-
-        `EVERYONE` if all release theirs: an engine is overfull, or engines that exchange KV need
-        rebalancing (`Loads.needs_rebalancing`).
-        """
+        """Rank of the best waiting generation; None if all keep their slots, `EVERYONE` if none does."""
         if self.overfull() or (self._table.exchanging and self._loads.needs_rebalancing()):
             return EVERYONE
         entry = self._phases[Phase.ROLLOUT].all_waiting.first()
@@ -394,10 +387,7 @@ class Dispatcher:
         return {worker: count for worker, count in queue.free.items() if self.allowed(key, worker)}
 
     def _fastest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
-        """The best engine; among equals one with few siblings, whose lengths are correlated.
-
-        By free slots, if an engine with a free slot has not declared its speed.
-        """
+        """The best engine, with few siblings among equals; by free slots if speeds are not declared."""
         best: str | None = None
         least: tuple[float, int, int, str] | None = None
         engines, declared, cost = self._table.engines, self._silent(queue.free) is None, self._cost(one)
@@ -419,11 +409,7 @@ class Dispatcher:
         return None
 
     def _pays(self, queue: PhaseQueue, one: Trajectory, home: EngineState, target: str) -> str:
-        """Why a move from the queue of ``home`` pays off; empty if it does not.
-
-        All that wait there gain a turn, which must exceed the cost; by the forecast, neither engine
-        may finish later.
-        """
+        """Why a move from the queue of ``home`` pays off: all that wait there gain; else empty."""
         declared = self._table.engines[target].declared
         if not (home.declared and declared):
             idle = not queue.taken.get(target)

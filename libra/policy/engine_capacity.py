@@ -152,10 +152,7 @@ def joined_of(
 
 
 def as_its_bucket(own: EngineCapacity, alike: Sequence[StepSeconds]) -> EngineCapacity:
-    """An engine with the median seconds of its bucket, unless its own differ beyond their errors.
-
-    ``alike``: seconds of all measured engines of the bucket. Equal engines fit unlike seconds.
-    """
+    """An engine with the median seconds of its bucket, unless its own differ beyond their errors."""
     if not alike:
         return own
 

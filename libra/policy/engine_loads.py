@@ -52,8 +52,7 @@ class Loads:
     def fits(self, one: Trajectory, worker: str) -> bool:
         """Whether its KV fits beside all members of ``worker``, until the last of them ends.
 
-        Growth is forecast (`peak_tokens`), or part of it reserved. An engine that exchanges KV
-        reserves nothing: a context needs no memory while its tools run.
+        Growth is forecast (`peak_tokens`) or in part reserved; engines that exchange KV reserve nothing.
         """
         table, engine = self._table, self._table.engines[worker]
         if not engine.spec.kv_tokens or not engine.members or one.home is engine:
@@ -138,8 +137,7 @@ class Loads:
     def quicker_home(self, one: Trajectory, free: Mapping[str, int]) -> tuple[str, float] | None:
         """An engine with a spare slot on which one gains more than all there lose, and the seconds.
 
-        Neither engine may finish later. The gain is per token, so that it holds for any length: a
-        long trajectory with a short forecast would otherwise be the last, on the slower engine.
+        Neither engine may finish later. The gain is per token, so that it holds for any length.
         """
         home = one.home
         if self._table.exponent == EXACT_NORM or home is None or not one.has_forecast or not home.declared:
@@ -189,9 +187,7 @@ class Loads:
     def needs_rebalancing(self) -> bool:
         """Whether engines that exchange KV are so full or uneven that all must release their slots.
 
-        A trajectory that keeps its slot saves a decision, as long as no other order or place would
-        be better. Loads are compared in seconds, or by memory if an engine has not declared its
-        speed.
+        Loads are compared in seconds, or by memory if an engine has not declared its speed.
         """
         engines = self._table.exchanging
         shares = [each.context_tokens / each.open_tokens for each in engines]
@@ -211,11 +207,7 @@ class Loads:
         return len(last.members) > 1 or quickest_s < (1.0 - QUICKER_FRAC) * last.spec.alone_s_per_token
 
     def buckets(self, queue: PhaseQueue) -> list[dict[str, Any]]:
-        """A row per bucket, for the dashboard; the last, without a bucket, for trajectories without
-        home.
-
-        ``left_tokens`` is the mean forecast of members (0 without one).
-        """
+        """A row per bucket, for the dashboard; the last for trajectories without a home."""
         rows, without_home = list[dict[str, Any]](), len(queue.waiting)
         for bucket, names in sorted(self._table.buckets.items()):
             engines = [self._table.engines[name] for name in names]

@@ -294,8 +294,7 @@ class Mean:
 class EngineTable:
     """Engines by name, and the record of every trajectory that has not ended.
 
-    ``exponent`` is `NOISY_NORM`, or `EXACT_NORM` where lengths are known. ``silent`` workers have
-    not declared their engine; ``exchanging`` engines exchange KV.
+    ``silent`` workers have not declared their engine; ``exchanging`` engines exchange KV.
     """
 
     def __init__(self, exponent: float = NOISY_NORM) -> None:
@@ -404,10 +403,7 @@ class EngineTable:
             now.add(one, self.finals.mean)
 
     def forecast(self, one: Trajectory, left_tokens: float, final_tokens: float) -> None:
-        """A trajectory will generate ``left_tokens`` more, to a context of ``final_tokens``.
-
-        Both are capped by the longest context of any engine.
-        """
+        """Tokens that a trajectory will generate, and its last context, capped by the longest one."""
         is_first = one.final_tokens is None
         self._believe(one, left_tokens, final_tokens)
         if is_first:

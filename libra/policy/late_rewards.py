@@ -47,9 +47,8 @@ KEPT = 0.8  # evidence on guesses that a batch with more of it keeps of earlier 
 class GuessWorth:
     """Worth of provisional rewards, from groups all of whose rewards came.
 
-    Sums over trajectories of (guessed x final advantage) and of (guessed advantage)^2, decaying by
-    `KEPT`, with one more trajectory of mean size that was guessed right. Without evidence both are
-    0, and a guess counts in full.
+    Sums of (guessed x final advantage) and (guessed advantage)^2, decaying by `KEPT`, with one more
+    trajectory of mean size that was guessed right. Without evidence a guess counts in full.
     """
 
     product: float = 0.0
@@ -110,8 +109,7 @@ class Settled:
 def settle(waiting: Iterable[WaitingGroup], batch: int, came: Mapping[Place, float], *, versions: int) -> Settled:
     """Take the rewards that ``came`` for the groups that wait, for the step of ``batch``.
 
-    A group waits for ``versions`` batches after its own; rewards of samples that are not missing
-    are ignored.
+    Rewards of samples that are not missing are ignored.
     """
     arrivals, left, dropped = [], [], []
     for group in waiting:

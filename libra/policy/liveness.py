@@ -211,10 +211,7 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class RoleSupply:
-    """Suppliers of a resource, how many are ``wanted``, and whether others are set up.
-
-    ``cause`` names the workers that are lost, out of service or not ready.
-    """
+    """Suppliers of a resource; ``cause`` names workers that are lost, out of service or not ready."""
 
     wanted: int
     names: tuple[str, ...]

@@ -81,8 +81,7 @@ class Told:
 
 
 def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> Iterator[Told]:
-    """Replay a log from ``run_started`` or a ``policy_snapshot``; yields each event that was
-    received.
+    """Replay a log from ``run_started`` or a ``policy_snapshot``; yields each event received.
 
     StoreError if the log begins with neither, or has an unknown policy or key.
     """
@@ -122,10 +121,7 @@ def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_order
 
 
 def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> dict[str, Any] | None:
-    """State of a log's ordering at its end, without running trajectories, for a resumed run.
-
-    None if the log has none, or its ordering does not learn. Raises as `replay`.
-    """
+    """A log's ordering at its end, without running trajectories; None if it does not learn."""
     objects: _Objects | None = None
     fresh = True
     for line, event in lines:

@@ -69,9 +69,8 @@ class Order:
 class PhaseQueue:
     """One phase: waiting trajectories, free slots, and running ones.
 
-    ``free`` has workers with at least one free slot; ``running`` the worker of each trajectory;
-    ``overfull`` the workers with fewer slots than are taken; ``anywhere`` orders trajectories that
-    may go to any worker.
+    ``overfull`` workers have fewer slots than are taken; ``anywhere`` orders trajectories that may go to
+    any worker.
     """
 
     def __init__(self) -> None:

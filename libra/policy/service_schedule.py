@@ -41,11 +41,7 @@ class ServiceFacts(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fire(msgspec.Struct, frozen=True, gc=False):
-    """Run a batch: evict from ``device``, restore the weights if ``restores``, then call the
-    service.
-
-    ``device`` is empty without weights; ``ripe_s`` is when the batch could have begun.
-    """
+    """Run a batch: evict from ``device`` (may be empty), restore the weights if ``restores``."""
 
     service: str
     device: str

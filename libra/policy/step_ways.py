@@ -72,11 +72,7 @@ class StepParts:
 
 
 def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
-    """Seconds of a step by way, in closed form.
-
-    ``changes_s``: turning an engine to training, and back; ``turning`` is left out where that is
-    long against a step.
-    """
+    """Seconds of a step by way; ``turning`` is left out where both changes are long against a step."""
     update_s, eta, train_s = parts.update_s, parts.eta, parts.train_s
     left_s = LEFT_FRAC * train_s if parts.left_s is None else parts.left_s
     all_left_s = max(left_s, train_s - parts.rollout_s) * parts.train_gpus / parts.gpus
@@ -98,8 +94,7 @@ def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
 def chosen(x: float, step_s: Mapping[str, float], ways: Sequence[str], now: str = "") -> str:
     """The way to take of ``ways``, the least change first; a later one must save `WORTH_FRAC`.
 
-    ``now`` is taken already and stays from `STAYS_FRAC` on. Roles do not change within a step that
-    is bound by its longest trajectory. Only the first may have no known seconds.
+    ``now`` stays from `STAYS_FRAC` on. Only the first may have no known seconds.
     """
     found = ways[0]
     for way in ways[1:]:
@@ -168,10 +163,7 @@ def _remedies(parts: StepParts) -> str:
 
 
 class WaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a run's choice: its ``ways``, the least change first, and the first one's reason.
-
-    ``train_gpus`` always train; ``change_s`` is assumed for both changes until they were measured.
-    """
+    """Settings of a run's choice: its ``ways``, the least change first, and the first one's reason."""
 
     ways: tuple[str, ...]
     way: str
@@ -237,10 +229,7 @@ class WayChoice(Saved):
 
 
 def wave_price(waves: Sequence[tuple[int, float]], fixed_s: float = 0.0) -> tuple[float, float]:
-    """Fixed seconds of a wave, and seconds of a group, from (groups, seconds) of waves.
-
-    The line through them; where all have as many groups, ``fixed_s`` is kept.
-    """
+    """Fixed seconds of a wave and seconds of a group: the line through (groups, seconds) of waves."""
     number, groups, seconds = len(waves), sum(size for size, _ in waves), sum(took for _, took in waves)
     mean, mean_s = groups / number, seconds / number
     spread = sum((size - mean) ** 2 for size, _ in waves)

@@ -77,11 +77,7 @@ class TurningRule:
                 raise ConfigError(f"{name}: got {value}; a finite number above 0 (seconds may be 0)")
 
     def turns(self, engines: Sequence[TurningEngine], num_open: int, step: OpenStep | None) -> tuple[Turn, ...]:
-        """The changes to make now; without a step, engines only return.
-
-        ``engines`` are in the order in which they return; ``num_open`` trajectories have begun, or
-        may begin, and have not ended.
-        """
+        """The changes to make now, engines in the order of their return; without a step only returns."""
         generating = [e for e in engines if e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT)]
         has_room_for = sum(e.gpus for e in generating) * self.trajectories_per_gpu
         if num_open > has_room_for:

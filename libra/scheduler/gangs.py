@@ -80,11 +80,7 @@ class Gangs:
         return {facts.TrainerJoined: self._trainer_joined, **told}
 
     def register_gang(self, run: str, epoch: int, size: int) -> dict[str, Any]:
-        """Form groups of ``size`` for a run from now on; an older epoch of it is dropped.
-
-        A process can be in one torch.distributed group, so only one run at a time trains on several
-        replicas here.
-        """
+        """Form groups of ``size`` for a run from now on; only one run at a time trains on replicas."""
         others = [other for other in self._gangs if other != run]
         if others:
             return {"error": f"run {others[0]!r} trains on several replicas here, and only one run at a time can"}

@@ -34,9 +34,8 @@ MOST_PENDING = 2000
 class RunLog:
     """Facts of a run with their times, and snapshots of its policy.
 
-    Lines are encoded and counted in `flush`, or when someone reads `timeline`. Without ``file`` the
-    run keeps no log. ``trainers`` are names of training workers; lines count from ``started_s``
-    (Unix time).
+    Lines are encoded and counted in `flush`, or when someone reads `timeline`; without ``file`` only
+    counted. They count from ``started_s`` (Unix time).
     """
 
     def __init__(self, run: str, file: EventLog | None, trainers: Sequence[str] = ()) -> None:
@@ -83,10 +82,7 @@ class RunLog:
         return self._num_lines >= self._next_snapshot
 
     def emit_snapshot(self, policies: RunPolicies, family: str) -> None:
-        """Append a snapshot of the policy objects, never between a fact and its commands.
-
-        A resumed run and a replay begin at a snapshot, so a segment of the log does too.
-        """
+        """Append a snapshot in a new segment, never between a fact and its commands."""
         if self._file is None:
             return
         self._take_in()
@@ -119,11 +115,7 @@ class RunLog:
 
 
 class EndedRuns:
-    """Ended runs that are being cleared: their parts on workers, and segments of their logs.
-
-    A run's part on a worker is known by the run's name alone, so `cleared` is awaited before the
-    run is registered again.
-    """
+    """Ended runs that are being cleared: their parts on workers, and segments of their logs."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

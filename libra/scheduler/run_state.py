@@ -176,11 +176,7 @@ class ParkedNodes:
 
 @dataclass(slots=True)
 class RunWorkers:
-    """The workers of a run, by name: ``served`` versions, addresses of ``engines``, ports of KV
-    objects.
-
-    ``blocks``: where a group's rows are in memory, by (iteration, group).
-    """
+    """The workers of a run, by name; ``blocks``: where rows are in memory, by (iteration, group)."""
 
     served: dict[str, int] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)
@@ -333,10 +329,7 @@ class Tracked:
         return self.end not in ("", str(EndReason.FAILURE))
 
     def end_attempt(self, address: str) -> bool:
-        """Record the end of an attempt as a ``worker`` failure: its quantum killed its workers.
-
-        Returns whether a record exists now, this or an earlier one.
-        """
+        """Record a ``worker`` failure: a quantum killed its workers; False if no record exists now."""
         tid = TrajectoryId(*self.parsed.indices, self.parsed.split)
         detail = f"quantum {self.quanta} was lost {self.lost} times, the last time with {address}"
         record = FailureRecord(failure=FailureClass.WORKER, detail=detail, worker=address, epoch=self.run.epoch)

@@ -87,10 +87,7 @@ class WorkerRoles:
         scheduler_internals.add_handlers(scheduler, {f"libra_{method.__name__}": method for method in called})
 
     def register_roles(self, run: str, epoch: int) -> dict[str, Any]:
-        """Let workers of a run change roles from now on; an older epoch is dropped.
-
-        A worker's supply is shared by all runs, so only one of them at a time changes it.
-        """
+        """Let workers of a run change roles from now on; only one run at a time, as runs share them."""
         if others := [other for other in self._runs if other != run]:
             return {"error": f"run {others[0]!r} changes roles of workers here, and only one run at a time can"}
         self.end_roles(run)
@@ -116,10 +113,7 @@ class WorkerRoles:
     def set_roles(
         self, run: str, epoch: int, assignments: Mapping[str, Mapping[str, Any]], reason: str = "asked for"
     ) -> dict[str, Any]:
-        """Begin a change; all these workers get the given assignments, or keep their present ones.
-
-        ``role`` is "rollout", "train" or "lent"; ``tp`` is by default the worker's own.
-        """
+        """Begin a change: ``role`` is "rollout", "train" or "lent", ``tp`` by default the worker's own."""
         state = self._of(run, epoch)
         if state is None:
             return _unknown(run, epoch)
@@ -136,10 +130,7 @@ class WorkerRoles:
         return _unknown(run, epoch) if state is None else self._answer(state, state.roles.cancel(generation))
 
     def roles(self, run: str, epoch: int) -> list[dict[str, Any]]:
-        """Rows of `Roles.rows`, with ``for_s`` in the present stage; empty if the run is not here.
-
-        ``seconds`` and ``reason`` are of its last change; the reason of the failure if it failed.
-        """
+        """Rows of `Roles.rows` with ``for_s``, and ``seconds`` and ``reason`` of the last change."""
         state = self._of(run, epoch)
         return [] if state is None else [self._row(state, row) for row in state.roles.rows()]
 

@@ -185,10 +185,7 @@ class Concurrency:
         return found
 
     def set(self, state: RunState, wanted: Mapping[str, Mapping[str, int]], reason: str) -> dict[str, Any]:
-        """Limit engines, by worker: ``slots``, and ``tp`` for another engine than the present one.
-
-        Answers ``{}``, or ``{"error": ...}`` if nothing was changed.
-        """
+        """Limit engines by worker: ``slots``, ``tp`` for another than the present one; {} or an error."""
         others = [run for run, other in self._runs.items() if run != state.run and other.limits]
         if others:
             return {"error": f"run {others[0]!r} limits slots of workers here, and only one run at a time can"}

@@ -41,11 +41,7 @@ WORK = {
 
 
 class _Present(NamedTuple):
-    """A present worker, and its supply once it is ready.
-
-    ``status``: "failed", "out", "quarantined", "setting_up", "ready", or Dask's if it takes no
-    tasks.
-    """
+    """A present worker, and its supply once it is ready; ``status`` may be Dask's."""
 
     ws: WorkerState
     supplies: set[str]

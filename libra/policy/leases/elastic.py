@@ -145,10 +145,7 @@ class Candidate(NamedTuple):
 def enlarged(
     candidates: list[Candidate], free_cores: dict[str, int], price: float, *, measures: bool
 ) -> list[tuple[str, int, str]]:
-    """(holder, cores, reason) of candidates that get more; ``free_cores`` fall accordingly.
-
-    ``measures``: sizes whose speed is not known yet are given, too.
-    """
+    """(holder, cores, reason) of candidates that get more; ``measures``: also sizes of unknown speed."""
     given: dict[str, tuple[int, str]] = {}
     steps: list[_Step] = []
     for index, each in enumerate(candidates):

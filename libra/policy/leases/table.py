@@ -180,12 +180,7 @@ class LeaseTable:
         return holder in self._waiting.requests or holder in self._stranded
 
     def waiting_work(self) -> tuple[int, float]:
-        """Requests that more workers would help, and their core-seconds (slot-seconds without
-        cores).
-
-        An action counts a second until one of its tool has ended; requests that wait for a quota
-        are left out.
-        """
+        """Requests that more workers would help, and their core-seconds (slot-seconds without cores)."""
         helped = [request for _, request in self._waiting.requests.values() if not request.least.quotas]
         units = (max(1, each.least.cores) * (self.expected_s(each.tool) or 1.0) for each in helped)
         return len(helped), sum(units)
@@ -463,10 +458,7 @@ def curve_of(name: str, needs: ToolNeeds) -> SpeedUp | None:
 def check_declared(
     tools: Mapping[str, ToolNeeds], quotas: Mapping[str, str], largest: tuple[str, Resources] | None
 ) -> None:
-    """ConfigError for a senseless curve or quota, and a call that can never run.
-
-    ``largest``: the largest tool worker, by name, once it is known.
-    """
+    """ConfigError for a senseless curve or quota, and a call that ``largest``, a worker, cannot run."""
     for name, text in quotas.items():
         read_quota(name, text)
     for name, needs in tools.items():

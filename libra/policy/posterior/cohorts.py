@@ -76,10 +76,7 @@ class Cohorts(msgspec.Struct, array_like=True):
         return cohort
 
     def shift(self, name: str, centre: float, weight: float, value: float) -> tuple[float, float]:
-        """Log tokens by which a member should exceed ``centre``, and the certainty of that (0..1).
-
-        ``weight`` and ``value`` of the member itself are left out.
-        """
+        """Log tokens by which a member should exceed ``centre``, and the certainty of that (0..1)."""
         cohort = self.by_name[name]
         others = cohort.weight + cohort.running - weight
         known = others + cohort.past
@@ -143,10 +140,7 @@ class History(msgspec.Struct):
         return self.persistence if self.squares else 0.0
 
     def recall(self, prompt: str, prior: float) -> float | None:
-        """Log tokens by which members of ``prompt`` are expected to depart; None for a new one.
-
-        ``prior`` is the weight, in members, of the prior that a prompt is like all others.
-        """
+        """Log tokens by which members of ``prompt`` are expected to depart; None for a new one."""
         past = self.past.get(prompt)
         return None if past is None else past.departure * past.members / (past.members + prior)
 

@@ -50,10 +50,7 @@ NO_COUNTS = np.zeros(COUNTED, dtype=np.float32).tobytes()
 
 
 def counted(counts: bytes, slot: int, status: str, payload_tokens: int) -> bytes:
-    """The decayed counts (float32) after one more return of the tool in ``slot``.
-
-    ValueError for a status that is not one of `OUTCOMES`.
-    """
+    """The decayed counts (float32) after one more return of the tool in ``slot``; ValueError."""
     if (outcome := _OUTCOME.get(status)) is None:
         raise ValueError(f"status {status!r} is not a tool outcome; allowed are {', '.join(OUTCOMES)}")
     after = np.frombuffer(counts, dtype=np.float32) * DECAY
@@ -97,9 +94,8 @@ GROUPS = 1024  # latest groups whose gain is kept, so that siblings count as one
 class Blend(msgspec.Struct, array_like=True):
     """Departure of one target's forecast from progress alone, and a guard on it.
 
-    ``sums``: normal equations of the shares (five numbers); sums of (error of progress alone) x
-    (served departure), of squared departures, of squared errors, and over groups of their gain,
-    squared.
+    ``sums``: normal equations of the shares (5); sums of error x served departure, of squared departures
+    and errors, and of groups' squared gains.
     """
 
     sigmas: float  # standard errors by which a gain must stand out
@@ -110,11 +106,9 @@ class Blend(msgspec.Struct, array_like=True):
     groups: dict[str, float] = {}  # gain of the latest groups
 
     def add(self, joint: Floats, totals: Floats, error: Floats, served: Floats, then: Floats, group: str) -> None:
-        """Add a trajectory: differences to progress alone, (N,) each.
+        """Add a trajectory: differences to its present forecast by progress alone, (N,) each.
 
-        ``joint``, ``totals`` and ``error`` of the regression, the siblings' totals and the truth to
-        its present forecast; ``served`` and ``then`` of the served forecast and the truth to the one
-        at that time.
+        ``served`` and ``then`` are differences to the one at that time.
         """
         gain = float(served @ then)
         before = self.groups.pop(group, 0.0)
