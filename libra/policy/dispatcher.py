@@ -62,14 +62,13 @@ class Dispatcher:
         self._trajectories = self._table.trajectories
         self._loads = Loads(self._table)
         self._phases = {phase: PhaseQueue() for phase in Phase}
+        self._rollout = self._phases[Phase.ROLLOUT]
         self._queues = tuple(self._phases.values())
         self._serial = 0
         self.allowed: Callable[[str, str], bool] | None = None
         """Whether a trajectory may generate at a worker; unset: at any."""
         self._quantum_s: dict[str, float] = {}
         self.leases: ActionLeases | None = None
-
-    # ---------------------------------------------------------------- events and commands
 
     def handle(self, event: facts.Fact) -> None:
         """Follow one event, before the ordering's commands go to `apply`."""
@@ -97,7 +96,7 @@ class Dispatcher:
                 found.tool_home, found.last_home = "", None
             self._table.handle(event)
         elif type(event) is facts.WorkerCapacity:
-            self._phases[Phase.ROLLOUT].supply(event.worker, event.rollout_slots)
+            self._rollout.supply(event.worker, event.rollout_slots)
             self._phases[Phase.TOOL].supply(event.worker, event.tool_slots)
             if self.leases is not None:
                 self.leases.slots(event.worker, event.tool_slots)
@@ -134,16 +133,15 @@ class Dispatcher:
 
     def _push_out(self, engine: EngineState) -> None:
         if 0 < engine.open_tokens < engine.context_tokens:
-            self._without_home(engine.pushed_out(self._phases[Phase.ROLLOUT].running.__contains__))
+            self._without_home(engine.pushed_out(self._rollout.running.__contains__))
 
     def _without_home(self, members: Iterable[Trajectory]) -> None:
-        queue = self._phases[Phase.ROLLOUT]
         for one in members:
             assert one.home is not None
             one.last_home = one.home.spec
             self._table.settle(one, None)
-            if one.key in queue.waiting:
-                self._push(one, queue.waiting[one.key])
+            if one.key in self._rollout.waiting:
+                self._push(one, self._rollout.waiting[one.key])
 
     def _lease(self, event: facts.ToolsDeclared | facts.ToolCapacity | facts.ActionRequested) -> None:
         if self.leases is None:
@@ -155,12 +153,7 @@ class Dispatcher:
                 self.leases.adopt(key, worker)
             for key, priority in queue.waiting.items():
                 self.leases.wait(key, priority, self._trajectories[key].tool_home)
-        if isinstance(event, facts.ToolsDeclared):
-            self.leases.declare(event)
-        elif isinstance(event, facts.ToolCapacity):
-            self.leases.capacity(event)
-        else:
-            self.leases.asked(event)
+        self.leases.handle(event)
 
     def _leave(self, one: Trajectory) -> None:
         for queue in self._queues:
@@ -205,14 +198,12 @@ class Dispatcher:
             self.leases.left(event.worker)
         self._quantum_s.pop(event.worker, None)
         engine = self._table.engines.get(event.worker)
-        members = [] if engine is None else list(engine.members.values())
+        members = [] if engine is None else [(one, engine.spec) for one in engine.members.values()]
         self._table.handle(event)
-        queue = self._phases[Phase.ROLLOUT]
-        for one in members:
-            assert engine is not None
-            one.last_home = engine.spec
+        for one, spec in members:
+            one.last_home = spec
             if one.waits_at == event.worker:
-                self._push(one, queue.waiting[one.key])
+                self._push(one, self._rollout.waiting[one.key])
 
     def _push(self, one: Trajectory, priority: facts.Priority) -> None:
         phase = one.phase
@@ -230,8 +221,6 @@ class Dispatcher:
         elif not rollout and self.leases is not None:
             self.leases.wait(one.key, priority, one.tool_home)
 
-    # ---------------------------------------------------------------- queries and dispatch
-
     def num_waiting(self, phase: Phase) -> int:
         return len(self._phases[phase].waiting)
 
@@ -248,7 +237,7 @@ class Dispatcher:
         return sum(len(queue.running) for queue in self._queues)
 
     def buckets(self) -> list[dict[str, Any]]:
-        return self._loads.buckets(self._phases[Phase.ROLLOUT])
+        return self._loads.buckets(self._rollout)
 
     def residents(self, worker: str) -> int:
         engine = self._table.engines.get(worker)
@@ -256,13 +245,13 @@ class Dispatcher:
 
     def overfull(self) -> bool:
         """Whether an engine runs more generations than it has slots now."""
-        return bool(self._phases[Phase.ROLLOUT].overfull)
+        return bool(self._rollout.overfull)
 
     def ahead(self) -> facts.Priority | None:
-        """Rank of the best waiting generation; None if all keep their slots, `EVERYONE` if none does."""
+        """Rank of the best waiting generation; None: all keep their slots, `EVERYONE`: none does."""
         if self.overfull() or (self._table.exchanging and self._loads.needs_rebalancing()):
             return EVERYONE
-        entry = self._phases[Phase.ROLLOUT].all_waiting.first()
+        entry = self._rollout.all_waiting.first()
         return None if entry is None else entry[0]
 
     def running_on(self, worker: str, phase: Phase) -> int:
@@ -387,7 +376,7 @@ class Dispatcher:
         return {worker: count for worker, count in queue.free.items() if self.allowed(key, worker)}
 
     def _fastest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
-        """The best engine, with few siblings among equals; by free slots if speeds are not declared."""
+        """The best engine, then few siblings; by free slots while speeds are not declared."""
         best: str | None = None
         least: tuple[float, int, int, str] | None = None
         engines, declared, cost = self._table.engines, self._silent(queue.free) is None, self._cost(one)

@@ -34,7 +34,7 @@ def degree_of(bucket: str) -> int:
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
-    """The price of a change of home with ``tokens`` of context, in expected seconds (0: not known)."""
+    """The price of a change of home with ``tokens`` of context; 0 s: not known."""
 
     home: str  # the worker whose engine has the KV
     tokens: int
@@ -152,7 +152,7 @@ def joined_of(
 
 
 def as_its_bucket(own: EngineCapacity, alike: Sequence[StepSeconds]) -> EngineCapacity:
-    """An engine with the median seconds of its bucket, unless its own differ beyond their errors."""
+    """An engine with the median seconds of its bucket, unless its own differ by more than errors."""
     if not alike:
         return own
 

@@ -403,7 +403,7 @@ class EngineTable:
             now.add(one, self.finals.mean)
 
     def forecast(self, one: Trajectory, left_tokens: float, final_tokens: float) -> None:
-        """Tokens that a trajectory will generate, and its last context, capped by the longest one."""
+        """Tokens that a trajectory will generate, and its last context; both are capped."""
         is_first = one.final_tokens is None
         self._believe(one, left_tokens, final_tokens)
         if is_first:

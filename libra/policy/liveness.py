@@ -155,12 +155,10 @@ class Liveness:
 
     def due(self, run: str, t_s: float) -> tuple[RestartWorker, ...]:
         """Failed workers of a run to restart now; each is returned once."""
-        found = []
-        for address, standing in self._runs.get(run, {}).items():
-            if standing.restart_s is not None and t_s >= standing.restart_s:
-                standing.restart_s = None
-                found.append(RestartWorker(address, standing.name, standing.detail))
-        return tuple(found)
+        due = [(a, s) for a, s in self._runs.get(run, {}).items() if s.restart_s is not None and t_s >= s.restart_s]
+        for _, standing in due:
+            standing.restart_s = None
+        return tuple(RestartWorker(address, standing.name, standing.detail) for address, standing in due)
 
     def of(self, run: str, address: str) -> Standing:
         return self._runs.get(run, {}).get(address) or Standing()
@@ -211,7 +209,7 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class RoleSupply:
-    """Suppliers of a resource; ``cause`` names workers that are lost, out of service or not ready."""
+    """Suppliers of a resource; ``cause`` names lost, out of service and unready workers."""
 
     wanted: int
     names: tuple[str, ...]

@@ -359,29 +359,19 @@ def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:
 
 
 def _unlike(recorded: object, now: object, path: str) -> str:
-    if recorded == now:
-        return ""
+    pairs: Iterable[tuple[str, object, object]]
     if isinstance(recorded, dict) and isinstance(now, dict):
-        pairs = (
-            (f"{path}.{key}", recorded.get(key), now.get(key)) for key in sorted(recorded.keys() | now.keys(), key=str)
-        )
+        names = sorted(recorded.keys() | now.keys(), key=str)
+        pairs = ((f"{path}.{key}", recorded.get(key), now.get(key)) for key in names)
     elif isinstance(recorded, list | tuple) and isinstance(now, list | tuple) and len(recorded) == len(now):
         pairs = ((f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(recorded, now, strict=True)))
-    elif (
-        isinstance(recorded, float)
-        and isinstance(now, float)
-        and isclose(recorded, now, rel_tol=NOISE_FRAC, abs_tol=NOISE_FRAC)
-    ):
-        return ""
     else:
-        return f"snapshot, {path}: logged {_brief(recorded)}, now {_brief(now)}"
+        numbers = isinstance(recorded, float) and isinstance(now, float)
+        if recorded == now or (numbers and isclose(recorded, now, rel_tol=NOISE_FRAC, abs_tol=NOISE_FRAC)):  # type: ignore[arg-type]
+            return ""
+        return f"snapshot, {path}: logged {recorded!s:.200}, now {now!s:.200}"
     return next((text for where, a, b in pairs if (text := _unlike(a, b, where))), "")
 
 
 def _plain(value: object) -> object:
     return list(value) if isinstance(value, Priority) else value
-
-
-def _brief(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

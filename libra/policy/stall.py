@@ -137,7 +137,7 @@ def _nothing_runs(picture: Picture, missing: tuple[str, ...]) -> str:
 
 
 class Limits:
-    """Seconds after which a task without activity is suspicious, by kind; ``fixed_s`` for every kind."""
+    """Seconds after which a task without activity is suspicious, by kind or ``fixed_s``."""
 
     def __init__(self, floors_s: Mapping[str, float] | None = None, *, fixed_s: float | None = None) -> None:
         self._floors_s, self._fixed_s = dict(floors_s or {}), fixed_s

@@ -72,7 +72,7 @@ class StepParts:
 
 
 def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
-    """Seconds of a step by way; ``turning`` is left out where both changes are long against a step."""
+    """Seconds of a step by way; ``turning`` only where both changes are short against it."""
     update_s, eta, train_s = parts.update_s, parts.eta, parts.train_s
     left_s = LEFT_FRAC * train_s if parts.left_s is None else parts.left_s
     all_left_s = max(left_s, train_s - parts.rollout_s) * parts.train_gpus / parts.gpus
@@ -163,7 +163,7 @@ def _remedies(parts: StepParts) -> str:
 
 
 class WaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a run's choice: its ``ways``, the least change first, and the first one's reason."""
+    """Settings of a run's choice: its ``ways``, the least change first, and a reason."""
 
     ways: tuple[str, ...]
     way: str
@@ -229,7 +229,7 @@ class WayChoice(Saved):
 
 
 def wave_price(waves: Sequence[tuple[int, float]], fixed_s: float = 0.0) -> tuple[float, float]:
-    """Fixed seconds of a wave and seconds of a group: the line through (groups, seconds) of waves."""
+    """Fixed seconds of a wave, and seconds of a group, from (groups, seconds) of waves."""
     number, groups, seconds = len(waves), sum(size for size, _ in waves), sum(took for _, took in waves)
     mean, mean_s = groups / number, seconds / number
     spread = sum((size - mean) ** 2 for size, _ in waves)

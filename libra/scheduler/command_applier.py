@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from libra import facts, keys
 from libra.policy import Dispatcher, Move
-from libra.policy.liveness import Liveness
 from libra.policy.role_changes import Role
 from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import RunState
@@ -58,7 +57,8 @@ class Applier:
                 ts = tasks.get(command.key)
                 if ts is not None:
                     if ts.processing_on is not None:
-                        announce_rank(self._scheduler, ts.processing_on.address, command)
+                        message = {"op": "libra-rank", "key": command.key, "rank": command.priority}
+                        tell_worker(self._scheduler, ts.processing_on.address, message)
                         continue
                     scheduler_internals.set_priority(ts, command.priority)
                     kicks = kicks or ts.state == "no-worker"
@@ -114,19 +114,6 @@ def announce_version(scheduler: Scheduler, state: RunState, version: int, only: 
             state.workers.served.pop(worker, None)
 
 
-def announce_ahead(scheduler: Scheduler, address: str, ahead: facts.Priority | None) -> None:
-    tell_worker(scheduler, address, {"op": "libra-ahead", "ahead": ahead})
-
-
-def announce_rank(scheduler: Scheduler, address: str, command: facts.SetPriority) -> None:
-    tell_worker(scheduler, address, {"op": "libra-rank", "key": command.key, "rank": command.priority})
-
-
-def announce_revocation(scheduler: Scheduler, state: RunState, address: str, key: str, quantum: int) -> None:
-    message = {"op": "libra-revoke", "run": state.run, "epoch": state.epoch, "key": key, "quantum": quantum}
-    tell_worker(scheduler, address, message)
-
-
 def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> None:
     """Announce to ``worker`` that the task ``key`` changes its home, if it exchanges KV."""
     if worker not in state.workers.kv:
@@ -144,24 +131,3 @@ def newest_version(state: RunState, worker: str) -> dict[str, Any]:
     """The newest version and where ``worker`` should fetch it; version -1 if none is published."""
     version, holders = state.admission.version, state.workers.holders
     return {"version": version, "digest": holders.digest(version), "holders": holders.nearest(version, worker)}
-
-
-def engine_told(state: RunState, liveness: Liveness, fact: facts.Fact, address: str) -> None:
-    """An engine joined, serves a checked version, failed the check, sleeps, or is awake again."""
-    workers = state.workers
-    match fact:
-        case facts.EngineJoined(worker=name, weights=weights, kv=kv):
-            workers.engines[name] = address
-            workers.holders.offers(address, weights)
-            if kv is not None:
-                workers.kv[name] = kv
-        case facts.VersionServed(worker=name, version=version):
-            workers.engines[name] = address
-            liveness.checked(state.run, address, passed=True)
-            workers.served[name] = version
-            workers.holders.has(address, version)
-        case facts.EngineSlept() | facts.EngineWoke():
-            liveness.slept(state.run, address, asleep=isinstance(fact, facts.EngineSlept))
-        case facts.EngineQuarantined(version=version, layer=layer, detail=detail, out=out):
-            why = f"version {version}: {layer}: {detail}" if out else ""
-            liveness.checked(state.run, address, passed=False, out=why)

@@ -6,14 +6,12 @@
     forming, ready --a member cannot reach the others--> doubtful --leaves, or RETRY_S--> waiting
 
 A group has a number, its *gang epoch*. To form one, rank 0 opens a rendezvous, then all ranks join
-it and take the state of the rank with most steps (`libra.worker.training.gang_member`). Tasks of the group
-wait for a resource that no worker supplies (`libra.keys.GANG`), one per rank.
+it (`libra.worker.training.gang_member`). Its tasks wait for `libra.keys.GANG`, one per rank.
 
 Invariants
 ----------
 1. Tasks of one gang (a node of an iteration) are released together, each to the worker of its rank,
-   once the group is ready and the task of every rank is here or done. Two gangs never run at once:
-   ranks would meet in different collectives.
+   once the group is ready and the task of every rank is here or done. Two gangs never run at once.
 2. A member that leaves ends the group at once, with an event and a warning. Placed tasks return
    here, for the next group.
 3. A task of a gang is parked again on every end, or a result lost with its worker would stay pinned

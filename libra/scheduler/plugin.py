@@ -40,7 +40,7 @@ from libra.orderings import ordering_of
 from libra.policy.liveness import Liveness
 from libra.policy.stall import Limits
 from libra.scheduler import scheduler_internals
-from libra.scheduler.command_applier import announce_ahead, announce_version, engine_told, newest_version
+from libra.scheduler.command_applier import announce_version, newest_version
 from libra.scheduler.gangs import Gangs
 from libra.scheduler.run_log import EndedRuns, RunLog
 from libra.scheduler.run_state import Handler, RunRegistration, RunState, process_name
@@ -362,12 +362,27 @@ class LibraPlugin(SchedulerPlugin):
     def _engine_told(self, state: RunState, fact: Fact, address: str) -> None:
         if not isinstance(fact, Signal):
             self._tell(state, fact)
-        engine_told(state, self.liveness, fact, address)
-        if isinstance(fact, facts.EngineJoined):
-            self.concurrency.joined(state.run, fact.worker, fact.engine)
-            self.concurrency.apply(state.run, address)
-        if self.trajectories.ahead is not None:
-            announce_ahead(self._scheduler, address, self.trajectories.ahead)
+        workers = state.workers
+        match fact:
+            case facts.EngineJoined(worker=name, weights=weights, kv=kv):
+                workers.engines[name] = address
+                workers.holders.offers(address, weights)
+                if kv is not None:
+                    workers.kv[name] = kv
+                self.concurrency.joined(state.run, name, fact.engine)
+                self.concurrency.apply(state.run, address)
+            case facts.VersionServed(worker=name, version=version):
+                workers.engines[name] = address
+                self.liveness.checked(state.run, address, passed=True)
+                workers.served[name] = version
+                workers.holders.has(address, version)
+            case facts.EngineSlept() | facts.EngineWoke():
+                self.liveness.slept(state.run, address, asleep=isinstance(fact, facts.EngineSlept))
+            case facts.EngineQuarantined(version=version, layer=layer, detail=detail, out=out):
+                why = f"version {version}: {layer}: {detail}" if out else ""
+                self.liveness.checked(state.run, address, passed=False, out=why)
+        if (ahead := self.trajectories.ahead) is not None:
+            scheduler_internals.tell_worker(self._scheduler, address, {"op": "libra-ahead", "ahead": ahead})
         self.trajectories.workers_changed()
 
     def _engine_declared(self, state: RunState, fact: facts.EngineDeclared, _: str) -> None:

@@ -158,7 +158,7 @@ def worker_name(scheduler: Scheduler, address: str) -> str:
 def bucket(scheduler: Scheduler, address: str) -> str:
     """Rollout capacity class of a worker by its resources TP, THREADS and PASS_US, or ""."""
     ws = scheduler.workers.get(address)
-    given = {name: int(ws.resources.get(name, 0)) for name in (TP, THREADS, PASS_US)} if ws is not None else {}
+    given = {} if ws is None else {name: int(ws.resources.get(name, 0)) for name in (TP, THREADS, PASS_US)}
     return "-".join(f"{name.lower()}{count}" for name, count in given.items() if count)
 
 

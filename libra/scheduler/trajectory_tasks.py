@@ -26,7 +26,7 @@ from libra.policy import EVERYONE, Dispatcher, Place
 from libra.policy.liveness import Liveness
 from libra.policy.phase_queue import LeaseTaken
 from libra.scheduler import scheduler_internals
-from libra.scheduler.command_applier import Applier, announce_ahead, announce_move, announce_revocation
+from libra.scheduler.command_applier import Applier, announce_move
 from libra.scheduler.run_state import Handler, RunState, Tracked
 from libra.scheduler.worker_supply import ToolWorkers, Workers
 from libra.types import Phase
@@ -42,8 +42,6 @@ MAX_LOST_QUANTA = 3
 
 AHEAD_EVERY_S = 0.02
 """Delay before a new best rank is announced: most trajectories that park are dispatched at once."""
-
-_SEVERAL = object()
 
 
 def _differ(ahead: facts.Priority | None, known: facts.Priority | None) -> bool:
@@ -72,7 +70,7 @@ class Trajectories:
         self.tracked: dict[str, Tracked] = {}
         self.ahead: facts.Priority | None = None  # as the rollout workers know it
         self._announces_ahead = False
-        self._only: RunState | object | None = None  # the only run so far
+        self._num_runs = 0  # so far
         self.kicked = False
         self._dispatches = 0
         self._stale, self._num_running = True, 0
@@ -87,7 +85,7 @@ class Trajectories:
     def register_run(self, state: RunState) -> None:
         if state.one is not None:
             self.dispatcher.allowed = self._allowed
-        self._only = state if self._only is None and not self.tracked else _SEVERAL
+        self._num_runs += 1
         if state.registration.tools:
             self._declare_tools(state)
         self._update_workers(new=state)
@@ -184,7 +182,7 @@ class Trajectories:
         if dispatcher.leases is not None:
             self._update_tool_capacity()
         releases: list[scheduler_internals.Release] = []
-        alone = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))
+        alone = self._num_runs == 1
         for phase in Phase:
             for place in dispatcher.dispatch(phase, at_s):
                 ts, tracked = scheduler.tasks.get(place.key), self.tracked.get(place.key)
@@ -218,7 +216,7 @@ class Trajectories:
         if _differ(ahead := self._best_waiting(), self.ahead):
             self.ahead = ahead
             for address in {address for state in self._runs.values() for address in state.workers.engines.values()}:
-                announce_ahead(self._scheduler, address, ahead)
+                scheduler_internals.tell_worker(self._scheduler, address, {"op": "libra-ahead", "ahead": ahead})
 
     def _leased(self, tracked: Tracked, place: Place, lease: LeaseTaken) -> None:
         queued_s = round(max(0.0, lease.at_s - tracked.parked_s), 6)
@@ -235,7 +233,8 @@ class Trajectories:
             state.revoked += 1
             task_logger.info("%s: %s stops on %s", revoke.reason, revoke.holder, revoke.worker)
             state.log.emit(facts.LeaseRevoked(revoke.holder, revoke.worker, at_s, revoke.ran_s, revoke.reason, alone))
-            announce_revocation(self._scheduler, state, address, revoke.holder, tracked.quanta)
+            message = {"op": "libra-revoke", "run": state.run, "epoch": state.epoch, "key": revoke.holder}
+            scheduler_internals.tell_worker(self._scheduler, address, message | {"quantum": tracked.quanta})
 
     def _look_again(self, next_s: float | None, at_s: float) -> None:
         loop = self._scheduler.loop

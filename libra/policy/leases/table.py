@@ -375,29 +375,30 @@ class ActionLeases:
         self._stopped: set[str] = set()  # whose action was stopped, and has not ended since
         self._revokes: list[Revoke] = []
 
-    def declare(self, event: ToolsDeclared) -> None:
-        for name, quota in event.quotas.items():
-            self.table.limit(name, read_quota(name, quota))
-        for name, needs in event.tools.items():
-            self._needs[name] = needs
-            if (curve := curve_of(name, needs)) is not None:
-                self.table.declare(name, curve)
+    def handle(self, event: ToolsDeclared | ToolCapacity | ActionRequested) -> None:
+        match event:
+            case ActionRequested():
+                self._asked[event.key] = event.tools
+            case ToolCapacity():
+                self._more[event.worker] = event
+                self._supply(event.worker)
+            case ToolsDeclared():
+                for name, quota in event.quotas.items():
+                    self.table.limit(name, read_quota(name, quota))
+                self._needs |= event.tools
+                curves = {name: curve_of(name, needs) for name, needs in event.tools.items()}
+                for name, curve in curves.items():
+                    if curve is not None:
+                        self.table.declare(name, curve)
 
     def slots(self, worker: str, slots: int) -> None:
         self._slots[worker] = slots
         self._supply(worker)
 
-    def capacity(self, event: ToolCapacity) -> None:
-        self._more[event.worker] = event
-        self._supply(event.worker)
-
     def left(self, worker: str) -> None:
         self._slots.pop(worker, None)
         self._more.pop(worker, None)
         self.table.withdraw(worker)
-
-    def asked(self, event: ActionRequested) -> None:
-        self._asked[event.key] = event.tools
 
     def wait(self, key: str, priority: Priority, home: str) -> None:
         tools = self._asked.get(key, ())
