@@ -25,8 +25,7 @@ TOOL_CORES, TOOL_MIB, TOOL_GPUS = "TOOL_CORES", "TOOL_MIB", "TOOL_GPUS"
 """Resources of a tool worker that actions lease if tools declare any: cores, MiB of memory, GPUs."""
 TP, THREADS = "TP", "THREADS"
 """Properties of a rollout worker's engine, as resources that no task takes: tensor-parallel degree, torch threads per rank."""
-PASS_US = "PASS_US"
-"""The same: minimum microseconds of each of its passes."""
+PASS_US = "PASS_US"  # the same: minimum microseconds of each of its passes
 
 HYBRID = "HYBRID"
 """The same: the worker can change roles during the run (`libra.scheduler.worker_roles`)."""

@@ -26,10 +26,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-NUM_PROJECTIONS = 8
-"""Numbers per layer."""
-NUM_ROWS = 64
-"""Token ids whose embeddings are averaged."""
+NUM_PROJECTIONS = 8  # numbers per layer
+NUM_ROWS = 64  # token ids whose embeddings are averaged
 EMBEDDING_ENDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 """Endings of the names of input embeddings."""
 

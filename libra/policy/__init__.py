@@ -10,7 +10,7 @@ from libra.policy.admission import (
     judge,
     keeps_version,
     staleness_of,
-)
+)  # fmt: skip
 from libra.policy.cmlfq import CMLFQ
 from libra.policy.dispatcher import EVERYONE, Dispatcher, leaves_slot
 from libra.policy.engine_capacity import Move, joined_of, off_by_frac
@@ -25,7 +25,7 @@ from libra.policy.ordering import (
     Ordering,
     learns_after,
     make_ordering,
-)
+)  # fmt: skip
 from libra.policy.phase_queue import Place
 from libra.policy.posterior.forecaster import Forecast, Forecaster
 from libra.policy.step_ways import WayChoice, WaySettings

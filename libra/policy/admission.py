@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
+from typing import NamedTuple, Self
 
 from libra import facts
 from libra.config.sections import RunSections
@@ -98,8 +98,7 @@ KEPT_BATCHES = 64
 """Batches, besides the staleness bound, whose members are kept for a step that is repeated."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedGroup:
+class CommittedGroup(NamedTuple):
     """A group whose record is written; ``oldest_version`` is -1 if nothing was generated."""
 
     iteration: int

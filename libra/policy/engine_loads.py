@@ -32,8 +32,7 @@ GROWTH_STEPS = 16
 """Growth of contexts is rounded to this part of a token, so that answers can be cached."""
 LOOKED_AT = 4  # candidate engines of a move: the first to finish
 LISTED_EVERY = 64  # queries between two updates of the candidates
-FULL = 0.9
-"""Share of `EngineState.open_tokens` in use from which the order of running ones matters."""
+FULL = 0.9  # share of `EngineState.open_tokens` in use from which the order of running ones matters
 EARLY_FRAC = 0.8
 """Loads are uneven if an engine finishes before this share of the seconds of the last one."""
 UNEVEN = 0.1

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,8 +89,7 @@ class WaitingGroup:
         return [(self.iteration, self.group, sample) for sample in self.missing]
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """Rewards of a trained group that count now, with their age in versions."""
 
     group: WaitingGroup
@@ -97,8 +97,7 @@ class Arrival:
     delay: int
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(NamedTuple):
     """Late rewards of a batch: the groups it leaves waiting, and the trajectories it drops."""
 
     arrivals: tuple[Arrival, ...]

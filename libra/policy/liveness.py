@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 RESTART_AFTER_S = (30.0, 120.0, 600.0)
 """Delay before a restart after the first, second and third setup failure in a row."""
@@ -84,8 +84,7 @@ class Standing:
     out: str = ""  # why its engine stays out of service
 
 
-@dataclass(frozen=True, slots=True)
-class RestartWorker:
+class RestartWorker(NamedTuple):
     """Restart a worker whose setup failed for ``reason``."""
 
     address: str
@@ -207,8 +206,7 @@ class Liveness:
         return free
 
 
-@dataclass(frozen=True, slots=True)
-class RoleSupply:
+class RoleSupply(NamedTuple):
     """Suppliers of a resource; ``cause`` names lost, out of service and unready workers."""
 
     wanted: int
@@ -217,8 +215,7 @@ class RoleSupply:
     coming: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RolesMissing:
+class RolesMissing(NamedTuple):
     """Too few workers supply these resources; ``had``: last suppliers; ``some``: one is left."""
 
     resources: tuple[str, ...]
@@ -227,8 +224,7 @@ class RolesMissing:
     some: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RolesBack:
+class RolesBack(NamedTuple):
     """Missing resources are supplied; ``again``: not for the first time."""
 
     resources: tuple[str, ...]

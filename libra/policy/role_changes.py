@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from libra import facts
 
@@ -50,8 +50,7 @@ class Stage(StrEnum):
     RESUPPLIED = "resupplied"
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     """A role; for an engine its tensor-parallel degree, else the worker's own number of GPUs."""
 
     role: Role
@@ -64,19 +63,16 @@ class Assignment:
 Moves = Mapping[str, tuple[Assignment, Assignment]]
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(NamedTuple):
     worker: str
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Perform:
+class Perform(NamedTuple):
     """A stage of a worker's change; afterwards its engine has the slots of ``slots_of``."""
 
     worker: str
@@ -86,8 +82,7 @@ class Perform:
     slots_of: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Supply:
+class Supply(NamedTuple):
     """The worker is in its role and takes tasks; an engine has the slots of ``slots_of``."""
 
     worker: str
@@ -96,8 +91,7 @@ class Supply:
     slots_of: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     generation: int
     moves: Moves
 

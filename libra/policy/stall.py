@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 FACTOR = 10.0
 QUANTILE = 0.95
@@ -29,8 +29,7 @@ FLOOR_S = 60.0
 START_S = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class RunningTask:
+class RunningTask(NamedTuple):
     """A task on a worker, with the time of its last activity."""
 
     key: str
@@ -40,8 +39,7 @@ class RunningTask:
     since_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A task that waits for ``needs`` (in words), and for ``resource`` (may be empty)."""
 
     key: str
@@ -49,8 +47,7 @@ class Waiting:
     resource: str
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(NamedTuple):
     """A run at one moment; ``supply`` counts declared units by resource."""
 
     running: tuple[RunningTask, ...]
@@ -58,8 +55,7 @@ class Picture:
     supply: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Stall:
+class Stall(NamedTuple):
     """No progress for ``idle_s``; ``detail`` has it in words."""
 
     idle_s: float

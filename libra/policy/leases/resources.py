@@ -31,6 +31,11 @@ class Resources(msgspec.Struct, frozen=True, gc=False):
     gpus: int = 0
     quotas: tuple[tuple[str, int], ...] = ()  # units of limits that belong to no worker
 
+    @classmethod
+    def of(cls, amounts: Sequence[int]) -> Resources:
+        slots, cores, memory_bytes, gpus = amounts
+        return cls(slots, cores, memory_bytes, gpus)
+
     @property
     def local(self) -> tuple[int, int, int, int]:
         return self.slots, self.cores, self.memory_bytes, self.gpus

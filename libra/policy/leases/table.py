@@ -189,10 +189,10 @@ class LeaseTable:
         return len(self._waiting.requests) + len(self._stranded)
 
     def held(self, worker: str) -> Resources:
-        return Resources(*plus(self._capacity.get(worker, NOTHING), self._free.get(worker, NOTHING), -1))
+        return Resources.of(plus(self._capacity.get(worker, NOTHING), self._free.get(worker, NOTHING), -1))
 
     def capacity(self) -> dict[str, Resources]:
-        return {worker: Resources(*amounts) for worker, amounts in self._capacity.items()}
+        return {worker: Resources.of(amounts) for worker, amounts in self._capacity.items()}
 
     def stranded(self) -> tuple[LeaseRequest, ...]:
         """Requests larger than every present worker, by holder; as of the last `admit`."""
