@@ -4,19 +4,14 @@ An engine generates one token per step for every running trajectory, and a step 
 (number running) + c x (context of all) seconds. So it finishes after a x (steps) + b x (tokens left
 of all) + c x (sum of tokens left x mean context): `finish_s`. Steps are the tokens left of the
 longest, or more if slots are too few. Forecasts err: for a first placement the longest is the
-`NOISY_NORM`-norm of all tokens left, which exceeds it if there are many. A later move must pay off
-for the longest itself. The boundaries between buckets follow from this; there are no fixed lengths.
-
-Seconds need a declared engine (`WorkerCapacity.declared`). Without a forecast there is only a pace
-in seconds per token, which is compared with paces.
-
-Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): its boundaries are fixed lengths, and
-its moves are free.
+`NOISY_NORM`-norm of all tokens left. Without a forecast, or a declared engine, there is only a pace
+in seconds per token. Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): its boundaries
+between buckets are fixed lengths, and its moves are free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from libra.facts import WorkerCapacity
@@ -117,19 +112,12 @@ class Loads:
         targets = self._first_over()
         if without_s > SOONER_FACTOR * here_s:
             return None
-        for worker in targets:
-            target = self._target(worker, home, free)
-            if target is None:
-                continue
+        for worker, target in self._targets(targets, home, free):
             price_s = self._price_s(one, worker)
             after_s = max(without_s, self.finish_s(one, worker) + price_s)
-            alike = target.spec.bucket == home.spec.bucket
-            if (
-                after_s > (ALIKE_FACTOR if alike else SOONER_FACTOR) * here_s
-                or here_s - after_s < PAYS_FACTOR * price_s
-            ):
-                continue
-            if self.fits(one, worker):
+            factor = ALIKE_FACTOR if target.spec.bucket == home.spec.bucket else SOONER_FACTOR
+            pays = after_s <= factor * here_s and here_s - after_s >= PAYS_FACTOR * price_s
+            if pays and self.fits(one, worker):
                 return worker, here_s - after_s
         return None
 
@@ -142,28 +130,30 @@ class Loads:
         if self._table.exponent == EXACT_NORM or home is None or not one.has_forecast or not home.declared:
             return None
         here_s_per_token = self.pace_s_per_token(one, home.spec.worker)
-        best: tuple[float, str] | None = None
-        for worker in self._first_over():
-            target = self._target(worker, home, free)
-            if target is None or len(target.members) >= target.spec.rollout_slots:
+        best = (0.0, "")
+        for worker, target in self._targets(self._first_over(), home, free):
+            if len(target.members) >= target.spec.rollout_slots:
                 continue
             others_s_per_token = len(target.members) * target.spec.beside_s_per_token
             saved = here_s_per_token - self.pace_s_per_token(one, worker) - others_s_per_token
-            if saved < QUICKER_FRAC * here_s_per_token:
-                continue
-            sooner_s, price_s = saved * one.left_tokens, self._price_s(one, worker)
-            if sooner_s < PAYS_FACTOR * price_s or not self.fits(one, worker):
+            sooner_s = saved * one.left_tokens
+            pays = saved >= QUICKER_FRAC * here_s_per_token and sooner_s >= PAYS_FACTOR * self._price_s(one, worker)
+            if not pays or not self.fits(one, worker):
                 continue
             here_s, without_s = _ends_here_s(one, home)
             longest = max(target.longest_left(), one.left_tokens)
             there_s = target.end_s(longest, target.left + one.left_tokens, target.work + one.work())
             if max(without_s, there_s) <= max(here_s, self.over_s(target)):
-                best = max(best or (0.0, ""), (sooner_s, worker))
-        return None if best is None else (best[1], best[0])
+                best = max(best, (sooner_s, worker))
+        return (best[1], best[0]) if best[1] else None
 
-    def _target(self, worker: str, home: EngineState, free: Mapping[str, int]) -> EngineState | None:
-        target = self._table.engines.get(worker)
-        return None if target is None or target is home or worker not in free or not target.declared else target
+    def _targets(
+        self, workers: Iterable[str], home: EngineState, free: Mapping[str, int]
+    ) -> Iterator[tuple[str, EngineState]]:
+        for worker in workers:
+            target = self._table.engines.get(worker)
+            if target is not None and target is not home and worker in free and target.declared:
+                yield worker, target
 
     def _first_over(self) -> list[str]:
         self._queries += 1

@@ -133,18 +133,16 @@ class ServiceSchedule:
     def fire(self, at_s: float) -> tuple[Fire, ...]:
         begun: list[Fire] = []
         passed: set[str] = set()
-        while True:
-            waiting = ((s.ripe_s, name) for name, s in self._services.items() if name not in passed)
-            ripe_s, name = min(waiting, default=(float("inf"), ""))
+        while ripe := [(s.ripe_s, name) for name, s in self._services.items() if name not in passed]:
+            ripe_s, name = min(ripe)
             if ripe_s > at_s:
-                return tuple(begun)
-            device = self._device(name, at_s)
-            if device is None:
+                break
+            if (device := self._device(name, at_s)) is None:
                 passed.add(name)
                 continue
-            fire = self._begin(self._services[name], device, ripe_s, at_s)
-            self._running[fire.lane] = fire, at_s, self._services[name]
-            begun.append(fire)
+            begun.append(self._begin(self._services[name], device, ripe_s, at_s))
+            self._running[begun[-1].lane] = begun[-1], at_s, self._services[name]
+        return tuple(begun)
 
     def next_s(self, at_s: float) -> float | None:
         """Earliest time after ``at_s`` at which time alone makes a service ripe."""

@@ -13,8 +13,7 @@ Invariants
 4. With `first_come`, the groups that a batch leaves behind can meet their deadlines: at most ``(i -
    j) * B`` plus the places left are due at ``i`` or before, for each ``i``. A group that has not
    begun needs no place: it begins with version ``j`` or later, or with ``j - 1`` while ``j`` is
-   being published, and then batches up to its deadline have places. So no order of arrival leads to
-   a batch that can never be full, and **lag <= eta**.
+   being published, and then later batches have places. So **lag <= eta** for any order of arrival.
 5. Taking only some of the groups found keeps 4: the nearest deadline is first, then (iteration,
    group).
 """

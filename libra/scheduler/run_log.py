@@ -119,21 +119,14 @@ class EndedRuns:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._removals: dict[str, set[asyncio.Task[None]]] = {}
+        self._removals: dict[asyncio.Task[None], str] = {}
         self._compressions: set[asyncio.Task[None]] = set()
 
     def driver_left(self, run: str) -> None:
         """Remove the run's part from every present and later worker."""
-        tasks = self._removals.setdefault(run, set())
         task = asyncio.ensure_future(self._remove_hosts(run))
-        tasks.add(task)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            tasks.discard(task)
-            if not tasks and self._removals.get(run) is tasks:
-                del self._removals[run]
-
-        task.add_done_callback(ended)
+        self._removals[task] = run
+        task.add_done_callback(self._removals.pop)
 
     def compressing(self, log: EventLog | None) -> None:
         if log is not None and log.compresses:
@@ -143,10 +136,8 @@ class EndedRuns:
 
     async def cleared(self, run: str) -> None:
         """Return when no worker has a part of the run, or after `CLEAR_WAIT_S`."""
-        pending = set(self._removals.get(run, ()))
-        if pending:
-            _, pending = await asyncio.wait(pending, timeout=CLEAR_WAIT_S)
-        if pending:
+        pending = {task for task, of in self._removals.items() if of == run}
+        if pending and (await asyncio.wait(pending, timeout=CLEAR_WAIT_S))[1]:
             logger.warning("run %s: an earlier start is not cleared from all workers after %g s", run, CLEAR_WAIT_S)
 
     async def close(self) -> None:

@@ -226,8 +226,8 @@ class Regression(Saved):
                 slopes = np.linalg.solve(ridged[1:end, 1:end], middle[1:end])
                 self.weights[1:end, at : at + 2] = slopes
                 self.weights[0, at : at + 2] = cross[0] / rows - average[1:end] @ slopes
-        self.order.solve(self._trajectories)
-        self.mean.solve(self._trajectories)
+        for blend in (self.order, self.mean):
+            blend.solve(self._trajectories)
         self.excess = self._gaps[1] / (self._gaps[0] + 10.0)
 
 
