@@ -26,8 +26,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from libra import facts
-from libra.policy.posterior import Posterior
-from libra.policy.posterior.forecaster import CalibrationLog, Forecast, Forecaster
+from libra.policy.posterior.forecaster import CalibrationLog, Forecast, Forecaster, Posterior
 from libra.policy.saved import Saved
 from libra.policy.trajectory_table import (
     NUM_CLASSES,

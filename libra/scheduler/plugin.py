@@ -103,7 +103,7 @@ class LibraPlugin(SchedulerPlugin):
 
     async def _register(self, registration: Mapping[str, Any]) -> dict[str, Any]:
         """A driver registers its run: `register_run` once nothing is left of an earlier start."""
-        new = RunRegistration.from_message(registration)
+        new = msgspec.convert(registration, RunRegistration)
         if (refusal := self._refusal(new)) is not None:
             return refusal
         self.end_run(new.run)
@@ -145,10 +145,9 @@ class LibraPlugin(SchedulerPlugin):
             self._boundaries_set(state, facts.BoundariesSet(boundaries, "policy.boundaries_tokens"), "")
         if (timeout_s := config.watchdog.timeout_s) is not None:
             limits = Limits(new.watchdog_floors_s, fixed_s=None if timeout_s == "auto" else timeout_s)
-            guard = self.guards[new.run] = StallGuard(
-                self._scheduler, state, self._last_activity, self.trajectories.phase_of, limits, config.watchdog.restart
-            )
-            guard.start()
+            activity, restart = self._last_activity, config.watchdog.restart
+            guard = StallGuard(self._scheduler, state, activity, self.trajectories.phase_of, limits, restart)
+            self.guards[new.run] = guard
         return {"started_s": state.log.started_s, "process": process_name()}
 
     def _of(self, run: str, epoch: int) -> RunState | None:
@@ -280,9 +279,7 @@ class LibraPlugin(SchedulerPlugin):
 
     def _progressed(self, run: str, key: str | None = None, since_s: float | None = None) -> None:
         if guard := self.guards.get(run):
-            if key is not None and since_s is not None:
-                guard.took(key, time.monotonic() - since_s)
-            guard.progressed()
+            guard.progressed(key, since_s)
 
     def _parked(self, key: str) -> None:
         if key in self.trajectories.tracked:

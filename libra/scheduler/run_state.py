@@ -9,11 +9,11 @@ import os
 import socket
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -75,15 +75,6 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, d
         """The run's configuration; ConfigError if it is not one."""
         # Dask's wire makes tuples of lists, and a configuration has lists.
         return config_from_dict(json.loads(json.dumps(self.config)))
-
-    def as_message(self) -> dict[str, Any]:
-        """As plain data, for Dask's wire; `from_message` reads it."""
-        return cast(dict[str, Any], msgspec.to_builtins(self))
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """The registration of a message; `msgspec.ValidationError` for a wrong field."""
-        return msgspec.convert(message, cls)
 
     def admission(self) -> Admission:
         """Its staleness bookkeeping, as earlier starts of the run left it."""
@@ -301,9 +292,7 @@ class Tracked:
     run: RunState
     phase: Phase = Phase.ROLLOUT
     quanta: int = 0
-    reported: bool = False  # the running quantum has reported
-    given_back: bool = False  # it was handed back without a record
-    revoked: bool = False  # because its lease was revoked
+    outcome: Literal["", "reported", "given_back", "revoked"] = ""  # of the running quantum
     lost: int = 0  # quanta in a row without a report
     ended: bool = False
     at: tuple[Phase, str] | None = None  # phase and address of its slot
@@ -330,7 +319,8 @@ class Tracked:
 
     def end_attempt(self, address: str) -> bool:
         """Record a ``worker`` failure: a quantum killed its workers; False if no record exists now."""
-        tid = TrajectoryId(*self.parsed.indices, self.parsed.split)
+        iteration, group, sample = self.parsed.indices
+        tid = TrajectoryId(iteration, group, sample, self.parsed.split)
         detail = f"quantum {self.quanta} was lost {self.lost} times, the last time with {address}"
         record = FailureRecord(failure=FailureClass.WORKER, detail=detail, worker=address, epoch=self.run.epoch)
         journal, written = Journal(self.run.directory / "journal"), 1

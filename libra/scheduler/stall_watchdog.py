@@ -49,8 +49,6 @@ class StallGuard:
         self.watchdog = Watchdog(limits, time.monotonic())
         every_s = max(MIN_CHECK_S, limits.floor_s / CHECKS_PER_TIMEOUT)
         self._checks = PeriodicCallback(self._check, every_s * 1000)
-
-    def start(self) -> None:
         self._checks.start()
 
     def stop(self) -> None:
@@ -58,11 +56,12 @@ class StallGuard:
         for task in self._acting:
             task.cancel()
 
-    def progressed(self) -> None:
-        self.watchdog.progressed(time.monotonic())
-
-    def took(self, key: str, seconds: float) -> None:
-        self.watchdog.limits.took(self._stage(key), seconds)
+    def progressed(self, key: str | None, since_s: float | None) -> None:
+        """The run made progress; ``key`` ended or reported, ``since_s`` its last activity."""
+        now_s = time.monotonic()
+        if key is not None and since_s is not None:
+            self.watchdog.limits.took(self._stage(key), now_s - since_s)
+        self.watchdog.progressed(now_s)
 
     def granted(self) -> None:
         """An event may end a stall, but is not progress yet: a worker joined."""

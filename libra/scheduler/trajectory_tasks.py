@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -79,8 +80,10 @@ class Trajectories:
         self._due: Any = None  # the timer of the next moment at which a quota may let an action go
 
     def _tell(self, state: RunState, fact: facts.Fact) -> None:
+        """Log a fact, pass it to dispatcher and policies, and carry out their commands."""
+        state.log.emit(fact)
         self.dispatcher.handle(fact)
-        self.applier.tell(state, fact)
+        self.applier.apply(state, state.tell(fact))
 
     def register_run(self, state: RunState) -> None:
         if state.one is not None:
@@ -88,7 +91,7 @@ class Trajectories:
         self._num_runs += 1
         if state.registration.tools:
             self._declare_tools(state)
-        self._update_workers(new=state)
+        self._notify_all(self.workers.changes(), but=state)
         for joined in self.workers.known.values():
             self.applier.tell(state, joined)
 
@@ -115,19 +118,17 @@ class Trajectories:
         one = self.tracked[key].run.one
         return one is None or one.may(key, worker)
 
-    def _update_workers(self, new: RunState | None = None) -> None:
-        for event in self.workers.changes():
-            self._notify_all(event, new)
-
-    def _notify_all(self, event: facts.WorkerCapacity | facts.WorkerWithdrawn, but: RunState | None = None) -> None:
-        self.dispatcher.handle(event)
-        for state in self._runs.values():
-            if state is not but:
-                self.applier.tell(state, event)
+    def _notify_all(
+        self, events: Iterable[facts.WorkerCapacity | facts.WorkerWithdrawn], but: RunState | None = None
+    ) -> None:
+        for event in events:
+            self.dispatcher.handle(event)
+            for state in self._runs.values():
+                if state is not but:
+                    self.applier.tell(state, event)
 
     def worker_gone(self, address: str) -> None:
-        for event in self.workers.left(address):
-            self._notify_all(event)
+        self._notify_all(self.workers.left(address))
         self.workers_changed()
 
     def parked(self, key: str, state: RunState | None, parsed: keys.Key | None) -> None:
@@ -177,7 +178,7 @@ class Trajectories:
         scheduler, dispatcher = self._scheduler, self.dispatcher
         if self._stale or len(scheduler.running) != self._num_running:  # a worker was paused
             self._stale, self._num_running = False, len(scheduler.running)
-            self._update_workers()
+            self._notify_all(self.workers.changes())
         at_s = round(time.monotonic(), 6)
         if dispatcher.leases is not None:
             self._update_tool_capacity()
@@ -247,7 +248,7 @@ class Trajectories:
         if place.move is not None:
             announce_move(self._scheduler, state, worker, tracked.key, place.move)
         tracked.at, tracked.worker = (phase, address), worker
-        tracked.reported = tracked.given_back = tracked.revoked = False
+        tracked.outcome = ""
         priority = cast("tuple[int, ...]", self._scheduler.tasks[tracked.key].priority or ())
         task_logger.debug("%s: %s gets a %s slot of %s", reason, tracked.key, phase, worker)
         sent = facts.QuantumDispatched(tracked.key, phase, worker, tracked.quanta, priority, reason, alone)
@@ -259,11 +260,11 @@ class Trajectories:
             tracked.at = None
             self.dispatcher.stopped(tracked.key)
             self.kick()
-            if tracked.given_back:
+            if tracked.outcome in ("given_back", "revoked"):
                 tracked.run.log.emit(facts.QuantumGivenBack(tracked.key, phase, tracked.quanta, address))
-                if not tracked.revoked:
+                if tracked.outcome == "given_back":
                     self._forget_home(tracked)
-            elif not tracked.reported and not tracked.ended:
+            elif not tracked.outcome and not tracked.ended:
                 self._lost(tracked, phase, address)
         ts = self._scheduler.tasks.get(tracked.key)
         if ts is not None:
@@ -299,12 +300,12 @@ class Trajectories:
 
     def _given_back(self, state: RunState, fact: facts.GivenBack, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
-            tracked.given_back, tracked.revoked = True, fact.revoked
+            tracked.outcome = "revoked" if fact.revoked else "given_back"
             scheduler_internals.forgive(self._scheduler.tasks.get(fact.key))
 
     def _found_ended(self, state: RunState, fact: facts.TrajectoryFoundEnded, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
-            tracked.reported = tracked.ended = True
+            tracked.outcome, tracked.ended = "reported", True
             tracked.lost, tracked.quanta, tracked.end = 0, fact.quanta, fact.end
             state.log.emit(fact)
             self._ended(tracked, completed=False)  # it was counted when it ended
@@ -323,7 +324,7 @@ class Trajectories:
         if (tracked := self._running(fact)) is None:
             return
         key, phase = fact.key, fact.phase
-        tracked.reported, tracked.lost = not fact.goes_on, 0
+        tracked.outcome, tracked.lost = "" if fact.goes_on else "reported", 0
         tracked.quanta = fact.quantum + 1
         tracked.context_tokens, tracked.end, tracked.calls = fact.context_tokens, fact.end, fact.calls
         if phase is Phase.TOOL:
