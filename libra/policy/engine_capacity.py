@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from libra.facts import WorkerCapacity
 from libra.types import EngineCapacity, StepSeconds
@@ -55,8 +57,6 @@ PRIOR_WEIGHT = 0.1  # weight of the prior, relative to one transfer
 FORGETTING = 0.9  # weight of a transfer relative to the one after it
 _MIB = 2.0**20
 _LARGE_BYTES = 64 * _MIB
-_Sums = tuple[float, float, float, float, float]
-_NO_SUMS: _Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class TransferPace:
@@ -64,14 +64,15 @@ class TransferPace:
 
     def __init__(self) -> None:
         self.count = 0
-        self._sums = _NO_SUMS
+        self._sums = np.zeros((2, 3))  # normal equations of (1, MiB) / seconds = 1
+        self._fitted: tuple[float, float] | None = None
         self._log_ratio = self._weight = 0.0  # to the prior, of all measured ones
         self._computed = 0  # moves since the last that sent
 
     def add(self, num_bytes: float, seconds: float) -> None:
         if seconds > 0.0:
             self.count += 1
-            self._sums = _added(self._sums, num_bytes, seconds, 1.0, FORGETTING)
+            self._sums, self._fitted = FORGETTING * self._sums + _row(num_bytes, seconds), None
             self._log_ratio = FORGETTING * self._log_ratio + math.log(seconds / _prior_s(num_bytes))
             self._weight = FORGETTING * self._weight + 1.0
 
@@ -85,18 +86,15 @@ class TransferPace:
 
     def fitted(self) -> tuple[float, float]:
         """Latency in seconds, and seconds per byte."""
-        ratio = math.exp(self._log_ratio / self._weight) if self._weight else 1.0
-        sums = self._sums
-        for num_bytes in (0.0, _LARGE_BYTES):  # the prior, at the measured ratio
-            sums = _added(sums, num_bytes, ratio * _prior_s(num_bytes), PRIOR_WEIGHT, 1.0)
-        a, b, c, u, v = sums
-        determinant = a * c - b * b
-        latency_s, mib_s = (u * c - v * b) / determinant, (a * v - b * u) / determinant
-        if latency_s < 0.0:
-            latency_s, mib_s = 0.0, v / c
-        elif mib_s < 0.0:
-            latency_s, mib_s = u / a, 0.0
-        return latency_s, mib_s / _MIB
+        if self._fitted is None:
+            ratio = math.exp(self._log_ratio / self._weight) if self._weight else 1.0
+            prior = [_row(size, ratio * _prior_s(size)) for size in (0.0, _LARGE_BYTES)]  # at the measured ratio
+            (a, b, u), (_, c, v) = (self._sums + PRIOR_WEIGHT * sum(prior)).tolist()
+            latency_s, mib_s = (u * c - v * b) / (a * c - b * b), (a * v - b * u) / (a * c - b * b)
+            if latency_s < 0.0 or mib_s < 0.0:
+                latency_s, mib_s = (0.0, v / c) if latency_s < 0.0 else (u / a, 0.0)
+            self._fitted = latency_s, mib_s / _MIB
+        return self._fitted
 
     def seconds(self, num_bytes: float) -> float:
         latency_s, byte_s = self.fitted()
@@ -107,13 +105,9 @@ def _prior_s(num_bytes: float) -> float:
     return PRIOR_LATENCY_S + num_bytes / PRIOR_BYTES_PER_S
 
 
-def _added(sums: _Sums, num_bytes: float, seconds: float, weight: float, forgetting: float) -> _Sums:
-    """Sums of the normal equations with one more row (1, MiB) / seconds = 1."""
-    one, size = 1.0 / seconds, num_bytes / _MIB / seconds
-    a, b, c, u, v = (forgetting * value for value in sums)
-    return (
-        a + weight * one * one, b + weight * one * size, c + weight * size * size, u + weight * one, v + weight * size,
-    )  # fmt: skip
+def _row(num_bytes: float, seconds: float) -> NDArray[np.float64]:
+    row = np.array([1.0, num_bytes / _MIB, seconds]) / seconds
+    return np.outer(row[:2], row)
 
 
 def priced(tokens: int, home: WorkerCapacity, target: WorkerCapacity, pace: TransferPace) -> Move:
