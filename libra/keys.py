@@ -1,8 +1,8 @@
 """Dask keys and resource names: this module builds and parses all of them.
 
-A key is ``<node>-<indices>-e<epoch>-<run>``: run and epoch are in it, so two runs on one scheduler, or two starts of one
-run, never share a result. Nodes: gate, prompts, trajectory, group, batch, store, step (or wave, accumulate, close), update,
-publish, summary.
+A key is ``<node>-<indices>-e<epoch>-<run>``, so two runs on one scheduler, or two starts of one
+run, never share a result. Nodes: gate, prompts, trajectory, group, batch, store, step (or wave,
+accumulate, close), update, publish, summary.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,62}")
 
 
 class Key(NamedTuple):
-    """A parsed key. ``indices`` is (iteration,), (iteration, group), (iteration, group, sample) or (iteration, rank); of waves
-    (iteration, wave) or (iteration, wave, rank)."""
+    """A parsed key; ``indices``: iteration, then group or rank, and sample; of waves wave and rank."""
 
     node: str
     split: str

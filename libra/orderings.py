@@ -1,6 +1,6 @@
 """Scheduling policies by name: those that ship, and ``package.module:attribute`` of a user's own.
 
-`libra.policy` is pure and imports nothing by name, so scheduler, simulator, driver and `libra replay` find them here.
+`libra.policy` is pure and imports nothing by name, so its callers find them here.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def blank(name: str) -> Ordering:
 
 
 class Guarded:
-    """A user's ordering whose first error makes the order first come, first served, for the rest of the run.
+    """A user's ordering; after its first error the order is first come, first served.
 
-    The scheduler goes on, and each decision from then on has the error as its reason. A replay meets the same error.
+    Each decision from then on has the error as its reason. A replay meets the same error.
     """
 
     def __init__(self, name: str, own: Ordering) -> None:
@@ -115,7 +115,7 @@ def _checked(event: Fact, answers: Iterable[SetPriority | Prefer]) -> Answers:
 
 
 def check_ordering(name: str, **options: Any) -> None:
-    """ConfigError unless ``name`` makes an ordering that answers a parked trajectory and whose state survives JSON."""
+    """ConfigError unless ``name`` makes an ordering that answers, and whose state survives JSON."""
     if not is_named(name):
         return
     ordering = own_ordering(name, **options)

@@ -109,8 +109,8 @@ class CommittedGroup(NamedTuple):
 class Admission(Saved):
     """Staleness bookkeeping of one run.
 
-    ``staleness`` is a policy, or eta alone; ``groups_per_batch`` is B. ``opened`` has the members of the
-    newest batches, ``version`` the newest published version, ``trained`` the trainer's.
+    ``staleness`` is a policy, or eta alone; ``groups_per_batch`` is B. ``opened`` has the members
+    of the newest batches, ``version`` the newest published version, ``trained`` the trainer's.
     """
 
     staleness: StalenessPolicy

@@ -233,7 +233,7 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        """How many quanta hold a slot."""
+        """Quanta that hold a slot."""
         return sum(len(queue.running) for queue in self._queues)
 
     def buckets(self) -> list[dict[str, Any]]:
@@ -248,7 +248,7 @@ class Dispatcher:
         return bool(self._rollout.overfull)
 
     def ahead(self) -> facts.Priority | None:
-        """Rank of the best waiting generation; None: all keep their slots, `EVERYONE`: none does."""
+        """Rank of the best waiting generation, for `leaves_slot`; `EVERYONE` takes all slots."""
         if self.overfull() or (self._table.exchanging and self._loads.needs_rebalancing()):
             return EVERYONE
         entry = self._rollout.all_waiting.first()
@@ -331,7 +331,7 @@ class Dispatcher:
                 best, worker, reason = entry, target, "overdue" if entry[0].level == OVERDUE else "first home"
                 silent = self._silent(queue.free)
                 if silent is not None:
-                    reason += f": by free slots, for {silent} has not told its speed"
+                    reason += f": by free slots, for {silent} has not declared its speed"
         if best is None:
             return None
         one = best[2]
@@ -402,7 +402,7 @@ class Dispatcher:
         declared = self._table.engines[target].declared
         if not (home.declared and declared):
             idle = not queue.taken.get(target)
-            return "an engine that has not told its speed is idle" if idle and not declared else ""
+            return "an engine that has not declared its speed is idle" if idle and not declared else ""
         if one.has_forecast:
             here_s, there_s = self._loads.moved_s(one, target)
             if there_s > here_s:

@@ -16,7 +16,7 @@ Invariants
 2. A worker gets quanta only while no run has it joining, and generates only while no run has its
    engine quarantined or asleep.
 3. A worker is restarted only while it is failed for a run that has not ended, and has a nanny. Each
-   failure in a row waits for the next delay; after the last delay there is no restart.
+   failure in a row waits for the next delay; it is not restarted after the last delay.
 4. A name is lost from the moment its last process leaves until a process of that name joins.
 5. A missing resource is reported after ``TELL_AFTER_S`` (``START_S`` while its first workers are
    set up), and again after ``REMIND_S`` or with a new cause. Its return is reported once.

@@ -69,8 +69,8 @@ class Order:
 class PhaseQueue:
     """One phase: waiting trajectories, free slots, and running ones.
 
-    ``overfull`` workers have fewer slots than are taken; ``anywhere`` orders trajectories that may go to
-    any worker.
+    ``overfull`` workers have fewer slots than are taken; ``anywhere`` orders trajectories that may
+    go to any worker.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ Invariants
 1. While a trajectory is open, at least one engine generates, or returns to do so. Workers that
    others moved (``libra roles``) are never moved back.
 2. An engine turns only if the others have ``trajectories_per_gpu`` or fewer open trajectories per
-   GPU without it, and if the backlog keeps all trainers busy for ``min_gain_s``. Engines return when
+   GPU without it, and the backlog keeps all trainers busy for ``min_gain_s``. Engines return when
    more trajectories are open than the generating ones should have. So none turns back at once.
 3. When nothing is open and the batch is complete, all engines turn if that is over sooner than the
    trainers alone are, including the return where the next rollout waits for this step.

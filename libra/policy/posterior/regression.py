@@ -94,8 +94,8 @@ GROUPS = 1024  # latest groups whose gain is kept, so that siblings count as one
 class Blend(msgspec.Struct, array_like=True):
     """Departure of one target's forecast from progress alone, and a guard on it.
 
-    ``sums``: normal equations of the shares (5); sums of error x served departure, of squared departures
-    and errors, and of groups' squared gains.
+    ``sums``: normal equations of the shares (5); sums of error x served departure, of squared
+    departures and errors, and of groups' squared gains.
     """
 
     sigmas: float  # standard errors by which a gain must stand out
