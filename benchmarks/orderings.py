@@ -28,7 +28,7 @@ from libra.facts import (
 )  # fmt: skip
 from libra.policy import CMLFQ, Fifo, Mlfq
 from libra.policy.cmlfq import Objective
-from libra.policy.forecast import Forecast, Forecaster
+from libra.policy.posterior.forecaster import Forecast, Forecaster
 from libra.policy.saved import Saved
 from libra.policy.trajectory_table import NUM_CLASSES, PATIENCE, TrajectoryStats, length_class
 from libra.types import Phase, ToolStatus

@@ -1,8 +1,8 @@
 """Dask keys and resource names: this module builds and parses all of them.
 
-A key is ``<node>-<indices>-e<epoch>-<run>``: run and epoch are in it, so two runs on one scheduler, or two starts of one
-run, never share a result. Nodes: gate, prompts, trajectory, group, batch, store, step (or wave, accumulate, close), update,
-publish, summary.
+A key is ``<node>-<indices>-e<epoch>-<run>``, so two runs on one scheduler, or two starts of one
+run, never share a result. Nodes: gate, prompts, trajectory, group, batch, store, step (or wave,
+accumulate, close), update, publish, summary.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ TOOL_CORES, TOOL_MIB, TOOL_GPUS = "TOOL_CORES", "TOOL_MIB", "TOOL_GPUS"
 """Resources of a tool worker that actions lease if tools declare any: cores, MiB of memory, GPUs."""
 TP, THREADS = "TP", "THREADS"
 """Properties of a rollout worker's engine, as resources that no task takes: tensor-parallel degree, torch threads per rank."""
-PASS_US = "PASS_US"
-"""The same: minimum microseconds of each of its passes."""
+PASS_US = "PASS_US"  # the same: minimum microseconds of each of its passes
 
 HYBRID = "HYBRID"
 """The same: the worker can change roles during the run (`libra.scheduler.worker_roles`)."""
@@ -39,8 +38,7 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,62}")
 
 
 class Key(NamedTuple):
-    """A parsed key. ``indices`` is (iteration,), (iteration, group), (iteration, group, sample) or (iteration, rank); of waves
-    (iteration, wave) or (iteration, wave, rank)."""
+    """A parsed key; ``indices``: iteration, then group or rank, and sample; of waves wave and rank."""
 
     node: str
     split: str

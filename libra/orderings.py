@@ -1,6 +1,6 @@
 """Scheduling policies by name: those that ship, and ``package.module:attribute`` of a user's own.
 
-`libra.policy` is pure and imports nothing by name, so scheduler, simulator, driver and `libra replay` find them here.
+`libra.policy` is pure and imports nothing by name, so its callers find them here.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def blank(name: str) -> Ordering:
 
 
 class Guarded:
-    """A user's ordering whose first error makes the order first come, first served, for the rest of the run.
+    """A user's ordering; after its first error the order is first come, first served.
 
-    The scheduler goes on, and each decision from then on has the error as its reason. A replay meets the same error.
+    Each decision from then on has the error as its reason. A replay meets the same error.
     """
 
     def __init__(self, name: str, own: Ordering) -> None:
@@ -65,20 +65,15 @@ class Guarded:
         self.own, self._fifo, self._fault = own, Fifo(), ""
 
     def handle(self, event: Fact) -> Answers:
-        """Its answers, or the answers of `Fifo`."""
-        instead = self._fifo.handle(event)
-        nothing: Answers = ()
+        instead, nothing = self._fifo.handle(event), cast(Answers, ())
         answers = self._tried(lambda: _checked(event, self.own.handle(event)), nothing)
         return tuple(SetPriority(c.key, c.priority, self._fault) for c in instead) if self._fault else answers
 
     def snapshot(self) -> dict[str, Any]:
-        """Its state, and the state of its replacement."""
-        nothing: dict[str, Any] = {}
-        own = self._tried(self.own.snapshot, nothing)
+        own = self._tried(self.own.snapshot, cast(dict[str, Any], {}))
         return {"own": own, "instead": self._fifo.snapshot(), "fault": self._fault}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``."""
         self._fault = str(snapshot["fault"])
         self._fifo.restore(snapshot["instead"])
         if not self._fault:
@@ -101,11 +96,9 @@ class GuardedLearner(Guarded):
     own: Any
 
     def learn(self) -> None:
-        """Let it learn."""
         self._tried(self.own.learn, None)
 
     def forget_live(self) -> None:
-        """Let it drop running trajectories."""
         self._tried(self.own.forget_live, None)
 
 
@@ -122,7 +115,7 @@ def _checked(event: Fact, answers: Iterable[SetPriority | Prefer]) -> Answers:
 
 
 def check_ordering(name: str, **options: Any) -> None:
-    """ConfigError unless ``name`` makes an ordering that answers a parked trajectory and whose state survives JSON."""
+    """ConfigError unless ``name`` makes an ordering that answers, and whose state survives JSON."""
     if not is_named(name):
         return
     ordering = own_ordering(name, **options)

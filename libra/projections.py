@@ -1,16 +1,16 @@
 """Random projections of linear layers: outputs for inputs that a seed and the layer's name determine.
 
-Trainer and engine compute the same few numbers of each layer from their own weights, and exchange no tensor. The convention, for
-the layer whose weight is ``name`` in a Hugging Face state dict:
+Trainer and engine compute the same few numbers of each layer from their own weights, and exchange
+no tensor. The convention, for the layer whose weight is ``name`` in a Hugging Face state dict:
 
 * the generator is ``numpy.random.default_rng((seed, crc32(name)))``;
-* a linear layer with d inputs: x is ``standard_normal(d, float32) / sqrt(d)``, cast to the type served, and y = W x (no
-  bias) as the layer computes it in that type. An embedding: 64 token ids ``integers(0, rows, 64)``, and y is the mean of
-  their rows in float64;
-* the numbers are y . s / sqrt(len(y)) in float64, for the 8 rows s of ``integers(0, 2, (8, len(y)), int8) * 2 - 1``, drawn
-  next from the same generator.
+* a linear layer with d inputs: x is ``standard_normal(d, float32) / sqrt(d)``, cast to the type
+  served, and y = W x (no bias) in that type. An embedding: 64 token ids ``integers(0, rows, 64)``,
+  and y is the mean of their rows in float64;
+* the numbers are y . s / sqrt(len(y)) in float64, for the 8 rows s of ``integers(0, 2, (8,
+  len(y)), int8) * 2 - 1``, drawn next from the same generator.
 
-A change of W by D moves each number by about a normal variable whose standard deviation is the root mean square of D.
+A change of W by D moves each number by a nearly normal variable of standard deviation RMS(D).
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-NUM_PROJECTIONS = 8
-"""Numbers per layer."""
-NUM_ROWS = 64
-"""Token ids whose embeddings are averaged."""
+NUM_PROJECTIONS = 8  # numbers per layer
+NUM_ROWS = 64  # token ids whose embeddings are averaged
 EMBEDDING_ENDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 """Endings of the names of input embeddings."""
 
@@ -55,7 +53,7 @@ def draw_rows(generator: np.random.Generator, rows: int) -> NDArray[np.int64]:
 
 
 def numbers_of(generator: np.random.Generator, output: Tensor) -> tuple[float, ...]:
-    """The 8 numbers of an output (n,), or of embedding rows (64, n); the generator has drawn the input before."""
+    """The 8 numbers of an output (n,), or of embedding rows (64, n), drawn after the input."""
     y = output.detach().to(torch.float64).cpu().numpy()
     if y.ndim == 2:
         y = y.mean(0)
@@ -69,8 +67,8 @@ def project_layer(
 ) -> tuple[float, ...]:
     """The numbers of one layer as ``apply`` computes it.
 
-    ``inputs`` is the number of inputs of a linear layer, and ``apply`` maps (1, inputs) in ``dtype`` to (1, outputs); of an
-    embedding it is the number of rows, and ``apply`` maps int64 ids (64,) to their rows.
+    ``apply`` maps (1, ``inputs``) in ``dtype`` to (1, outputs); for an embedding of ``inputs`` rows,
+    int64 ids (64,) to their rows.
     """
     generator = generator_of(seed, name)
     if is_embedding(name):
@@ -84,19 +82,12 @@ def _apply(operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor, x: Ten
 
 
 def project_tensors(tensors: Mapping[str, Tensor], seed: int) -> dict[str, tuple[float, ...]]:
-    """The numbers of every layer of a state dict, each matrix multiplied as it is; the reference for engines.
-
-    ``tensors`` has tied weights under all their names; only matrices count.
-    """
+    """The numbers of every matrix of a state dict with tied weights under all their names."""
     found = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and name.endswith(".weight"):
-            apply = F.embedding if is_embedding(name) else F.linear
-            found[name] = project_layer(
-                name,
-                seed,
-                inputs=tensor.shape[0 if is_embedding(name) else 1],
-                dtype=tensor.dtype,
-                apply=partial(_apply, apply, tensor),
-            )
+            embeds = is_embedding(name)
+            apply = partial(_apply, F.embedding if embeds else F.linear, tensor)
+            inputs = tensor.shape[0 if embeds else 1]
+            found[name] = project_layer(name, seed, inputs=inputs, dtype=tensor.dtype, apply=apply)
     return found

@@ -1,7 +1,7 @@
-"""Log-probabilities of one sequence, computed alone and without a cache, for trainer and engine alike.
+"""Log-probabilities of one sequence, computed alone and without a cache: same bits everywhere.
 
-The same weights, tokens, thread count and machine give the same bits in every process: without batch, padding or
-cache no shape changes the order of a sum, and attention is torch's scaled dot product.
+Without batch, padding or cache no shape changes the order of a sum, and attention is torch's scaled
+dot product. So the same weights, tokens, thread count and machine give the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def score_alone(
 ) -> NDArray[np.float32]:
     """Log-probability in nats of each token from ``first`` on given all before it (T - first,), float32.
 
-    ``model`` is a transformers causal LM in evaluation mode whose attention is "sdpa"; ``first`` is at least 1.
+    ``model`` is a transformers causal LM in evaluation mode with "sdpa"; ``first`` is at least 1.
     """
     ids = torch.from_numpy(np.asarray(token_ids, np.int64))
     ids = ids.to(next(model.parameters()).device)

@@ -36,7 +36,7 @@ GOALS = {"tool_return_us_100k": 30.0, "finish_us_100k": 150.0, "memory_mb_100k":
 TOOLS = [f"tool_{number}" for number in range(30)]
 LEARN_EVERY = 64
 """Finishes between two calls of ``learn``."""
-SUBJECT = "libra.policy.posterior:Posterior"
+SUBJECT = "libra.policy.posterior.forecaster:Posterior"
 
 
 def made_by(subject: str) -> Callable[[], Any]:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from libra.facts import HomeChanged, Line, QuantumDispatched, QuantumFinished, TrajectoryEnded
 from libra.policy.engine_loads import Loads
-from libra.policy.engine_state import EXACT_NORM, Trajectory
-from libra.policy.engine_table import EngineTable
+from libra.policy.engine_table import EXACT_NORM, EngineTable, Trajectory
 from libra.types import Phase
 
 NOISE_FRAC = 0.05

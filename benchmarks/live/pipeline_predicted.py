@@ -20,8 +20,7 @@ from libra.config import RunConfig
 from libra.config.streaming import enough_groups, most_waves, wave_groups
 from libra.facts import Turn
 from libra.policy.role_changes import Role, Stage
-from libra.policy.tail import price_s
-from libra.policy.turning import OpenStep, TurningEngine, TurningRule
+from libra.policy.tail import OpenStep, TurningEngine, TurningRule, price_s
 from libra.policy.waves import GroupId
 from libra.sim.from_run import RunSetting
 from libra.sim.workload import Workload

@@ -24,7 +24,7 @@ class Roles(StrEnum):
     SPLIT = "split"
     """Nobody: trainers train, engines generate."""
     TURNING = "turning"
-    """Engines that the tail of a rollout does not need (`libra.policy.turning`)."""
+    """Engines that the tail of a rollout does not need (`libra.policy.tail`)."""
     WHOLE_POOL = "whole pool"
     """All engines from a complete batch to the new weights; open trajectories wait meanwhile."""
 
@@ -61,7 +61,7 @@ class Discipline:
         (`libra.hardware.virtual_engine`).
     changes_s : (float, float) or None
         Seconds of a change to training, and back; by default from
-        `libra.policy.turning.TurningRule`.
+        `libra.policy.tail.TurningRule`.
     """
 
     text: str

@@ -13,7 +13,7 @@ from libra.hardware import GPU, ModelShape
 from libra.hardware.engine_tables import HostPool
 from libra.planner.cost.training_cost import sequences_s
 from libra.policy.admission import CommittedGroup
-from libra.policy.turning import TurningRule
+from libra.policy.tail import TurningRule
 from libra.policy.waves import GroupId, first_come
 from libra.sim.configured import LAYOUT, PASSES
 from libra.sim.workload import Workload

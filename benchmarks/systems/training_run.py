@@ -3,7 +3,7 @@ GPU-seconds by cause.
 
 `Simulator` has rollouts, gates and versions; here a step takes the GPU-seconds of its groups on the
 GPUs that train, its groups come as the discipline requires, and engines may train
-(`libra.policy.turning`).
+(`libra.policy.tail`).
 
 Invariants
 ----------
@@ -30,7 +30,7 @@ from benchmarks.systems.training_gpus import GroupWork, PipelineOptions, Streame
 from libra.errors import ConfigError
 from libra.facts import OpenWave, Turn, Turned
 from libra.policy import CommittedGroup, Ordering
-from libra.policy.turning import OpenStep, TurningEngine
+from libra.policy.tail import OpenStep, TurningEngine
 from libra.policy.waves import GroupId, Waves
 from libra.sim.simulated_trajectory import SimulatedTrajectory
 from libra.sim.simulation_options import EngineSpec, SimulationOptions

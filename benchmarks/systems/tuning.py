@@ -26,7 +26,7 @@ from libra.errors import ConfigError
 from libra.hardware import GPU, ModelShape, engine_seconds, load_gpu, load_shape
 from libra.hardware.engine_tables import EngineTables, HostPool
 from libra.policy import CMLFQ, Ordering, make_ordering
-from libra.policy.turning import TurningRule
+from libra.policy.tail import TurningRule
 from libra.sim.simulation_options import fleet, slots_of
 from libra.sim.workload import Trace, TrajectoryPlan, Workload
 from libra.types import NO_TOOL

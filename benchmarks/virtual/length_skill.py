@@ -35,8 +35,7 @@ from benchmarks.report import Figure, command_parser, emit
 from libra.errors import ConfigError
 from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.planner.agent_turns import AgentTurn, agent_turn_files, read_agent_turns
-from libra.policy.forecast import Forecast, Forecaster
-from libra.policy.posterior import Posterior
+from libra.policy.posterior.forecaster import Forecast, Forecaster, Posterior
 from libra.types import NO_TOOL, Phase, ToolOutcome
 
 KNOWN = ("mini_swe", "agentcgroup", "tau")

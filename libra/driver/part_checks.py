@@ -21,8 +21,8 @@ from libra.envs import Environment, Tool
 from libra.errors import ConfigError, ModelError, nearest
 from libra.facts import ToolNeeds
 from libra.named_parts import is_named, named_function, named_part, unfit
-from libra.policy.leases.action_leases import check_declared
 from libra.policy.leases.resources import Resources
+from libra.policy.leases.table import check_declared
 from libra.untrusted import error_text
 from libra.worker.run_spec import RunSpec
 from libra.worker.services.service_functions import FUNCTIONS

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from libra.driver.part_checks import needs_of
 from libra.driver.resume import learned_before
 from libra.envs import has_steps
@@ -60,7 +62,7 @@ class RunClient:
             client=self.client.id,
         )
         rpc: Any = self.client.scheduler
-        answer = self.client.sync(rpc.libra_register_run, registration=registration.as_message())
+        answer = self.client.sync(rpc.libra_register_run, registration=msgspec.to_builtins(registration))
         if "policy" in answer:
             raise ConfigError(answer["policy"])
         if "error" in answer:

@@ -86,7 +86,7 @@ class Turned(StrEnum):
 class Turn(Command, frozen=True, gc=False, tag="engine_turned"):
     """Let the GPUs of an engine train for the open step, or generate again (``to``).
 
-    A change of roles follows, or `libra.facts.TurnRefused`; see `libra.policy.turning`.
+    A change of roles follows, or `libra.facts.TurnRefused`; see `libra.policy.tail`.
     """
 
     words = "the engine of {worker} turns to {to}"

@@ -10,11 +10,10 @@ from libra.policy.admission import (
     judge,
     keeps_version,
     staleness_of,
-)
+)  # fmt: skip
 from libra.policy.cmlfq import CMLFQ
 from libra.policy.dispatcher import EVERYONE, Dispatcher, leaves_slot
-from libra.policy.engine_table import joined_of, off_by_frac
-from libra.policy.forecast import Forecast, Forecaster
+from libra.policy.engine_capacity import Move, joined_of, off_by_frac
 from libra.policy.one_version import OneVersion
 from libra.policy.ordering import (
     LEARNS_EVERY,
@@ -26,8 +25,9 @@ from libra.policy.ordering import (
     Ordering,
     learns_after,
     make_ordering,
-)
-from libra.policy.placements import Move, Place
+)  # fmt: skip
+from libra.policy.phase_queue import Place
+from libra.policy.posterior.forecaster import Forecast, Forecaster
 from libra.policy.step_ways import WayChoice, WaySettings
 from libra.policy.tail import Tail, TailSettings
 from libra.policy.waves import Waves

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
+from typing import NamedTuple, Self
 
 from libra import facts
 from libra.config.sections import RunSections
@@ -98,8 +98,7 @@ KEPT_BATCHES = 64
 """Batches, besides the staleness bound, whose members are kept for a step that is repeated."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedGroup:
+class CommittedGroup(NamedTuple):
     """A group whose record is written; ``oldest_version`` is -1 if nothing was generated."""
 
     iteration: int
@@ -110,10 +109,8 @@ class CommittedGroup:
 class Admission(Saved):
     """Staleness bookkeeping of one run.
 
-    ``staleness`` is a policy, or eta alone; ``groups_per_batch`` is B, prompts per step and
-    iteration. ``waves`` streams steps; with ``first_come`` they take groups of any iteration.
-    ``opened`` has the members of the newest batches, ``version`` the newest published version,
-    ``trained`` the trainer's.
+    ``staleness`` is a policy, or eta alone; ``groups_per_batch`` is B. ``opened`` has the members
+    of the newest batches, ``version`` the newest published version, ``trained`` the trainer's.
     """
 
     staleness: StalenessPolicy
@@ -169,28 +166,20 @@ class Admission(Saved):
     ) -> Self:
         """The bookkeeping of a run that continues, from its records.
 
-        Parameters
-        ----------
-        version : int
-            Newest published version, -1 if there is none.
-        opened : mapping
-            Members of every committed batch.
-        committed, started : iterable of CommittedGroup, mapping
-            Groups with a record, and the oldest version of groups that have begun; groups of
-            ``opened`` are ignored.
+        ``version`` is the newest published one, -1 if there is none; ``opened`` has the members of
+        every committed batch, ``started`` the oldest version of groups that have begun. Groups of
+        ``opened`` are ignored in ``committed`` and ``started``.
         """
-        admission = cls(staleness, groups_per_batch, waves, first_come=first_come)
-        admission.version = admission.trained = version
-        for batch in admission.waves.opened:
-            admission._consume(admission.waves.taken(batch))
+        made = cls(staleness, groups_per_batch, waves, first_come=first_come)
+        made.version = made.trained = version
+        for batch in made.waves.opened:
+            made._consume(made.waves.taken(batch))
         for batch, members in opened.items():
-            admission._open(batch, tuple(members))
-        admission._in_flight = {
-            group: oldest for group, oldest in started.items() if not admission._is_consumed(*group)
-        }
+            made._open(batch, tuple(members))
+        made._in_flight = {group: oldest for group, oldest in started.items() if not made._is_consumed(*group)}
         for done in committed:
-            admission.group_committed(done)
-        return admission
+            made.group_committed(done)
+        return made
 
     def handle(self, fact: Fact) -> tuple[Opened, ...] | None:
         """Answer a fact about gates, batches or waves; None for another fact."""
@@ -306,7 +295,6 @@ class Admission(Saved):
                 yield OpenGate(iteration, f"version {self.version} >= {iteration} - eta {self.eta}{ahead}")
 
     def _next_waves(self, batch: int) -> Iterator[OpenWave]:
-        """Open the waves of ``batch`` that can: one with members, or all that are left over."""
         while batch <= self.trained:
             wave = self.waves.next(batch, self.groups_per_batch, self.ready(batch), streams=self.ways.streams)
             if wave is None:
@@ -315,25 +303,21 @@ class Admission(Saved):
             yield wave
 
     def _members_for(self, batch: int) -> tuple[Members, str] | None:
-        """The groups of ``batch`` and the reason, once it opens."""
         begins = [self.version] if batch > self.version else []  # later groups may begin with this one
         if not all(self.staleness.lives(oldest, batch + 1) for oldest in (*begins, *self._in_flight.values())):
             return None
         if self.waves.most:
-            members = self.waves.taken(batch)
-            waves = sum(bool(wave) for wave in self.waves.opened.get(batch, ()))
-            return (
-                (members, f"{len(members)} groups in {waves} waves") if len(members) == self.groups_per_batch else None
-            )
+            members, waves = self.waves.taken(batch), sum(map(bool, self.waves.opened.get(batch, ())))
+            whole = len(members) == self.groups_per_batch
+            return (members, f"{len(members)} groups in {waves} waves") if whole else None
         if len(self._committed) < self.groups_per_batch:
             return None
         ranked = sorted(self._committed, key=lambda g: (self._committed[g], g))
         members = tuple(ranked[: self.groups_per_batch])
-        old = [judge(self._committed[member], batch, self.staleness) for member in members]
         if self.staleness.over_age is Verdict.WAIT and not self._deadlines_hold_after(batch, members):
             return None
         carried = len(self._committed) - len(members)
-        late = sum(verdict is not Verdict.ACCEPT for verdict in old)
+        late = sum(batch > self.staleness.last_use(self._committed[member]) for member in members)
         verdicts = f", {late} over age: {self.staleness.over_age}" if late else ""
         return members, f"{len(members)} groups committed, {carried} carried over{verdicts}"
 

@@ -1,22 +1,14 @@
 """C-MLFQ: a multi-level feedback queue over trajectories, by forecasts of their remaining length.
 
-The order is (iteration deadline, level, order). Levels are classes of remaining length, computed at
-every parking from the forecast. Forecasts without skill are not used.
+The order is (iteration deadline, level, order); levels are classes of remaining length. The
+objective *makespan* ends the iteration soon: running trajectories first, by arrival, then one probe
+of each group (Seer), then the longest forecast; without skill, by arrival (`docs/adr/0008`). Where
+engines exchange KV, everybody begins, then most tokens left in octaves, then fewest generated.
+*stream* completes groups one after the other: fewest tokens left in the group first; without skill,
+least attained service.
 
-Objectives
+Invariants
 ----------
-makespan
-    End the iteration soon. Running trajectories go first, by arrival: their KV cache holds memory
-    until they end. Then one of each group (the probe, Seer), then the longest forecast; results of
-    siblings re-order them. Without skill, by arrival (`docs/adr/0008`). Where engines exchange KV a
-    pause costs little: everybody begins, probes first, then most tokens left in octaves, then
-    fewest tokens generated.
-stream
-    Complete groups soon, one after the other: fewest tokens left in the group first, within it by
-    arrival. Without skill, least attained service first.
-
-Promises
---------
 1. An earlier iteration always goes before a later one.
 2. No trajectory starves: `libra.policy.trajectory_table` bounds the wait; overdue ones have level
    -1.
@@ -34,8 +26,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from libra import facts
-from libra.policy.forecast import CalibrationLog, Forecaster
-from libra.policy.posterior import Posterior
+from libra.policy.posterior.forecaster import CalibrationLog, Forecast, Forecaster, Posterior
 from libra.policy.saved import Saved
 from libra.policy.trajectory_table import (
     NUM_CLASSES,
@@ -46,9 +37,10 @@ from libra.policy.trajectory_table import (
     TrajectoryTable,
     length_class,
     overdue_first,
-)
+)  # fmt: skip
 from libra.types import Phase
 
+Answers = tuple[facts.SetPriority | facts.Prefer, ...]
 Objective = Literal["makespan", "stream"]
 UNTRUSTED = 0.0  # skill up to which forecasts are not used for the order
 RECONSIDERED_AT_END = 16
@@ -58,11 +50,7 @@ UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
 
 
 class CMLFQ(Saved):
-    """Libra's ordering.
-
-    ``forecaster`` receives every event before it is queried (default: `Posterior`); ``patience`` is
-    the starvation bound, in parkings.
-    """
+    """Libra's ordering; ``patience`` is the starvation bound, in parkings."""
 
     name: ClassVar[str] = "cmlfq"
     objective: Objective
@@ -87,7 +75,7 @@ class CMLFQ(Saved):
         self._trajectories, self._guard = TrajectoryTable(), StarvationGuard(patience)
         self._calibration = CalibrationLog()
 
-    def handle(self, event: facts.Fact) -> tuple[facts.SetPriority | facts.Prefer, ...]:
+    def handle(self, event: facts.Fact) -> Answers:
         self.forecaster.handle(event)
         stats = self._trajectories.handle(event)
         match event:
@@ -98,7 +86,8 @@ class CMLFQ(Saved):
                 return self._parked(key, stats, self._guard.parked(key, phase))
             case facts.QuantumStarted(key=key):
                 self._guard.left(key)
-                self._begun(key)
+                if (known := self._trajectories.by_key.get(key)) is not None:
+                    self._begun(key, known.group)
                 if type(event) is facts.QuantumContinued:
                     return self._continued(key)
             case facts.QuantumFinished(tokens=tokens, payload_tokens=payload):
@@ -110,9 +99,8 @@ class CMLFQ(Saved):
                 if stats is not None:
                     self._begun(key, stats.group)
                     self._ended(stats)
-                    return self._reconsider(
-                        list(dict.fromkeys([*self._unbegun.get(stats.group, ()), *self._next_reconsidered()]))
-                    )
+                    siblings = self._unbegun.get(stats.group, ())
+                    return self._reconsider(list(dict.fromkeys([*siblings, *self._next_reconsidered()])))
             case facts.BoundariesSet(boundaries=boundaries):
                 self._boundaries = boundaries
                 return self._prefer_again()
@@ -127,27 +115,27 @@ class CMLFQ(Saved):
             self.handle(facts.TrajectoryEnded(key, completed=False))
         self._boundaries = ()  # of the previous layout
 
-    def _parked(
-        self, key: str, stats: TrajectoryStats, overdue: list[tuple[str, int]]
-    ) -> tuple[facts.SetPriority | facts.Prefer, ...]:
+    def _parked(self, key: str, stats: TrajectoryStats, overdue: list[tuple[str, int]]) -> Answers:
         waits_to_begin = stats.phase is Phase.ROLLOUT and not stats.generated_tokens
         if waits_to_begin:
             self._unbegun.setdefault(stats.group, {})[key] = None
-        mean, order, skill = self.forecaster.remaining(key)
-        self._set_forecast(stats, mean)
+        forecast = self.forecaster.remaining(key)
+        mean, trusted = forecast.mean_tokens, forecast.skill > UNTRUSTED
         self._calibration.forecast(key, stats.generated_tokens, stats.generated_tokens + mean)
-        level, reason = self._level(key, stats, order, skill > UNTRUSTED)
-        answers: list[facts.SetPriority | facts.Prefer] = [self._placed(key, stats, level, reason, skill > UNTRUSTED)]
+        answers: list[facts.SetPriority | facts.Prefer] = [
+            self._placed(key, stats, *self._ranked(key, stats, forecast))
+        ]
         if stats.phase is Phase.ROLLOUT:
             answers += self._prefer(key, stats, mean)
         for late, _ in overdue:
             self._trajectories.by_key[late].level = OVERDUE
         answers += overdue_first(overdue, self._trajectories)
-        if not waits_to_begin and skill > UNTRUSTED:
+        if not waits_to_begin and trusted:
             total = length_class(stats.generated_tokens + mean)
             if total != stats.total_class:
                 stats.total_class = total
-                answers += self._reconsider_siblings(stats)
+                if stats.group:
+                    answers += self._reconsider(list(self._unbegun.get(stats.group, ())))
         return tuple(answers)
 
     def _continued(self, key: str) -> tuple[facts.SetPriority, ...]:
@@ -155,13 +143,8 @@ class CMLFQ(Saved):
         always_first = self.objective == "makespan" and not self._pauses
         if stats is None or (always_first and stats.level == UNDER_WAY):
             return ()
-        mean, order, skill = self.forecaster.remaining(key)
-        self._set_forecast(stats, mean)
-        level, reason = self._level(key, stats, order, skill > UNTRUSTED)
-        return () if level == stats.level else (self._placed(key, stats, level, reason, skill > UNTRUSTED),)
-
-    def _reconsider_siblings(self, stats: TrajectoryStats) -> tuple[facts.SetPriority | facts.Prefer, ...]:
-        return self._reconsider(list(self._unbegun.get(stats.group, ()))) if stats.group else ()
+        rank = self._ranked(key, stats, self.forecaster.remaining(key))
+        return () if rank[0] == stats.level else (self._placed(key, stats, *rank),)
 
     def _next_reconsidered(self) -> list[str]:
         keys: list[str] = []
@@ -173,42 +156,38 @@ class CMLFQ(Saved):
             keys += waiting
         return keys
 
-    def _reconsider(self, keys: list[str]) -> tuple[facts.SetPriority | facts.Prefer, ...]:
+    def _reconsider(self, keys: list[str]) -> Answers:
         answers: list[facts.SetPriority | facts.Prefer] = []
         for key in keys:
             other = self._trajectories.by_key[key]
             if other.level == OVERDUE:
                 continue
-            mean, order, skill = self.forecaster.reconsidered(key)
-            self._set_forecast(other, mean)
-            level, reason = self._level(key, other, order, skill > UNTRUSTED)
-            if level != other.level:
-                trusted = skill > UNTRUSTED
-                answers += [self._placed(key, other, level, reason, trusted), *self._prefer(key, other, mean)]
+            forecast = self.forecaster.reconsidered(key)
+            rank = self._ranked(key, other, forecast)
+            if rank[0] != other.level:
+                answers += [self._placed(key, other, *rank), *self._prefer(key, other, forecast.mean_tokens)]
         return tuple(answers)
+
+    def _ranked(self, key: str, stats: TrajectoryStats, forecast: Forecast) -> tuple[int, str, bool]:
+        """Level, its reason, and whether the forecast, which is kept, has skill."""
+        trusted = forecast.skill > UNTRUSTED
+        self._set_forecast(stats, forecast.mean_tokens)
+        return *self._level(key, stats, forecast.order_tokens, trusted), trusted
 
     def _placed(self, key: str, stats: TrajectoryStats, level: int, reason: str, trusted: bool) -> facts.SetPriority:
         stats.level = level
         in_groups = self.objective == "stream" and trusted and stats.group
         place = int(self._groups[stats.group][0]) if in_groups else stats.arrival
-        if self._pauses:
-            place = stats.generated_tokens
+        place = stats.generated_tokens if self._pauses else place
         return facts.SetPriority(key, facts.Priority(stats.iteration, level, place), reason)
 
-    def _begun(self, key: str, group: str | None = None) -> None:
-        if group is None:
-            stats = self._trajectories.by_key.get(key)
-            if stats is None:
-                return
-            group = stats.group
-        waiting = self._unbegun.get(group)
-        if waiting is not None:
+    def _begun(self, key: str, group: str) -> None:
+        if (waiting := self._unbegun.get(group)) is not None:
             waiting.pop(key, None)
             if not waiting:
                 del self._unbegun[group]
 
     def _prefer(self, key: str, stats: TrajectoryStats, mean_tokens: float) -> list[facts.Prefer]:
-        """The forecast for the dispatcher, if it has changed by a class."""
         begins = 0 if stats.generated_tokens else self._begins_tp(mean_tokens)
         length = length_class(mean_tokens)
         if (stats.told_class, stats.begins_tp) == (length, begins):
@@ -262,16 +241,12 @@ class CMLFQ(Saved):
         return UNBEGUN + NUM_CLASSES - 2 * octave, f"cmlfq: octave {octave} by tokens left"
 
     def _set_forecast(self, stats: TrajectoryStats, mean_tokens: float) -> None:
-        before = stats.remaining_tokens
-        stats.remaining_tokens = mean_tokens
         if stats.group:
-            group = self._groups.get(stats.group)
-            if group is None:
-                group = self._groups[stats.group] = [float(stats.arrival), 0.0, 0.0]
-            if not stats.counted:
-                stats.counted = True
-                group[2] += 1
-            group[1] += mean_tokens - before
+            group = self._groups.setdefault(stats.group, [float(stats.arrival), 0.0, 0.0])
+            group[2] += not stats.counted
+            group[1] += mean_tokens - stats.remaining_tokens
+            stats.counted = True
+        stats.remaining_tokens = mean_tokens
 
     def _ended(self, stats: TrajectoryStats) -> None:
         group = self._groups.get(stats.group)

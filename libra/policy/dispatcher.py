@@ -31,12 +31,10 @@ import msgspec
 
 from libra import facts
 from libra.policy.engine_loads import Loads
-from libra.policy.engine_state import EXACT_NORM, NOISY_NORM, EngineState, Trajectory
-from libra.policy.engine_table import EngineTable
-from libra.policy.leases.action_leases import ActionLeases
+from libra.policy.engine_table import EXACT_NORM, NOISY_NORM, EngineState, EngineTable, Trajectory
 from libra.policy.leases.resources import Revoke
-from libra.policy.phase_queue import Entry, PhaseQueue
-from libra.policy.placements import LeaseTaken, Place
+from libra.policy.leases.table import ActionLeases
+from libra.policy.phase_queue import Entry, LeaseTaken, PhaseQueue, Place
 from libra.policy.trajectory_table import OVERDUE
 from libra.types import Phase, ToolStatus
 
@@ -52,10 +50,7 @@ FORGETTING = 0.05  # weight of the newest quantum in the mean seconds of a quant
 
 
 def leaves_slot(rank: Sequence[int], ahead: Sequence[int] | None) -> bool:
-    """Whether a trajectory of this rank releases its slot after a quantum, where ``ahead`` waits.
-
-    Only an earlier iteration or a better level takes a slot: within a level that gains nothing.
-    """
+    """Whether a trajectory of this rank releases its slot to ``ahead``, of a better level."""
     return ahead is not None and tuple(ahead[:2]) < tuple(rank[:2])
 
 
@@ -67,14 +62,13 @@ class Dispatcher:
         self._trajectories = self._table.trajectories
         self._loads = Loads(self._table)
         self._phases = {phase: PhaseQueue() for phase in Phase}
+        self._rollout = self._phases[Phase.ROLLOUT]
         self._queues = tuple(self._phases.values())
         self._serial = 0
         self.allowed: Callable[[str, str], bool] | None = None
         """Whether a trajectory may generate at a worker; unset: at any."""
         self._quantum_s: dict[str, float] = {}
         self.leases: ActionLeases | None = None
-
-    # ---------------------------------------------------------------- events and commands
 
     def handle(self, event: facts.Fact) -> None:
         """Follow one event, before the ordering's commands go to `apply`."""
@@ -102,7 +96,7 @@ class Dispatcher:
                 found.tool_home, found.last_home = "", None
             self._table.handle(event)
         elif type(event) is facts.WorkerCapacity:
-            self._phases[Phase.ROLLOUT].supply(event.worker, event.rollout_slots)
+            self._rollout.supply(event.worker, event.rollout_slots)
             self._phases[Phase.TOOL].supply(event.worker, event.tool_slots)
             if self.leases is not None:
                 self.leases.slots(event.worker, event.tool_slots)
@@ -138,18 +132,16 @@ class Dispatcher:
                 self._without_home([members[key] for key in command.keys if key in members])
 
     def _push_out(self, engine: EngineState) -> None:
-        """Trajectories whose KV the engine drops lose their home: they go on where it fits."""
         if 0 < engine.open_tokens < engine.context_tokens:
-            self._without_home(engine.pushed_out(self._phases[Phase.ROLLOUT].running.__contains__))
+            self._without_home(engine.pushed_out(self._rollout.running.__contains__))
 
     def _without_home(self, members: Iterable[Trajectory]) -> None:
-        queue = self._phases[Phase.ROLLOUT]
         for one in members:
             assert one.home is not None
             one.last_home = one.home.spec
             self._table.settle(one, None)
-            if one.key in queue.waiting:
-                self._push(one, queue.waiting[one.key])
+            if one.key in self._rollout.waiting:
+                self._push(one, self._rollout.waiting[one.key])
 
     def _lease(self, event: facts.ToolsDeclared | facts.ToolCapacity | facts.ActionRequested) -> None:
         if self.leases is None:
@@ -161,12 +153,7 @@ class Dispatcher:
                 self.leases.adopt(key, worker)
             for key, priority in queue.waiting.items():
                 self.leases.wait(key, priority, self._trajectories[key].tool_home)
-        if isinstance(event, facts.ToolsDeclared):
-            self.leases.declare(event)
-        elif isinstance(event, facts.ToolCapacity):
-            self.leases.capacity(event)
-        else:
-            self.leases.asked(event)
+        self.leases.handle(event)
 
     def _leave(self, one: Trajectory) -> None:
         for queue in self._queues:
@@ -211,14 +198,12 @@ class Dispatcher:
             self.leases.left(event.worker)
         self._quantum_s.pop(event.worker, None)
         engine = self._table.engines.get(event.worker)
-        members = [] if engine is None else list(engine.members.values())
+        members = [] if engine is None else [(one, engine.spec) for one in engine.members.values()]
         self._table.handle(event)
-        queue = self._phases[Phase.ROLLOUT]
-        for one in members:
-            assert engine is not None
-            one.last_home = engine.spec
+        for one, spec in members:
+            one.last_home = spec
             if one.waits_at == event.worker:
-                self._push(one, queue.waiting[one.key])
+                self._push(one, self._rollout.waiting[one.key])
 
     def _push(self, one: Trajectory, priority: facts.Priority) -> None:
         phase = one.phase
@@ -236,8 +221,6 @@ class Dispatcher:
         elif not rollout and self.leases is not None:
             self.leases.wait(one.key, priority, one.tool_home)
 
-    # ---------------------------------------------------------------- queries and dispatch
-
     def num_waiting(self, phase: Phase) -> int:
         return len(self._phases[phase].waiting)
 
@@ -250,11 +233,11 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        """How many quanta hold a slot."""
+        """Quanta that hold a slot."""
         return sum(len(queue.running) for queue in self._queues)
 
     def buckets(self) -> list[dict[str, Any]]:
-        return self._loads.buckets(self._phases[Phase.ROLLOUT])
+        return self._loads.buckets(self._rollout)
 
     def residents(self, worker: str) -> int:
         engine = self._table.engines.get(worker)
@@ -262,17 +245,13 @@ class Dispatcher:
 
     def overfull(self) -> bool:
         """Whether an engine runs more generations than it has slots now."""
-        return bool(self._phases[Phase.ROLLOUT].overfull)
+        return bool(self._rollout.overfull)
 
     def ahead(self) -> facts.Priority | None:
-        """Rank of the best waiting generation, for `leaves_slot`; None if all keep their slots.
-
-        `EVERYONE` if all release theirs: an engine is overfull, or engines that exchange KV need
-        rebalancing (`Loads.needs_rebalancing`).
-        """
+        """Rank of the best waiting generation, for `leaves_slot`; `EVERYONE` takes all slots."""
         if self.overfull() or (self._table.exchanging and self._loads.needs_rebalancing()):
             return EVERYONE
-        entry = self._phases[Phase.ROLLOUT].all_waiting.first()
+        entry = self._rollout.all_waiting.first()
         return None if entry is None else entry[0]
 
     def running_on(self, worker: str, phase: Phase) -> int:
@@ -352,7 +331,7 @@ class Dispatcher:
                 best, worker, reason = entry, target, "overdue" if entry[0].level == OVERDUE else "first home"
                 silent = self._silent(queue.free)
                 if silent is not None:
-                    reason += f": by free slots, for {silent} has not told its speed"
+                    reason += f": by free slots, for {silent} has not declared its speed"
         if best is None:
             return None
         one = best[2]
@@ -378,7 +357,6 @@ class Dispatcher:
         return first if cost(one, planned) > PLANNED_FACTOR * cost(one, first) else planned
 
     def _cost(self, one: Trajectory) -> Callable[[Trajectory, str], float]:
-        """The figure by which declared engines are compared: seconds to finish, or their pace."""
         return self._loads.finish_s if one.has_forecast else self._loads.pace_s_per_token
 
     def _roomiest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
@@ -398,10 +376,7 @@ class Dispatcher:
         return {worker: count for worker, count in queue.free.items() if self.allowed(key, worker)}
 
     def _fastest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
-        """The best engine; among equals one with few siblings, whose lengths are correlated.
-
-        By free slots, if an engine with a free slot has not declared its speed.
-        """
+        """The best engine, then few siblings; by free slots while speeds are not declared."""
         best: str | None = None
         least: tuple[float, int, int, str] | None = None
         engines, declared, cost = self._table.engines, self._silent(queue.free) is None, self._cost(one)
@@ -423,15 +398,11 @@ class Dispatcher:
         return None
 
     def _pays(self, queue: PhaseQueue, one: Trajectory, home: EngineState, target: str) -> str:
-        """Why a move from the queue of ``home`` pays off; empty if it does not.
-
-        All that wait there gain a turn, which must exceed the cost; by the forecast, neither engine
-        may finish later.
-        """
+        """Why a move from the queue of ``home`` pays off: all that wait there gain; else empty."""
         declared = self._table.engines[target].declared
         if not (home.declared and declared):
             idle = not queue.taken.get(target)
-            return "an engine that has not told its speed is idle" if idle and not declared else ""
+            return "an engine that has not declared its speed is idle" if idle and not declared else ""
         if one.has_forecast:
             here_s, there_s = self._loads.moved_s(one, target)
             if there_s > here_s:

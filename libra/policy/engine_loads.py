@@ -4,26 +4,20 @@ An engine generates one token per step for every running trajectory, and a step 
 (number running) + c x (context of all) seconds. So it finishes after a x (steps) + b x (tokens left
 of all) + c x (sum of tokens left x mean context): `finish_s`. Steps are the tokens left of the
 longest, or more if slots are too few. Forecasts err: for a first placement the longest is the
-`NOISY_NORM`-norm of all tokens left, which exceeds it if there are many. A later move must pay off
-for the longest itself. The boundaries between buckets follow from this; there are no fixed lengths.
-
-Seconds need a declared engine (`WorkerCapacity.declared`). Without a forecast there is only a pace
-in seconds per token, which is compared with paces.
-
-Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): its boundaries are fixed lengths, and
-its moves are free.
+`NOISY_NORM`-norm of all tokens left. Without a forecast, or a declared engine, there is only a pace
+in seconds per token. Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): its boundaries
+between buckets are fixed lengths, and its moves are free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from libra.facts import WorkerCapacity
-from libra.policy.engine_state import EXACT_NORM, EngineState, Refused, Trajectory, peak_tokens
-from libra.policy.engine_table import EngineTable
+from libra.policy.engine_capacity import Move, TransferPace, priced
+from libra.policy.engine_table import EXACT_NORM, EngineState, EngineTable, Refused, Trajectory, peak_tokens
 from libra.policy.phase_queue import PhaseQueue
-from libra.policy.placements import Move, TransferPace, priced
 
 PAYS_FACTOR = 2.0  # a move must save this many times its cost, since forecasts err
 SOONER_FACTOR = 0.95  # a move must reduce the seconds until both engines finish to this share
@@ -33,8 +27,7 @@ GROWTH_STEPS = 16
 """Growth of contexts is rounded to this part of a token, so that answers can be cached."""
 LOOKED_AT = 4  # candidate engines of a move: the first to finish
 LISTED_EVERY = 64  # queries between two updates of the candidates
-FULL = 0.9
-"""Share of `EngineState.open_tokens` in use from which the order of running ones matters."""
+FULL = 0.9  # share of `EngineState.open_tokens` in use from which the order of running ones matters
 EARLY_FRAC = 0.8
 """Loads are uneven if an engine finishes before this share of the seconds of the last one."""
 UNEVEN = 0.1
@@ -53,8 +46,7 @@ class Loads:
     def fits(self, one: Trajectory, worker: str) -> bool:
         """Whether its KV fits beside all members of ``worker``, until the last of them ends.
 
-        Growth is forecast (`peak_tokens`), or part of it reserved. An engine that exchanges KV
-        reserves nothing: a context needs no memory while its tools run.
+        Growth is forecast (`peak_tokens`) or in part reserved; engines that exchange KV reserve nothing.
         """
         table, engine = self._table, self._table.engines[worker]
         if not engine.spec.kv_tokens or not engine.members or one.home is engine:
@@ -78,8 +70,8 @@ class Loads:
     def _growth(self) -> float:
         """Tokens of context per token generated, with payloads; at first contexts fill slots."""
         table = self._table
-        grown = max(table.mean_told, table.slot_tokens - table.mean_prompt) + table.grown
-        return round(GROWTH_STEPS * grown / max(1.0, table.mean_told + table.sampled)) / GROWTH_STEPS
+        grown = max(table.first_left.mean, table.slot_tokens - table.prompts.mean) + table.grown
+        return round(GROWTH_STEPS * grown / max(1.0, table.first_left.mean + table.sampled)) / GROWTH_STEPS
 
     def finish_s(self, one: Trajectory, worker: str) -> float:
         """Seconds until ``worker`` (declared) finishes with a trajectory (forecast) there too."""
@@ -120,54 +112,48 @@ class Loads:
         targets = self._first_over()
         if without_s > SOONER_FACTOR * here_s:
             return None
-        for worker in targets:
-            target = self._target(worker, home, free)
-            if target is None:
-                continue
+        for worker, target in self._targets(targets, home, free):
             price_s = self._price_s(one, worker)
             after_s = max(without_s, self.finish_s(one, worker) + price_s)
-            alike = target.spec.bucket == home.spec.bucket
-            if (
-                after_s > (ALIKE_FACTOR if alike else SOONER_FACTOR) * here_s
-                or here_s - after_s < PAYS_FACTOR * price_s
-            ):
-                continue
-            if self.fits(one, worker):
+            factor = ALIKE_FACTOR if target.spec.bucket == home.spec.bucket else SOONER_FACTOR
+            pays = after_s <= factor * here_s and here_s - after_s >= PAYS_FACTOR * price_s
+            if pays and self.fits(one, worker):
                 return worker, here_s - after_s
         return None
 
     def quicker_home(self, one: Trajectory, free: Mapping[str, int]) -> tuple[str, float] | None:
         """An engine with a spare slot on which one gains more than all there lose, and the seconds.
 
-        Neither engine may finish later. The gain is per token, so that it holds for any length: a
-        long trajectory with a short forecast would otherwise be the last, on the slower engine.
+        Neither engine may finish later. The gain is per token, so that it holds for any length.
         """
         home = one.home
         if self._table.exponent == EXACT_NORM or home is None or not one.has_forecast or not home.declared:
             return None
         here_s_per_token = self.pace_s_per_token(one, home.spec.worker)
-        best: tuple[float, str] | None = None
-        for worker in self._first_over():
-            target = self._target(worker, home, free)
-            if target is None or len(target.members) >= target.spec.rollout_slots:
+        best = (0.0, "")
+        for worker, target in self._targets(self._first_over(), home, free):
+            if len(target.members) >= target.spec.rollout_slots:
                 continue
             others_s_per_token = len(target.members) * target.spec.beside_s_per_token
             saved = here_s_per_token - self.pace_s_per_token(one, worker) - others_s_per_token
-            if saved < QUICKER_FRAC * here_s_per_token:
-                continue
-            sooner_s, price_s = saved * one.left_tokens, self._price_s(one, worker)
-            if sooner_s < PAYS_FACTOR * price_s or not self.fits(one, worker):
+            sooner_s = saved * one.left_tokens
+            pays = saved >= QUICKER_FRAC * here_s_per_token and sooner_s >= PAYS_FACTOR * self._price_s(one, worker)
+            if not pays or not self.fits(one, worker):
                 continue
             here_s, without_s = _ends_here_s(one, home)
             longest = max(target.longest_left(), one.left_tokens)
             there_s = target.end_s(longest, target.left + one.left_tokens, target.work + one.work())
             if max(without_s, there_s) <= max(here_s, self.over_s(target)):
-                best = max(best or (0.0, ""), (sooner_s, worker))
-        return None if best is None else (best[1], best[0])
+                best = max(best, (sooner_s, worker))
+        return (best[1], best[0]) if best[1] else None
 
-    def _target(self, worker: str, home: EngineState, free: Mapping[str, int]) -> EngineState | None:
-        target = self._table.engines.get(worker)
-        return None if target is None or target is home or worker not in free or not target.declared else target
+    def _targets(
+        self, workers: Iterable[str], home: EngineState, free: Mapping[str, int]
+    ) -> Iterator[tuple[str, EngineState]]:
+        for worker in workers:
+            target = self._table.engines.get(worker)
+            if target is not None and target is not home and worker in free and target.declared:
+                yield worker, target
 
     def _first_over(self) -> list[str]:
         self._queries += 1
@@ -190,9 +176,7 @@ class Loads:
     def needs_rebalancing(self) -> bool:
         """Whether engines that exchange KV are so full or uneven that all must release their slots.
 
-        A trajectory that keeps its slot saves a decision, as long as no other order or place would
-        be better. Loads are compared in seconds, or by memory if an engine has not declared its
-        speed.
+        Loads are compared in seconds, or by memory if an engine has not declared its speed.
         """
         engines = self._table.exchanging
         shares = [each.context_tokens / each.open_tokens for each in engines]
@@ -212,11 +196,7 @@ class Loads:
         return len(last.members) > 1 or quickest_s < (1.0 - QUICKER_FRAC) * last.spec.alone_s_per_token
 
     def buckets(self, queue: PhaseQueue) -> list[dict[str, Any]]:
-        """A row per bucket, for the dashboard; the last, without a bucket, for trajectories without
-        home.
-
-        ``left_tokens`` is the mean forecast of members (0 without one).
-        """
+        """A row per bucket, for the dashboard; the last for trajectories without a home."""
         rows, without_home = list[dict[str, Any]](), len(queue.waiting)
         for bucket, names in sorted(self._table.buckets.items()):
             engines = [self._table.engines[name] for name in names]

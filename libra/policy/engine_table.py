@@ -1,20 +1,24 @@
 """Engines, the trajectories at home on each, and the sums that follow; from the events alone.
 
+An open trajectory with ``context`` tokens now and ``left`` to generate holds ``context + growth *
+s`` tokens of KV after ``s`` steps. The memory of all is largest just before one ends:
+`peak_tokens`.
+
 Invariants
 ----------
-1. A trajectory has at most one home, a present engine: the one where it generated last.
-2. An engine that has left holds nothing.
+1. A trajectory has at most one home, a present engine among whose members it is: the one where it
+   generated last. An engine that has left holds nothing.
+2. The sums of an engine are the sums of its members' shares; an empty engine has none.
 3. Seconds in `WorkerCapacity` come from the engine's measured passes: of one sequence without
    context (alone), of all slots with the KV memory full (full); 0 before there are any.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import replace
-
-import msgspec
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from libra.facts import (
     Fact,
@@ -25,26 +29,272 @@ from libra.facts import (
     TrajectoryParked,
     WorkerCapacity,
     WorkerWithdrawn,
-)
-from libra.policy.engine_state import NOISY_NORM, Demand, EngineState, Trajectory, share_of
-from libra.types import EngineCapacity, Phase, StepSeconds
+)  # fmt: skip
+from libra.policy.engine_capacity import degree_of
+from libra.types import Phase
 
-_DEGREE = re.compile(r"(?:^|-)tp(\d+)(?:-|$)")
+REMEMBERED = 0.95
+"""Weight of past generations, relative to the newest, in seconds of generations and tools."""
+MOST_OPEN = 8.0  # caps KV overcommit of open contexts, however long tools take
+NOISY_NORM, EXACT_NORM = 3.0, 64.0
+"""Exponents of the norm (`libra.policy.engine_loads`), for forecasts and for exact lengths."""
+THOUSANDS = 1e-3
+STANDS_OUT = 0.999
+"""Above this share of the sum, the rest is summed again: the difference would lose digits."""
+GROWTH_HELD_FREE = 0.7
+"""KV memory is reserved for this share of growth: contexts do not all end at once."""
+LESS, MORE, LEAST_SHARE = 0.98, 0.002, 0.5
+"""The share of memory to plan with: times the first when a context is pushed out, plus the second
+when a trajectory ends or leaves, at least the third. Short forecasts so reserve more memory."""
 
 
-def degree_of(bucket: str) -> int:
-    """Tensor-parallel degree in the name of a bucket (``tp4``, ``tp2-threads1``), or 1."""
-    found = _DEGREE.search(bucket)
-    return int(found[1]) if found else 1
+class Share(NamedTuple):
+    """Addition to the sums of a home: reserved KV tokens, tokens left, times mean context."""
+
+    room: float = 0.0
+    left: float = 0.0
+    work: float = 0.0
+
+
+NO_SHARE = Share()
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """A trajectory between its first event and its end."""
+
+    key: str
+    group: str = ""
+    phase: Phase | None = None  # of its newest parking
+    ranked: bool = False  # it has had a priority since then
+    serial: int = 0  # of its entry in the heaps of its phase; 0: it does not wait
+    waits_at: str = ""  # worker in whose queue it waits
+    home: EngineState | None = None  # with its KV
+    generates_at: EngineState | None = None  # in whose slot it is
+    last_home: WorkerCapacity | None = None  # may still have its KV, while it has no home
+    tool_home: str = ""  # worker of its newest action
+    context_tokens: int = 0  # 0 before the first generation
+    left_tokens: float = 0.0  # forecast
+    final_tokens: float | None = None  # forecast of its context at the end
+    begins_tp: int = 0  # degree planned for its beginning; 0: any
+    buckets: tuple[str, ...] = ()  # whose slots it takes besides those at home
+    has_prompt: bool = False  # the length of its prompt is known
+    share: Share = NO_SHARE
+
+    @property
+    def has_forecast(self) -> bool:
+        return self.left_tokens > 0.0
+
+    def work(self, context_tokens: int | None = None) -> float:
+        """Tokens left times the mean context while they are generated."""
+        now = self.context_tokens if context_tokens is None else context_tokens
+        return self.left_tokens * 0.5 * (now + (self.final_tokens or 0.0))
+
+
+@dataclass(slots=True, eq=False)
+class EngineState:
+    """An engine: its declaration, its present state, and the sums over its members."""
+
+    spec: WorkerCapacity
+    exponent: float = NOISY_NORM  # of the norm in ``peak``
+    declared: bool = False
+    context_s_per_token: float = 0.0  # derived once, for every comparison of engines
+    running: int = 0  # generations in its slots
+    context_tokens: int = 0  # of all members: the demand on its KV memory
+    generated_s: float = 0.0  # of an engine that exchanges KV, decaying
+    tools_s: float = 0.0  # as above
+    members: dict[str, Trajectory] = field(default_factory=dict)  # the least recently used first
+    room: float = 0.0
+    left: float = 0.0
+    work: float = 0.0
+    longest: float | None = 0.0  # most tokens left, unless it must be computed
+    peak: float = 0.0  # sum of powers of tokens left
+    groups: dict[str, int] = field(default_factory=dict)  # members of each group
+    share: float = 1.0  # of memory that new trajectories may plan with
+    refused: Refused | None = None  # the newest that did not fit since a member changed
+
+    def declare(self, spec: WorkerCapacity) -> None:
+        self.spec, self.declared = spec, spec.declared
+        self.context_s_per_token = spec.context_s_per_token if spec.declared else 0.0
+
+    def add(self, one: Trajectory, mean_final: float) -> None:
+        """``one`` is at home here; ``mean_final``: context at the end without a forecast."""
+        one.home, self.members[one.key], self.refused = self, one, None
+        self.context_tokens += one.context_tokens
+        self._replace(one, share_of(one, mean_final))
+        if one.group:
+            self.groups[one.group] = self.groups.get(one.group, 0) + 1
+
+    def remove(self, one: Trajectory) -> None:
+        one.home, self.refused = None, None
+        del self.members[one.key]
+        self.context_tokens -= one.context_tokens
+        self.share = min(1.0, self.share + MORE)
+        self._replace(one, NO_SHARE)
+        if not self.members:  # sums drift
+            self.room = self.left = self.work = self.peak = 0.0
+        if one.group:
+            self.groups[one.group] -= 1
+            if not self.groups[one.group]:
+                del self.groups[one.group]
+
+    def change(self, one: Trajectory, mean_final: float) -> None:
+        self._replace(one, share_of(one, mean_final))
+
+    def _replace(self, one: Trajectory, share: Share) -> None:
+        old, one.share = one.share, share
+        if share == old:
+            return
+        self.room += share.room - old.room
+        self.work += share.work - old.work
+        if share.left == old.left:
+            return
+        self.refused = None
+        self.left += share.left - old.left
+        self.peak = self._without(old.left, one) + self.power(share.left)
+        if self.longest is not None and share.left >= self.longest:
+            self.longest = share.left
+        elif old.left == self.longest:
+            self.longest = None
+
+    def power(self, left: float) -> float:
+        return math.pow(left * THOUSANDS, self.exponent)
+
+    def norm(self, peak: float) -> float:
+        return math.pow(max(0.0, peak), 1.0 / self.exponent) / THOUSANDS
+
+    def _without(self, left: float, one: Trajectory) -> float:
+        power = self.power(left)
+        if not power or power < STANDS_OUT * self.peak:
+            return self.peak - power
+        return sum(self.power(other.share.left) for other in self.members.values() if other is not one)
+
+    def longest_left(self, but: Trajectory | None = None) -> float:
+        if self.longest is None:
+            self.longest = max((each.share.left for each in self.members.values()), default=0.0)
+        if but is None or but.share.left != self.longest:
+            return self.longest
+        return max((each.share.left for each in self.members.values() if each is not but), default=0.0)
+
+    def pushed_out(self, running: Callable[[str], bool]) -> list[Trajectory]:
+        """Members whose KV the engine drops, least recently used first; never the last one."""
+        too_many, found = self.context_tokens - self.open_tokens, list[Trajectory]()
+        for key, one in self.members.items():
+            if too_many <= 0 or len(found) + 1 == len(self.members):
+                break
+            if not running(key):
+                too_many -= one.context_tokens
+                found.append(one)
+                self.share = max(LEAST_SHARE, self.share * LESS)
+        return found
+
+    @property
+    def open_tokens(self) -> float:
+        """Tokens of context that may be open; where KV is exchanged, more by the time of tools."""
+        spec = self.spec
+        if not spec.kv_token_bytes or not self.tools_s:
+            return spec.kv_tokens
+        return spec.kv_tokens * min(MOST_OPEN, 1.0 + self.tools_s / max(self.generated_s, 1e-9))
+
+    def took(self, event: QuantumFinished) -> None:
+        if not self.spec.kv_token_bytes:
+            return
+        if event.phase is Phase.TOOL:
+            self.tools_s += event.latency_s
+        else:
+            own_s = self.generation_s(event.tokens, max(0.0, event.latency_s - event.tools_s))
+            self.generated_s = REMEMBERED * self.generated_s + own_s
+            self.tools_s = REMEMBERED * self.tools_s + min(event.tools_s, event.latency_s)
+
+    def generation_s(self, tokens: int, most_s: float) -> float:
+        """Seconds of ``tokens`` beside members that fit, at most ``most_s`` with its waits."""
+        if not self.declared:
+            return most_s
+        fits = min(1.0, self.spec.kv_tokens / max(1, self.context_tokens))
+        others = max(0, round(fits * self.running) - 1)
+        return min(most_s, tokens * self.s_per_token(fits * self.context_tokens, others))
+
+    def s_per_token(self, held_tokens: float, others: int) -> float:
+        """Seconds per token beside ``others`` generations, with these tokens of context in all."""
+        spec = self.spec
+        beside = min(others, max(0, spec.rollout_slots - 1))
+        return spec.alone_s_per_token + spec.beside_s_per_token * beside + self.context_s_per_token * held_tokens
+
+    def end_s(self, longest: float, left: float, work: float) -> float:
+        """Seconds until it finishes, for these tokens left of the longest, and of all."""
+        spec = self.spec
+        steps = max(longest, left / max(1, spec.rollout_slots))
+        step_s = spec.alone_s_per_token - spec.beside_s_per_token
+        return step_s * steps + spec.beside_s_per_token * left + self.context_s_per_token * work
+
+
+def share_of(one: Trajectory, mean_final: float) -> Share:
+    tokens, final = one.context_tokens, one.final_tokens
+    held = GROWTH_HELD_FREE * max(0.0, (mean_final if final is None else final) - tokens)
+    return Share(tokens + held, one.left_tokens, one.work())
+
+
+FOREVER = 1e12  # tokens left of a trajectory without a forecast
+
+
+class Demand(NamedTuple):
+    """One trajectory's KV: ``context`` tokens now, and ``final`` after ``left`` steps."""
+
+    left: float
+    context: float
+    final: float
+
+    @classmethod
+    def of(cls, context: float, left: float, growth: float, limit: int) -> Demand:
+        """A trajectory with ``left`` tokens to generate; 0 for it or ``limit``: not known."""
+        if left <= 0.0:
+            return cls(FOREVER, context, context)
+        final = context + growth * left
+        return cls(left, context, max(context, min(final, limit)) if limit else final)
+
+
+class Refused(NamedTuple):
+    """A demand that did not fit into ``capacity``, at this growth and limit of contexts."""
+
+    demand: Demand
+    growth: float
+    capacity: float
+    limit: int
+
+    def covers(self, demand: Demand, growth: float, capacity: float, limit: int) -> bool:
+        (left, context, final), old = demand, self.demand
+        tighter = growth >= self.growth and capacity <= self.capacity and limit == self.limit
+        steeper = (final - context) * old.left >= (old.final - old.context) * left
+        return tighter and left >= old.left and context >= old.context and steeper
+
+
+def peak_tokens(demands: Iterable[Demand]) -> float:
+    """The most tokens that all hold together until the last one has ended. O(n log n)."""
+    peak = contexts = rates = 0.0
+    for left, context, final in sorted(demands, reverse=True):
+        rate = (final - context) / left if left > 0.0 else 0.0
+        contexts += context if left > 0.0 else final
+        rates += rate
+        peak = max(peak, contexts + rates * left)
+    return peak
+
+
+@dataclass(slots=True)
+class Mean:
+    """A running mean; 0 without values."""
+
+    mean: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.mean += (value - self.mean) / self.count
 
 
 class EngineTable:
     """Engines by name, and the record of every trajectory that has not ended.
 
-    ``exponent`` is `NOISY_NORM`, or `EXACT_NORM` where lengths are known. ``silent`` workers have
-    not declared their engine; ``exchanging`` engines exchange KV. ``slot_tokens`` is the least KV
-    of one slot, ``mean_final`` the mean context of ended trajectories, ``mean_told`` the mean first
-    forecast. ``sampled`` tokens were generated, and contexts have ``grown`` with them.
+    ``silent`` workers have not declared their engine; ``exchanging`` engines exchange KV.
     """
 
     def __init__(self, exponent: float = NOISY_NORM) -> None:
@@ -55,10 +305,9 @@ class EngineTable:
         self.silent: set[str] = set()
         self.exchanging: list[EngineState] = []
         self.max_context_tokens = 0
-        self.slot_tokens = 0.0
-        self.mean_final = self.mean_prompt = self.mean_told = 0.0
-        self._num_ended = self._num_prompts = self._num_told = 0
-        self.sampled = self.grown = 0.0
+        self.slot_tokens = 0.0  # least KV of one slot
+        self.finals, self.prompts, self.first_left = Mean(), Mean(), Mean()
+        self.sampled = self.grown = 0.0  # tokens generated, and growth of contexts with them
 
     def of(self, key: str) -> Trajectory:
         one = self.trajectories.get(key)
@@ -96,8 +345,7 @@ class EngineTable:
         grown = event.context_tokens - one.context_tokens
         if not one.has_prompt:
             one.has_prompt = True
-            self._num_prompts += 1
-            self.mean_prompt += (max(0, grown) - self.mean_prompt) / self._num_prompts
+            self.prompts.add(max(0, grown))
         if grown and one.home is not None:
             one.home.refused = None
         self._grew(one, grown)
@@ -141,31 +389,25 @@ class EngineTable:
         self._stopped(one)
         self.settle(one, None)
         if one.context_tokens:
-            self._num_ended += 1
-            self.mean_final += (one.context_tokens - self.mean_final) / self._num_ended
+            self.finals.add(one.context_tokens)
 
     def settle(self, one: Trajectory, worker: str | None) -> None:
         home, now = one.home, None if worker is None else self.engines.get(worker)
         if home is now:
             if now is not None:
-                now.change(one, self.mean_final)
+                now.change(one, self.finals.mean)
             return
         if home is not None:
             home.remove(one)
         if now is not None:
-            now.add(one, self.mean_final)
+            now.add(one, self.finals.mean)
 
     def forecast(self, one: Trajectory, left_tokens: float, final_tokens: float) -> None:
-        """A trajectory will generate ``left_tokens`` more, to a context of ``final_tokens``.
-
-        Both are capped by the longest context of any engine, so that a high first forecast leaves
-        none empty.
-        """
+        """Tokens that a trajectory will generate, and its last context; both are capped."""
         is_first = one.final_tokens is None
         self._believe(one, left_tokens, final_tokens)
         if is_first:
-            self._num_told += 1
-            self.mean_told += (one.left_tokens - self.mean_told) / self._num_told
+            self.first_left.add(one.left_tokens)
 
     def _believe(self, one: Trajectory, left_tokens: float, final_tokens: float) -> None:
         limit = self.max_context_tokens
@@ -174,14 +416,14 @@ class EngineTable:
             left_tokens = min(left_tokens, max(0.0, limit - one.context_tokens))
         one.left_tokens, one.final_tokens = left_tokens, final_tokens
         if one.home is not None:
-            one.home.change(one, self.mean_final)
+            one.home.change(one, self.finals.mean)
 
     def context(self, one: Trajectory) -> float:
         """Tokens of context; before the first generation, the mean prompt's."""
-        return one.context_tokens or self.mean_prompt
+        return one.context_tokens or self.prompts.mean
 
     def room(self, one: Trajectory) -> float:
-        return share_of(one, self.mean_final).room
+        return share_of(one, self.finals.mean).room
 
     def demand(self, one: Trajectory, growth: float) -> Demand:
         return Demand.of(self.context(one), one.left_tokens, growth, self.max_context_tokens)
@@ -211,9 +453,8 @@ class EngineTable:
         self.exchanging = [each for each in engines if each.spec.kv_token_bytes and each.spec.kv_tokens]
 
     def _out_of_bucket(self, spec: WorkerCapacity) -> None:
-        names = self.buckets[spec.bucket]
-        names.remove(spec.worker)
-        if not names:
+        self.buckets[spec.bucket].remove(spec.worker)
+        if not self.buckets[spec.bucket]:
             del self.buckets[spec.bucket]
 
     def _left(self, worker: str) -> None:
@@ -227,68 +468,3 @@ class EngineTable:
             if one.generates_at is engine:
                 one.generates_at = None
             engine.remove(one)
-
-
-ERRORS_TAKEN = 2.0
-"""Engines of a bucket differ if their seconds differ by more than this many sums of errors."""
-DIGITS = 12  # decimals of seconds in events: a log has exactly the numbers behind the decisions
-
-
-def joined_of(
-    worker: str, bucket: str, capacity: EngineCapacity, *, rollout_slots: int | None = None, tool_slots: int = 0
-) -> WorkerCapacity:
-    """A worker whose engine declares ``capacity``, with its own slots or ``rollout_slots``."""
-    slots = capacity.slots if rollout_slots is None else rollout_slots
-    limit = capacity.max_context_tokens
-    kv_token_bytes = capacity.kv_token_bytes if capacity.exchanges_kv else 0
-    joined = WorkerCapacity(
-        worker, bucket, slots, tool_slots, capacity.kv_tokens, max_context_tokens=limit, kv_token_bytes=kv_token_bytes
-    )
-    steps = capacity.steps
-    if steps is None:
-        return joined
-    return msgspec.structs.replace(
-        joined,
-        alone_s_per_token=round(steps.step_s(1, 0), DIGITS),
-        full_s_per_token=round(steps.step_s(slots or capacity.slots, capacity.kv_tokens), DIGITS),
-        prefill_s_per_token=round(steps.prefill_token_s, DIGITS),
-        beside_s_per_token=round(steps.sequence_s, DIGITS),
-    )
-
-
-def as_its_bucket(own: EngineCapacity, alike: Sequence[StepSeconds]) -> EngineCapacity:
-    """An engine with the median seconds of its bucket, unless its own differ beyond their errors.
-
-    Equal engines fit unlike seconds; without this a trajectory moves to whichever seems quick.
-    ``alike``: seconds of all measured engines of the bucket; an engine without its own takes the
-    median.
-    """
-    if not alike:
-        return own
-
-    def full_s(steps: StepSeconds) -> float:
-        return steps.step_s(own.slots, own.kv_tokens / 2)
-
-    median = sorted(alike, key=full_s)[(len(alike) - 1) // 2]
-    pooled = replace(own, steps=median)
-    if own.steps is None:
-        return pooled
-    error_frac = ERRORS_TAKEN * (own.steps.error_frac + median.error_frac)
-    return pooled if off_by_frac(own, pooled) <= error_frac else own
-
-
-def off_by_frac(now: EngineCapacity, before: EngineCapacity) -> float:
-    """Largest relative change of an engine's passes; infinite if its size differs."""
-    held = [(each.kv_tokens, each.slots, each.tp, each.max_context_tokens) for each in (now, before)]
-    if held[0] != held[1]:
-        return float("inf")
-    if now.steps is None or before.steps is None:
-        return 0.0 if now.steps is before.steps else float("inf")
-    context = now.kv_tokens / max(1, now.slots)
-
-    def corners(steps: StepSeconds) -> tuple[float, ...]:
-        full = [steps.step_s(now.slots, tokens) for tokens in (now.kv_tokens / 2, now.kv_tokens)]
-        return steps.step_s(1, 0), *full, steps.step_s(1, 0, context)
-
-    pairs = zip(corners(now.steps), corners(before.steps), strict=True)
-    return max(abs(a - b) / b if b > 0.0 else (0.0 if a == b else float("inf")) for a, b in pairs)

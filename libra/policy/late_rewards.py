@@ -1,16 +1,10 @@
-"""Rewards that arrive after their trajectory was trained: which batch takes them, with which
-weight.
+"""Rewards that arrive after their trajectory was trained: which batch takes them, at which weight.
 
-Source: Retroactive Advantage Correction (RAC), arXiv:2606.27580. A trajectory trains on a
-provisional reward at once. When the true one arrives ``delay`` steps later, its gradient is added
-with the advantage ``w(delay) x clipped ratio x (true - provisional)``, ``w(delay) = exp(-delay /
-tau)``. The expected gradient lacks ``1 - w(delay)`` of the late rewards' part.
-
-Differs from the paper: the difference is between two *advantages* of the group, because its
-baseline changes too. The ratio is the ratio of the run's loss, per token and clipped there, and
-counts once. A correction is a row of its own. A guess counts for what guesses were worth in this
-run (`GuessWorth`), the slope of final on provisional advantages, which makes the two parts
-uncorrelated.
+Source: Retroactive Advantage Correction, arXiv:2606.27580: a late reward adds a gradient with the
+advantage ``exp(-delay / tau) x clipped ratio x (true - provisional)``. Differs from the paper: the
+difference is between two *advantages* of the group, because its baseline changes too; the ratio is
+the run's loss's, per token; a correction is a row of its own; a guess counts for `GuessWorth`, the
+slope of final on provisional advantages in this run.
 
 Invariants
 ----------
@@ -27,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,9 +48,8 @@ KEPT = 0.8  # evidence on guesses that a batch with more of it keeps of earlier 
 class GuessWorth:
     """Worth of provisional rewards, from groups all of whose rewards came.
 
-    Sums over trajectories of (guessed x final advantage) and of (guessed advantage)^2, decaying by
-    `KEPT`, with one more trajectory of mean size that was guessed right. Without evidence both are
-    0, and a guess counts in full.
+    Sums of (guessed x final advantage) and (guessed advantage)^2, decaying by `KEPT`, with one more
+    trajectory of mean size that was guessed right. Without evidence a guess counts in full.
     """
 
     product: float = 0.0
@@ -95,8 +89,7 @@ class WaitingGroup:
         return [(self.iteration, self.group, sample) for sample in self.missing]
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """Rewards of a trained group that count now, with their age in versions."""
 
     group: WaitingGroup
@@ -104,8 +97,7 @@ class Arrival:
     delay: int
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(NamedTuple):
     """Late rewards of a batch: the groups it leaves waiting, and the trajectories it drops."""
 
     arrivals: tuple[Arrival, ...]
@@ -116,8 +108,7 @@ class Settled:
 def settle(waiting: Iterable[WaitingGroup], batch: int, came: Mapping[Place, float], *, versions: int) -> Settled:
     """Take the rewards that ``came`` for the groups that wait, for the step of ``batch``.
 
-    A group waits for ``versions`` batches after its own; rewards of samples that are not missing
-    are ignored.
+    Rewards of samples that are not missing are ignored.
     """
     arrivals, left, dropped = [], [], []
     for group in waiting:

@@ -1,4 +1,4 @@
-"""Liveness: where each worker stands in each run, its restarts, and work that nobody does. Pure.
+"""Liveness: where each worker stands in each run, its restarts, and work that nobody does.
 
 ::
 
@@ -6,10 +6,8 @@
         |  failed                                              |  failed again
         v                                                      v
       failed --back-off passed--> restarted                   out
-    any stage --left--> lost --a worker of the same name joins--> setting_up
 
-Workers that were there before the run are ``starting`` until they report. An engine may also be
-asleep (a role change).
+Workers that were there before the run are ``starting`` until they report.
 
 Invariants
 ----------
@@ -18,11 +16,10 @@ Invariants
 2. A worker gets quanta only while no run has it joining, and generates only while no run has its
    engine quarantined or asleep.
 3. A worker is restarted only while it is failed for a run that has not ended, and has a nanny. Each
-   failure in a row waits for the next delay; after the last delay there is no restart.
+   failure in a row waits for the next delay; it is not restarted after the last delay.
 4. A name is lost from the moment its last process leaves until a process of that name joins.
 5. A missing resource is reported after ``TELL_AFTER_S`` (``START_S`` while its first workers are
-   set up), and again after ``REMIND_S`` or with a new cause. Its return is reported once, and only
-   if it was reported missing.
+   set up), and again after ``REMIND_S`` or with a new cause. Its return is reported once.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 RESTART_AFTER_S = (30.0, 120.0, 600.0)
 """Delay before a restart after the first, second and third setup failure in a row."""
@@ -87,8 +84,7 @@ class Standing:
     out: str = ""  # why its engine stays out of service
 
 
-@dataclass(frozen=True, slots=True)
-class RestartWorker:
+class RestartWorker(NamedTuple):
     """Restart a worker whose setup failed for ``reason``."""
 
     address: str
@@ -158,12 +154,10 @@ class Liveness:
 
     def due(self, run: str, t_s: float) -> tuple[RestartWorker, ...]:
         """Failed workers of a run to restart now; each is returned once."""
-        found = []
-        for address, standing in self._runs.get(run, {}).items():
-            if standing.restart_s is not None and t_s >= standing.restart_s:
-                standing.restart_s = None
-                found.append(RestartWorker(address, standing.name, standing.detail))
-        return tuple(found)
+        due = [(a, s) for a, s in self._runs.get(run, {}).items() if s.restart_s is not None and t_s >= s.restart_s]
+        for _, standing in due:
+            standing.restart_s = None
+        return tuple(RestartWorker(address, standing.name, standing.detail) for address, standing in due)
 
     def of(self, run: str, address: str) -> Standing:
         return self._runs.get(run, {}).get(address) or Standing()
@@ -186,10 +180,7 @@ class Liveness:
         return sorted(name for name, lost_s in self._lost_s.items() if t_s - lost_s < within_s)
 
     def rows(self, run: str, t_s: float) -> list[dict[str, Any]]:
-        """Workers that joined during a run and are not ready, by name.
-
-        ``for_s`` since it joined; ``again_in_s`` until its restart (None without one).
-        """
+        """Workers that joined during a run and are not ready, by name; see the dashboard page."""
         joining = ((a, s) for a, s in self._runs.get(run, {}).items() if s.stage in JOINING)
         return [
             {
@@ -215,12 +206,8 @@ class Liveness:
         return free
 
 
-@dataclass(frozen=True, slots=True)
-class RoleSupply:
-    """Suppliers of a resource, how many are ``wanted``, and whether others are set up.
-
-    ``cause`` names the workers that are lost, out of service or not ready.
-    """
+class RoleSupply(NamedTuple):
+    """Suppliers of a resource; ``cause`` names lost, out of service and unready workers."""
 
     wanted: int
     names: tuple[str, ...]
@@ -228,8 +215,7 @@ class RoleSupply:
     coming: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RolesMissing:
+class RolesMissing(NamedTuple):
     """Too few workers supply these resources; ``had``: last suppliers; ``some``: one is left."""
 
     resources: tuple[str, ...]
@@ -238,8 +224,7 @@ class RolesMissing:
     some: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RolesBack:
+class RolesBack(NamedTuple):
     """Missing resources are supplied; ``again``: not for the first time."""
 
     resources: tuple[str, ...]

@@ -30,9 +30,9 @@ from libra.policy.admission import Admission
 from libra.policy.dispatcher import Dispatcher
 from libra.policy.late_rewards import WaitingGroup, settle
 from libra.policy.leases.resources import Revoke
-from libra.policy.one_version import OneVersion
 from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering, blank_ordering
-from libra.policy.placements import Place
+from libra.policy.phase_queue import Place
+from libra.policy.run_policies import DECIDED, RunPolicies
 from libra.policy.tail import Tail
 from libra.policy.tool_fleet import ordered
 from libra.types import Phase
@@ -43,15 +43,11 @@ NOISE_FRAC = 1e-7
 Commands are compared exactly: the numbers they rest on are rounded.
 """
 
-_RECEIVED = (
-    facts.TrajectoryParked, facts.QuantumFinished, facts.QuantumContinued, facts.HomeForgotten, facts.HomeChanged,
-    facts.PromptsNamed, facts.TrajectoryEnded, facts.WorkerCapacity, facts.WorkerWithdrawn, facts.BoundariesSet,
+_OF_THE_DISPATCHER = (
+    facts.ToolsDeclared, facts.ToolCapacity, facts.ActionRequested, facts.QuantumLost, facts.QuantumGivenBack,
+    facts.PlacementVoid,
 )  # fmt: skip
-"""Facts that dispatcher and ordering receive."""
-_OF_THE_TAIL = (
-    facts.RoleMemberKnown, facts.RoleChangeStarted, facts.RoleChanged, facts.RoleRestored, facts.TurnRefused,
-)  # fmt: skip
-"""Facts that only the tail receives."""
+"""Facts that only the dispatcher receives."""
 
 BlankOrdering = Callable[[str], Ordering]
 """Makes an ordering by its name in a log, to be restored; KeyError for an unknown name."""
@@ -85,8 +81,7 @@ class Told:
 
 
 def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> Iterator[Told]:
-    """Replay a log from ``run_started`` or a ``policy_snapshot``; yields each event that was
-    received.
+    """Replay a log from ``run_started`` or a ``policy_snapshot``; yields each event received.
 
     StoreError if the log begins with neither, or has an unknown policy or key.
     """
@@ -105,11 +100,11 @@ def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_order
                 yield waiting.compared(last=isinstance(event, facts.RunStarted))
                 waiting = None
             if isinstance(event, facts.RunStarted):
-                objects, fresh = _Objects.started(line, event, blank), True
+                objects, fresh = _Objects(line, event.policy, blank, event), True
                 objects.dispatcher = Dispatcher()
             elif objects is None or fresh:
                 objects = objects or _Objects(line, event.policy, blank)
-                objects.restore(line, event)
+                objects.restored(line, event)
                 fresh = False
             else:
                 yield Told(line, event, difference=objects.unlike(line, event))
@@ -126,44 +121,40 @@ def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_order
 
 
 def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> dict[str, Any] | None:
-    """State of a log's ordering at its end, without running trajectories, for a resumed run.
-
-    None if the log has none, or its ordering does not learn. Raises as `replay`.
-    """
+    """A log's ordering at its end, without running trajectories; None if it does not learn."""
     objects: _Objects | None = None
     fresh = True
     for line, event in lines:
         if isinstance(event, facts.RunStarted):
             fresh = True  # a start that died before its first snapshot changes nothing
-            objects = objects or _Objects.started(line, event, blank)
+            objects = objects or _Objects(line, event.policy, blank, event)
         elif isinstance(event, facts.PolicySnapshot):
             if objects is None or fresh:
                 objects = objects or _Objects(line, event.policy, blank)
-                objects.restore(line, event)
+                objects.restored(line, event)
             fresh = False
         elif objects is not None:
-            objects.tell(line, event)
-    if objects is None or not isinstance(objects.ordering, OnlineLearner):
+            objects.told(line, event)
+    if objects is None or not isinstance(objects.policy, OnlineLearner):
         return None
-    objects.ordering.forget_live()
-    return objects.ordering.snapshot()
+    objects.policy.forget_live()
+    return objects.policy.snapshot()
 
 
-class _Objects:
+class _Objects(RunPolicies):
     """The policy objects of one epoch, and the priorities they gave."""
 
-    def __init__(self, line: int, policy: str, blank: BlankOrdering, eta: int = 0, groups_per_batch: int = 1) -> None:
+    def __init__(self, line: int, policy: str, blank: BlankOrdering, run: facts.RunStarted | None = None) -> None:
         try:
-            self.ordering: Ordering = blank(policy)
+            ordering = blank(policy)
         except KeyError:
             raise StoreError(
                 f"line {line}: decisions of policy {policy!r}; this Libra has {', '.join(ORDERINGS)}; "
                 "replay it with the Libra that wrote it"
             ) from None
-        self.admission = Admission(eta, groups_per_batch)
-        self.tail = Tail(self.admission)
+        admission = Admission(0, 1) if run is None else Admission(run.eta, run.groups_per_batch)
+        super().__init__(ordering, admission, Tail(admission), None)
         self.dispatcher: Dispatcher | None = None
-        self.one: OneVersion | None = None
         self._places: dict[str, Priority] = {}
         self._dispatched: set[str] = set()  # since they were last parked
         self._placed: deque[Place] = deque()
@@ -171,29 +162,20 @@ class _Objects:
         self._lease: facts.LeaseGranted | None = None
         self._revoked: deque[Revoke] = deque()
 
-    @classmethod
-    def started(cls, line: int, run: facts.RunStarted, blank: BlankOrdering) -> _Objects:
-        return cls(line, run.policy, blank, run.eta, run.groups_per_batch)
-
-    def restore(self, line: int, snapshot: facts.PolicySnapshot) -> None:
+    def restored(self, line: int, snapshot: facts.PolicySnapshot) -> None:
         with _readable(line):
-            self.ordering.restore(snapshot.order)
-            self.admission.restore(snapshot.admission)
-            self.tail.restore(snapshot.turning)
-            self.one = OneVersion() if snapshot.versions else None
-            if self.one is not None:
-                self.one.restore(snapshot.versions)
-                if self.dispatcher is not None:
-                    self.dispatcher.allowed = self.one.may
+            self.restore(snapshot)
+        if self.dispatcher is not None and self.one is not None:
+            self.dispatcher.allowed = self.one.may
 
     def unlike(self, line: int, snapshot: facts.PolicySnapshot) -> str:
-        if snapshot.policy != self.ordering.name:
-            return f"a snapshot of policy {snapshot.policy!r}, now it is {self.ordering.name!r}"
+        if snapshot.policy != self.policy.name:
+            return f"a snapshot of policy {snapshot.policy!r}, now it is {self.policy.name!r}"
         admission = Admission(0, 1)
         with _readable(line):
             admission.restore(snapshot.admission)
         parts = (
-            ("order", snapshot.order, self.ordering.snapshot()),
+            ("order", snapshot.order, self.policy.snapshot()),
             ("admission", admission.snapshot(), self.admission.snapshot()),
             ("turning", snapshot.turning, self.tail.snapshot()),
         )
@@ -221,7 +203,7 @@ class _Objects:
                 return Told(line, fact, difference=self._revoked_as(fact))
             case facts.QuantumDispatched():
                 difference = self._misplaced(fact) or self._placed_as(fact)
-        now = self.tell(line, fact)
+        now = self.told(line, fact)
         if now is None:
             return None
         match fact:
@@ -234,69 +216,47 @@ class _Objects:
                 self._places.pop(key, None)
         return Told(line, fact, now, difference)
 
-    def tell(self, line: int, fact: Fact) -> tuple[Command, ...] | None:
-        self.tail.handle(fact)
-        answers, turns = self._answers(line, fact), self.tail.look()
-        if answers is None and not turns and (self.tail.settings is None or not isinstance(fact, _OF_THE_TAIL)):
-            return None
-        return (*(answers or ()), *turns)
-
-    def _answers(self, line: int, fact: Fact) -> tuple[Command, ...] | None:
+    def told(self, line: int, fact: Fact) -> tuple[Command, ...] | None:
+        """The answers to a fact, which every object of its kind receives; None if none does."""
+        received = type(fact) in DECIDED
         match fact:
-            case facts.VersionPublished(version=version):
-                return (*self._handle(fact), *self.admission.version_published(version))
             case facts.PolicyLearned():
-                if isinstance(self.ordering, OnlineLearner):
-                    self.ordering.learn()
+                if isinstance(self.policy, OnlineLearner):
+                    self.policy.learn()
                 return ()
-            case facts.QuantumDispatched(key=key, phase=phase):
-                parsed = keys.parse(key)
+            case facts.QuantumDispatched(key=key):
+                parsed, received = keys.parse(key), False
                 if parsed is None or len(parsed.indices) != 3:
                     raise StoreError(
                         f"line {line}: {key!r} is not the key of a trajectory, as in trajectory-train-3-0-7-e0-demo"
                     )
-                if parsed.split == "train" and phase is Phase.ROLLOUT:
-                    iteration, group, _ = parsed.indices
-                    self.admission.generation_started(iteration, group, self.admission.version)
-                return self._decided(fact)
-        if isinstance(fact, _RECEIVED):
-            return self._handle(fact)
-        admitted = self.admission.handle(fact)
-        return self._dispatchers(fact) if admitted is None else admitted
-
-    def _dispatchers(self, fact: Fact) -> tuple[Command, ...] | None:
-        match fact:
             case facts.LeaseGranted(at_s=at_s):
                 self._at_s, self._lease = at_s, fact
-            case facts.ToolsDeclared() | facts.ToolCapacity() | facts.ActionRequested():
-                if self.dispatcher is not None:
-                    self.dispatcher.handle(fact)
-            case facts.QuantumLost(key=key) | facts.QuantumGivenBack(key=key):
-                if self.dispatcher is not None:
-                    self.dispatcher.stopped(key)
-            case facts.PlacementVoid(key=key, phase=phase):
-                if self.dispatcher is not None:
-                    if not self._placed:
-                        self._dispatch(self.dispatcher, phase)
-                    if self._placed:
-                        self._placed.popleft()
-                    self.dispatcher.stopped(key)
-                    self._revoked = deque(each for each in self._revoked if each.holder != key)
-            case _:
-                return None
-        return ()
-
-    def _handle(self, fact: Fact) -> tuple[Command, ...]:
-        if self.dispatcher is not None:
+                return ()
+        if isinstance(fact, _OF_THE_DISPATCHER):
+            if self.dispatcher is not None:
+                self._followed(self.dispatcher, fact)
+            return ()
+        if self.dispatcher is not None and received:
             self.dispatcher.handle(fact)
-        return self._decided(fact)
+        commands = self.tell(fact)
+        if self.dispatcher is not None and commands:
+            self.dispatcher.apply(commands)
+        return commands
 
-    def _decided(self, fact: Fact) -> tuple[Command, ...]:
-        answers: tuple[Command, ...] = self.ordering.handle(fact)
-        answers = answers if self.one is None else (*answers, *self.one.handle(fact))
-        if self.dispatcher is not None:
-            self.dispatcher.apply(answers)
-        return answers
+    def _followed(self, dispatcher: Dispatcher, fact: Fact) -> None:
+        match fact:
+            case facts.QuantumLost(key=key) | facts.QuantumGivenBack(key=key):
+                dispatcher.stopped(key)
+            case facts.PlacementVoid(key=key, phase=phase):
+                if not self._placed:
+                    self._dispatch(dispatcher, phase)
+                if self._placed:
+                    self._placed.popleft()
+                dispatcher.stopped(key)
+                self._revoked = deque(each for each in self._revoked if each.holder != key)
+            case _:
+                dispatcher.handle(fact)
 
     def _misplaced(self, event: facts.QuantumDispatched) -> str:
         if event.key in self._dispatched:
@@ -307,7 +267,6 @@ class _Objects:
         return f"{event.key} was dispatched with priority {list(event.priority)}; the last one logged is {list(place)}"
 
     def _placed_as(self, fact: facts.QuantumDispatched) -> str:
-        """The difference of a dispatch from the dispatcher's choice, if its input is known."""
         if not fact.alone:
             self.dispatcher = None
         if self.dispatcher is None:
@@ -400,30 +359,19 @@ def _difference(logged: tuple[Command, ...], now: tuple[Command, ...]) -> str:
 
 
 def _unlike(recorded: object, now: object, path: str) -> str:
-    """The first difference of two parts of snapshots; numbers are equal up to `NOISE_FRAC`."""
-    if recorded == now:
-        return ""
+    pairs: Iterable[tuple[str, object, object]]
     if isinstance(recorded, dict) and isinstance(now, dict):
-        pairs = (
-            (f"{path}.{key}", recorded.get(key), now.get(key)) for key in sorted(recorded.keys() | now.keys(), key=str)
-        )
+        names = sorted(recorded.keys() | now.keys(), key=str)
+        pairs = ((f"{path}.{key}", recorded.get(key), now.get(key)) for key in names)
     elif isinstance(recorded, list | tuple) and isinstance(now, list | tuple) and len(recorded) == len(now):
         pairs = ((f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(recorded, now, strict=True)))
-    elif (
-        isinstance(recorded, float)
-        and isinstance(now, float)
-        and isclose(recorded, now, rel_tol=NOISE_FRAC, abs_tol=NOISE_FRAC)
-    ):
-        return ""
     else:
-        return f"snapshot, {path}: logged {_brief(recorded)}, now {_brief(now)}"
+        numbers = isinstance(recorded, float) and isinstance(now, float)
+        if recorded == now or (numbers and isclose(recorded, now, rel_tol=NOISE_FRAC, abs_tol=NOISE_FRAC)):  # type: ignore[arg-type]
+            return ""
+        return f"snapshot, {path}: logged {recorded!s:.200}, now {now!s:.200}"
     return next((text for where, a, b in pairs if (text := _unlike(a, b, where))), "")
 
 
 def _plain(value: object) -> object:
     return list(value) if isinstance(value, Priority) else value
-
-
-def _brief(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

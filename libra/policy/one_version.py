@@ -1,20 +1,16 @@
 """When engines take new weights, where trajectories keep their own (``staleness.versions=one``).
 
 DORA, arXiv:2604.26256, C1. An engine is emptied by the ends of its trajectories or, with
-``rounded``, by DORA's rule: live versions have `version_shares` of the engines, and an engine above
-its version's share, the one with the fewest trajectories first, gives them to others of its version
-that have room.
-
-Differs from the paper: shares are computed at each new version and whenever a trajectory begins to
-wait or ends, not by a timer and pressure on KV; no engine goes back to an older version; turns are
-not interrupted; the KV of a trajectory in an action stays behind.
+``rounded``, by shares: an engine above its version's share (`version_shares`), the one with the
+fewest trajectories first, gives them to others of its version that have room. Differs from the
+paper: shares are computed at each new version and whenever a trajectory begins to wait or ends; no
+engine goes back to an older version; turns are not interrupted.
 
 Invariants
 ----------
 1. An engine gets a version only while no trajectory that began there runs there.
 2. A trajectory begins only on an engine with the newest version. A running one goes only to engines
-   of its version, as long as there is one; after that its worker starts it again from its prompt
-   (`libra.worker.trajectory.quanta`).
+   of its version, as long as there is one; after that its worker starts it again from its prompt.
 3. No dead end: each trajectory on an engine ends, goes to another of its version, or leaves with
    it; then the engine gets the newest version.
 4. An engine that gives its trajectories away gets none, and another of its version keeps its
@@ -25,7 +21,7 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from libra import facts
@@ -57,9 +53,7 @@ class OneVersion(Saved):
 
     def may(self, key: str, worker: str) -> bool:
         began = self._began.get(key)
-        left = (
-            self.told.values() if not self.emptying else {self.told[each] for each in self.told.keys() - self.emptying}
-        )
+        left = {self.told[each] for each in self.told.keys() - self.emptying} if self.emptying else self.told.values()
         wanted = self.newest if began is None or began not in left else began
         return self.told.get(worker) == wanted and worker not in self.emptying
 
@@ -176,10 +170,8 @@ class OneVersion(Saved):
                     break
                 self.emptying.add(source)
                 idle = [key for key in sorted(self._under_way.get(source, ())) if self._running.get(key) != source]
-                reason = (
-                    f"version {version} has {under_way[version]} of {total} trajectories, and {shares[version]} of {engines} "
-                    f"engines by rounding; it had {len(keep) + 1}"
-                )
+                had = f"version {version} has {under_way[version]} of {total} trajectories"
+                reason = f"{had}, and {shares[version]} of {engines} engines by rounding; it had {len(keep) + 1}"
                 commands += self._given_away(source, idle, reason)
         return tuple(commands)
 
@@ -190,29 +182,23 @@ class OneVersion(Saved):
         return (facts.Vacate(worker, tuple(keys), reason), *self._emptied(worker))
 
     def _fits(self, version: int, source: str, keep: list[str]) -> bool:
-        """Whether other engines can take all of ``source``, largest first, each to the emptiest."""
-        room = {
-            worker: [self._tokens(self._under_way.get(worker, ())), len(self._under_way.get(worker, ()))]
-            for worker in keep
-        }
+        room = {each: self._held(self._under_way.get(each, ())) for each in keep}
         homeless = (key for key, began in self._began.items() if began == version and key not in self._home)
-        for key in sorted(
-            [*homeless, *self._under_way.get(source, ())], key=lambda each: (-self._tokens([each]), each)
-        ):
-            tokens = self._tokens([key])
-            able = [worker for worker in keep if self._has_room(worker, room[worker], tokens)]
+        sized = [(-self._context.get(key, 0), key) for key in (*homeless, *self._under_way.get(source, ()))]
+        for less, _ in sorted(sized):
+            able = [each for each in keep if self._has_room(self._specs[each], *room[each], -less)]
             if not able:
                 return False
             target = min(able, key=lambda worker: (room[worker], worker))
-            room[target] = [room[target][0] + tokens, room[target][1] + 1]
+            room[target] = room[target][0] - less, room[target][1] + 1
         return True
 
-    def _has_room(self, worker: str, held: list[int], tokens: int) -> bool:
-        spec = self._specs[worker]
-        return held[1] < spec.rollout_slots and (not spec.kv_tokens or held[0] + tokens <= spec.kv_tokens)
+    @staticmethod
+    def _has_room(spec: facts.WorkerCapacity, tokens: int, count: int, more: int) -> bool:
+        return count < spec.rollout_slots and (not spec.kv_tokens or tokens + more <= spec.kv_tokens)
 
-    def _tokens(self, keys: Iterable[str]) -> int:
-        return sum(self._context.get(key, 0) for key in keys)
+    def _held(self, keys: Collection[str]) -> tuple[int, int]:
+        return sum(self._context.get(key, 0) for key in keys), len(keys)
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         super().restore(snapshot)
@@ -223,9 +209,8 @@ def version_shares(engines: int, under_way: Mapping[int, int]) -> dict[int, int]
     """Engines of each version: ``round(engines x R_w / sum of R)``, for R_w trajectories.
 
     Trajectories that are to begin count for the newest version. Differs from the paper: a version
-    with trajectories has at least one engine, and the newest version the rest; if engines are too
-    few, the versions with the fewest trajectories per engine give one up. ``engines`` are at least
-    as many as versions.
+    with trajectories has at least one of ``engines`` (at least as many as versions), and the newest
+    one the rest; the versions with the fewest trajectories per engine give up what is missing.
     """
     live = {version: count for version, count in sorted(under_way.items()) if count > 0}
     if not live:

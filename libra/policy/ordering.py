@@ -24,7 +24,7 @@ from libra.facts import (
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
-)
+)  # fmt: skip
 from libra.policy.cmlfq import CMLFQ, Objective
 from libra.policy.saved import Saved
 from libra.policy.trajectory_table import (
@@ -34,7 +34,7 @@ from libra.policy.trajectory_table import (
     TrajectoryTable,
     length_class,
     overdue_first,
-)
+)  # fmt: skip
 
 
 @runtime_checkable
@@ -131,25 +131,21 @@ class Mlfq(Saved):
             case TrajectoryParked(key=key, phase=phase):
                 assert stats is not None
                 overdue = self._guard.parked(key, phase)
-                stats.level, reason = self._level(stats)
-                own = SetPriority(key, Priority(stats.iteration, stats.level, stats.arrival), reason)
-                return (own, *overdue_first(overdue, self._trajectories))
+                return (self._placed(key, stats), *overdue_first(overdue, self._trajectories))
             case QuantumContinued(key=key):
-                return self._continued(key)
+                if (known := self._trajectories.by_key.get(key)) is not None:
+                    before, placed = known.level, self._placed(key, known)
+                    return () if known.level == before else (placed,)
             case QuantumStarted(key=key) | TrajectoryEnded(key=key):
                 self._guard.left(key)
         return ()
 
-    def _continued(self, key: str) -> tuple[SetPriority, ...]:
-        if (stats := self._trajectories.by_key.get(key)) is None:
-            return ()
-        before, (stats.level, reason) = stats.level, self._level(stats)
-        rank = Priority(stats.iteration, stats.level, stats.arrival)
-        return () if stats.level == before else (SetPriority(key, rank, reason),)
-
-    def _level(self, stats: TrajectoryStats) -> tuple[int, str]:
+    @staticmethod
+    def _placed(key: str, stats: TrajectoryStats) -> SetPriority:
         level = length_class(stats.generated_tokens)
-        return 1 + level, f"mlfq: class {level} by tokens generated"
+        stats.level = 1 + level
+        rank = Priority(stats.iteration, stats.level, stats.arrival)
+        return SetPriority(key, rank, f"mlfq: class {level} by tokens generated")
 
 
 ORDERINGS: dict[str, type[Ordering]] = {kind.name: kind for kind in (Fifo, CMLFQ, Mlfq)}

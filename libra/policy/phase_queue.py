@@ -5,8 +5,33 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sized
 
+import msgspec
+
 from libra.facts import Priority
-from libra.policy.engine_state import Trajectory
+from libra.policy.engine_capacity import Move
+from libra.policy.engine_table import Trajectory
+from libra.types import Phase
+
+
+class LeaseTaken(msgspec.Struct, frozen=True, gc=False):
+    """Resources of a placed action, and when they were granted."""
+
+    at_s: float
+    cores: int
+    memory_bytes: int
+    gpus: int
+
+
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """Give a parked trajectory a slot on ``worker``, with the price of its move and its lease."""
+
+    key: str
+    phase: Phase
+    worker: str
+    reason: str
+    move: Move | None = None
+    lease: LeaseTaken | None = None
+
 
 Entry = tuple[Priority, int, Trajectory]
 """Its priority, and the serial that is the record's as long as the entry is valid."""
@@ -44,9 +69,8 @@ class Order:
 class PhaseQueue:
     """One phase: waiting trajectories, free slots, and running ones.
 
-    ``free`` has workers with at least one free slot; ``running`` the worker of each trajectory;
-    ``overfull`` the workers with fewer slots than are taken; ``anywhere`` orders trajectories that
-    may go to any worker.
+    ``overfull`` workers have fewer slots than are taken; ``anywhere`` orders trajectories that may
+    go to any worker.
     """
 
     def __init__(self) -> None:

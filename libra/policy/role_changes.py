@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from libra import facts
 
@@ -50,8 +50,7 @@ class Stage(StrEnum):
     RESUPPLIED = "resupplied"
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     """A role; for an engine its tensor-parallel degree, else the worker's own number of GPUs."""
 
     role: Role
@@ -64,19 +63,16 @@ class Assignment:
 Moves = Mapping[str, tuple[Assignment, Assignment]]
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(NamedTuple):
     worker: str
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Perform:
+class Perform(NamedTuple):
     """A stage of a worker's change; afterwards its engine has the slots of ``slots_of``."""
 
     worker: str
@@ -86,8 +82,7 @@ class Perform:
     slots_of: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Supply:
+class Supply(NamedTuple):
     """The worker is in its role and takes tasks; an engine has the slots of ``slots_of``."""
 
     worker: str
@@ -96,8 +91,7 @@ class Supply:
     slots_of: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     generation: int
     moves: Moves
 
@@ -168,15 +162,14 @@ class Roles:
 
     def request(self, targets: Mapping[str, Assignment], reason: str = "asked for") -> list[RoleCommand]:
         """Begin a change to these assignments, by worker name; others stay unchanged."""
-        for name in targets:
-            if name not in self.members:
-                known = ", ".join(sorted(self.members)) or "none"
-                return [Refuse(f"worker {name!r} cannot change roles here; those that can: {known}")]
+        if unknown := [name for name in targets if name not in self.members]:
+            known = ", ".join(sorted(self.members)) or "none"
+            return [Refuse(f"worker {unknown[0]!r} cannot change roles here; workers that can: {known}")]
         wanted = {name: target for name, target in targets.items() if self.members[name].settled != target}
         busy = next((change for change in map(self.change_of, targets) if change is not None), None)
         if busy is not None:
-            names = ", ".join(busy.moves)
-            return [Refuse(f"{names}: change {busy.generation} is {busy.stage}; wait until it has ended, or cancel it")]
+            why = f"change {busy.generation} is {busy.stage}; wait until it has ended, or cancel it"
+            return [Refuse(f"{', '.join(busy.moves)}: {why}")]
         to_base = all(target == self.members[name].base for name, target in wanted.items())
         if (refusal := self._refusal(targets, wanted, to_base)) is not None:
             return [Refuse(refusal)]
@@ -232,10 +225,8 @@ class Roles:
         member.present, member.base, member.node = True, base, node
         change = self.change_of(worker)
         if change is None:
-            bonds = {worker: member.bond}
-            reason = f"{worker} came back"
-            at = Stage.TAKING_UP
-            return [*commands, *self._begin({worker: member.settled}, reason, bonds=bonds, at=at, final=True)]
+            targets, bonds, at = {worker: member.settled}, {worker: member.bond}, Stage.TAKING_UP
+            return [*commands, *self._begin(targets, f"{worker} came back", bonds=bonds, at=at, final=True)]
         # It was lost in a change that is being undone: it is asleep as the others are, or will be.
         change.broken.discard(worker)
         if change.stage is Stage.TAKING_UP:
@@ -258,9 +249,7 @@ class Roles:
 
     def _stage_done(self, worker: str, generation: int, stage: str) -> list[RoleCommand]:
         change = self.changes.get(generation)
-        if change is None or worker not in change.moves or stage != change.stage:
-            return []
-        if worker in change.done or worker in change.broken:
+        if change is None or stage != change.stage or worker not in change.moves.keys() - change.done - change.broken:
             return []
         change.done.add(worker)
         return self._go_on(change)
@@ -327,7 +316,7 @@ class Roles:
         bonds = {name: self.members[name].bond for name in old}
         number = change.generation
         undone = facts.RoleChangeCancelled(number) if cancelled else facts.RoleChangeFailed(number, detail)
-        return [undone, *self._begin(old, detail, bonds=bonds, at=at, final=True, undoes=change.generation)]
+        return [undone, *self._begin(old, detail, bonds=bonds, at=at, final=True, undoes=number)]
 
     def _perform(self, change: Change, name: str) -> Perform:
         return Perform(name, change.generation, change.stage, change.moves[name][1], self._slots_of(change, name))
@@ -335,13 +324,11 @@ class Roles:
     def _perform_all(self, change: Change) -> list[RoleCommand]:
         return [self._perform(change, name) for name in change.moves if name not in change.done]
 
-    def _slots_of(self, change: Change, name: str) -> tuple[str, ...]:
-        if change.moves[name][1].role is not Role.ROLLOUT:
-            return ()
-        return tuple(sorted(change.bonds[name] | {name}))
+    @staticmethod
+    def _slots_of(change: Change, name: str) -> tuple[str, ...]:
+        return tuple(sorted(change.bonds[name] | {name})) if change.moves[name][1].role is Role.ROLLOUT else ()
 
     def _go_on(self, change: Change) -> list[RoleCommand]:
-        """Begin the next stage, or end the change, when all members have finished this one."""
         commands: list[RoleCommand] = []
         while change.done >= change.moves.keys():
             change.stage = _NEXT[change.stage]

@@ -16,10 +16,7 @@ import numpy as np
 
 
 class Saved:
-    """An object with its state in the annotated attributes of its class, at first empty or 0.
-
-    A part may have its own snapshot; attributes of other types are set by the class.
-    """
+    """An object with its state in the annotated attributes of its class, at first empty or 0."""
 
     _kinds: ClassVar[Mapping[str, Any]] = {}
 

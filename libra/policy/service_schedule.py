@@ -1,8 +1,8 @@
 """Services of one worker: which batch runs next, on which device, and whose weights make room.
 
 A service is a model in host memory, or a plain function. Its weights are restored to a device when
-a batch is to run there, and stay until others need the room (ARL-Tangram, 3.3). Time arrives with
-every call and never goes back.
+a batch is to run there (ARL-Tangram, 3.3); differs from the paper: weights of several services stay
+beside each other while they fit. Time arrives with every call and never goes back.
 
 Invariants
 ----------
@@ -16,8 +16,6 @@ Invariants
 5. A service waits for a busy device that has its weights, if that is expected to be sooner than
    restoring them.
 6. The same calls give the same decisions.
-
-Differs from the paper: weights of several services stay beside each other while they fit.
 """
 
 from __future__ import annotations
@@ -43,11 +41,7 @@ class ServiceFacts(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fire(msgspec.Struct, frozen=True, gc=False):
-    """Run a batch: evict from ``device``, restore the weights if ``restores``, then call the
-    service.
-
-    ``device`` is empty without weights; ``ripe_s`` is when the batch could have begun.
-    """
+    """Run a batch: evict from ``device`` (may be empty), restore the weights if ``restores``."""
 
     service: str
     device: str
@@ -139,18 +133,16 @@ class ServiceSchedule:
     def fire(self, at_s: float) -> tuple[Fire, ...]:
         begun: list[Fire] = []
         passed: set[str] = set()
-        while True:
-            waiting = ((s.ripe_s, name) for name, s in self._services.items() if name not in passed)
-            ripe_s, name = min(waiting, default=(float("inf"), ""))
+        while ripe := [(s.ripe_s, name) for name, s in self._services.items() if name not in passed]:
+            ripe_s, name = min(ripe)
             if ripe_s > at_s:
-                return tuple(begun)
-            device = self._device(name, at_s)
-            if device is None:
+                break
+            if (device := self._device(name, at_s)) is None:
                 passed.add(name)
                 continue
-            fire = self._begin(self._services[name], device, ripe_s, at_s)
-            self._running[fire.lane] = fire, at_s, self._services[name]
-            begun.append(fire)
+            begun.append(self._begin(self._services[name], device, ripe_s, at_s))
+            self._running[begun[-1].lane] = begun[-1], at_s, self._services[name]
+        return tuple(begun)
 
     def next_s(self, at_s: float) -> float | None:
         """Earliest time after ``at_s`` at which time alone makes a service ripe."""
@@ -179,18 +171,15 @@ class ServiceSchedule:
         return max(0.0, began_s + whole_s - at_s)
 
     def _evicted(self, device: str, need: int) -> tuple[tuple[str, ...], float]:
-        """Who makes room on a free device, and when the newest of them was last used."""
-        size = self._bytes[device]
-        if size is None:
-            return (), float("-inf")
-        free = size - sum(self._services[name].facts.num_bytes for name in self._resident[device])
+        size, residents = self._bytes[device], self._resident[device]
+        held = sum(self._services[name].facts.num_bytes for name in residents)
         gone: list[str] = []
-        for name in self.resident(device):
-            if free >= need:
+        for name in () if size is None else self.resident(device):
+            if size is not None and size - held >= need:
                 break
-            free += self._services[name].facts.num_bytes
+            held -= self._services[name].facts.num_bytes
             gone.append(name)
-        return tuple(gone), self._resident[device][gone[-1]] if gone else float("-inf")
+        return tuple(gone), residents[gone[-1]] if gone else float("-inf")
 
     def _begin(self, service: _Service, device: str, ripe_s: float, at_s: float) -> Fire:
         name, waiting = service.facts.name, service.waiting

@@ -1,9 +1,9 @@
 """Detects that a run makes no progress, and the task to blame.
 
-Rules
------
+Invariants
+----------
 1. Progress is a worker's report on the run, a completed task, or the driver's request for another
-   iteration. The start of a task is not progress. A run without any task is idle, not stalled.
+   iteration; not the start of a task. A run without any task is idle, not stalled.
 2. The limit of a kind of task is ``FACTOR`` times the ``QUANTILE`` of its last ``KEPT`` lengths, at
    least its floor; ``START_S`` if it was seen fewer than ``MIN_SEEN`` times: first tasks load,
    compile and connect. A tool's or grader's floor is its time-out.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 FACTOR = 10.0
 QUANTILE = 0.95
@@ -29,8 +29,7 @@ FLOOR_S = 60.0
 START_S = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class RunningTask:
+class RunningTask(NamedTuple):
     """A task on a worker, with the time of its last activity."""
 
     key: str
@@ -40,8 +39,7 @@ class RunningTask:
     since_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A task that waits for ``needs`` (in words), and for ``resource`` (may be empty)."""
 
     key: str
@@ -49,8 +47,7 @@ class Waiting:
     resource: str
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(NamedTuple):
     """A run at one moment; ``supply`` counts declared units by resource."""
 
     running: tuple[RunningTask, ...]
@@ -58,8 +55,7 @@ class Picture:
     supply: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Stall:
+class Stall(NamedTuple):
     """No progress for ``idle_s``; ``detail`` has it in words."""
 
     idle_s: float
@@ -105,19 +101,19 @@ class Watchdog:
             return None
         self._reported_s, self._again = t_s, True
         idle_s = t_s - self._progress_s
-        if not picture.running:
-            missing = tuple(
-                sorted({w.resource for w in picture.waiting if w.resource and not picture.supply.get(w.resource)})
+        culprit, missing, held_s = ordered[0] if ordered else None, tuple[str, ...](), 0.0
+        if culprit is None:
+            wanted = {task.resource for task in picture.waiting if task.resource}
+            missing = tuple(sorted(name for name in wanted if not picture.supply.get(name)))
+            detail = _nothing_runs(picture, missing)
+        else:
+            held_s = t_s - culprit.since_s
+            detail = (
+                f"{culprit.key} ({culprit.stage}) has been on worker {culprit.worker} at {culprit.address} for {held_s:.0f} s "
+                f"without activity, limit {limit_s[culprit.stage]:.0f} s; {len(ordered) - 1} others run, "
+                f"{len(picture.waiting)} are parked"
             )
-            return Stall(idle_s, None, 0.0, len(picture.waiting), missing, _nothing_runs(picture, missing))
-        culprit = ordered[0]
-        held_s = t_s - culprit.since_s
-        detail = (
-            f"{culprit.key} ({culprit.stage}) has been on worker {culprit.worker} at {culprit.address} for {held_s:.0f} s "
-            f"without a sign, limit {limit_s[culprit.stage]:.0f} s; {len(picture.running) - 1} others run, "
-            f"{len(picture.waiting)} are parked"
-        )
-        return Stall(idle_s, culprit, held_s, len(picture.waiting), (), detail)
+        return Stall(idle_s, culprit, held_s, len(picture.waiting), missing, detail)
 
     def _needed_s(self, worst: RunningTask | None, limit_s: Mapping[str, float], t_s: float) -> float:
         if worst is None:
@@ -137,19 +133,7 @@ def _nothing_runs(picture: Picture, missing: tuple[str, ...]) -> str:
 
 
 class Limits:
-    """Seconds after which a task without activity is suspicious, by kind of task.
-
-    ``fixed_s``: one limit for every kind (``watchdog.timeout_s`` as a number).
-
-    >>> limits = Limits({"tool": 90.0})
-    >>> limits.limit_s("step")
-    600.0
-    >>> for seconds in (20.0, 21.0, 22.0, 0.1):
-    ...     limits.took("step", seconds)
-    ...     limits.took("tool", seconds / 10)
-    >>> limits.limit_s("step"), limits.limit_s("tool"), limits.longest_s()
-    (220.0, 90.0, 220.0)
-    """
+    """Seconds after which a task without activity is suspicious, by kind or ``fixed_s``."""
 
     def __init__(self, floors_s: Mapping[str, float] | None = None, *, fixed_s: float | None = None) -> None:
         self._floors_s, self._fixed_s = dict(floors_s or {}), fixed_s

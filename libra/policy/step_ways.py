@@ -1,19 +1,11 @@
 """Ways to take a step, the seconds of each in closed form, and which is worth it.
 
-========== ========================================================================================
-split      gradients once the batch is complete
-streaming  gradients of complete groups while others are generated (`libra.policy.waves`)
-turning    streaming, and engines that the tail does not need train (`libra.policy.turning`)
-========== ========================================================================================
-
-With W the GPU-seconds of a step, G the GPUs and L the longest trajectory alone: x = ((L + update) /
-(eta + 1)) / (W / G). Where x is small, GPUs are the limit, and what keeps them busy helps; where it
-is large, they wait for one trajectory. The forms are rough (15 % in comparison with a simulation).
-
-A live run that may choose (``trainer.streaming`` or ``trainer.turning`` auto) starts with the
-planned way, or with all that is possible. After each step its waves are played again on the times
-at which its groups were complete, and the forms compare the ways. A choice opens waves or holds
-them back (`libra.policy.admission`), and enables turning (`libra.policy.tail`).
+Step modes: *split* (gradients once the batch is complete), *streaming* (gradients of complete
+groups while others are generated) and *turning* (engines that the tail does not need train, too).
+With W the GPU-seconds of a step, G the GPUs and L the longest trajectory alone, x = ((L + update) /
+(eta + 1)) / (W / G). Where x is small, GPUs are the limit; where it is large, they wait for one
+trajectory. The forms are rough (15 % in comparison with a simulation). A live run that may choose
+plays the waves of each measured step again, and compares the ways.
 
 Invariants
 ----------
@@ -25,6 +17,7 @@ Invariants
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -79,41 +72,29 @@ class StepParts:
 
 
 def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
-    """Seconds of a step by way, in closed form.
-
-    ``changes_s``: turning an engine to training, and back; ``turning`` is left out where that is
-    long against a step.
-    """
-    update_s, eta, work_s = parts.update_s, parts.eta, parts.work_s
-    train_s = parts.train_s
+    """Seconds of a step by way; ``turning`` only where both changes are short against it."""
+    update_s, eta, train_s = parts.update_s, parts.eta, parts.train_s
     left_s = LEFT_FRAC * train_s if parts.left_s is None else parts.left_s
     all_left_s = max(left_s, train_s - parts.rollout_s) * parts.train_gpus / parts.gpus
-
-    def asynchronous_s(after_s: float) -> float:
-        return (parts.rollout_s + after_s + update_s) / (eta + 1)
-
     if eta:
-        trainer_s = update_s + max(train_s - parts.beside_s, 0.0)
-        split_s = max(trainer_s, parts.throughput_s, asynchronous_s(train_s))
-        streaming_s = max(trainer_s, parts.throughput_s, asynchronous_s(left_s))
+        trainer_s, after_s = update_s + max(train_s - parts.beside_s, 0.0), parts.rollout_s + update_s
+        least_s = max(trainer_s, parts.throughput_s)
+        split_s = max(least_s, (after_s + train_s) / (eta + 1))
+        streaming_s = max(least_s, (after_s + left_s) / (eta + 1))
+        # Trainers do not generate: engines bound turning, too.
+        turning_s = max(parts.work_s, parts.throughput_s, (after_s + all_left_s) / (eta + 1))
     else:
         split_s = parts.rollout_s + train_s + update_s
         streaming_s = max(parts.rollout_s + left_s, train_s) + update_s
+        turning_s = max(parts.rollout_s + all_left_s, parts.work_s) + update_s
     found = {SPLIT: split_s, STREAMING: streaming_s}
-    if changes_s >= CHANGES_FRAC * found[SPLIT]:
-        return found
-    if eta:  # trainers do not generate: what engines can do bounds it as it bounds the others
-        found[TURNING] = max(work_s, parts.throughput_s, asynchronous_s(all_left_s)) + changes_s
-        return found
-    found[TURNING] = max(parts.rollout_s + all_left_s, work_s) + update_s + changes_s
-    return found
+    return found if changes_s >= CHANGES_FRAC * split_s else found | {TURNING: turning_s + changes_s}
 
 
 def chosen(x: float, step_s: Mapping[str, float], ways: Sequence[str], now: str = "") -> str:
     """The way to take of ``ways``, the least change first; a later one must save `WORTH_FRAC`.
 
-    ``now`` is taken already and stays from `STAYS_FRAC` on. Roles do not change within a step that
-    is bound by its longest trajectory. Only the first may have no known seconds.
+    ``now`` stays from `STAYS_FRAC` on. Only the first may have no known seconds.
     """
     found = ways[0]
     for way in ways[1:]:
@@ -142,67 +123,47 @@ def regime(parts: StepParts, *, changes_s: float = CHANGES_S, obstacles: Mapping
     if STREAMING in barred:
         step_s = {SPLIT: step_s[SPLIT]}
     choice = chosen(x, step_s, [way for way in (SPLIT, STREAMING, TURNING) if way not in barred])
-    found = Regime(x, step_s, choice, barred, "")
-    return replace(found, words=_words(parts, found))
+    return Regime(x, step_s, choice, barred, _words(parts, x, step_s, choice, barred))
 
 
-def _words(parts: StepParts, found: Regime) -> str:
-    x, step_s = found.path_over_work, found.step_s
-    share = f"the longest trajectory takes {x:.2g} times as long as the work of all GPUs"
-    saves = {way: 1.0 - seconds / step_s[SPLIT] for way, seconds in step_s.items()}
-    if x > LATENCY_BOUND:
-        words = f"latency-bound: {share}; {_remedies(parts)}; other roles do not help"
-        return words + (
-            f"; trainer.streaming=on would save about {100 * saves[STREAMING]:.0f} %"
-            if found.choice == STREAMING
-            else "; otherwise change nothing"
-        )
-    kind = "work-bound" if x < WORK_BOUND else "bound by work and by latency"
-    best = max(saves, key=lambda way: saves[way])
-    if saves[best] < WORTH_FRAC or (found.choice == SPLIT and best not in found.obstacles):
-        return f"{kind}: {share}; change nothing: no other way to take a step would save {100 * WORTH_FRAC:.0f} %"
-    words = f"{kind}: {share}; {_HOW[best]} would save about {100 * saves[best]:.0f} % of a step"
-    if best in found.obstacles:
-        words += f", but {found.obstacles[best]}"
-    if best != found.choice:
-        own = "change nothing" if found.choice == SPLIT else f"{_SHORT[found.choice]} {100 * saves[found.choice]:.0f} %"
-        words += f"; {own}"
-    elif best == TURNING and saves[STREAMING] >= WORTH_FRAC:
-        words += f", trainer.streaming=on alone {100 * saves[STREAMING]:.0f} %"
-    return words
-
-
-_SHORT = {STREAMING: "trainer.streaming=on saves", TURNING: "trainer.streaming=on trainer.turning=on saves"}
 _HOW = {
     STREAMING: "gradients of complete groups while others are generated (trainer.streaming=on)",
     TURNING: "engines that train while the tail runs (trainer.streaming=on trainer.turning=on, with cluster.hybrid_workers)",
 }
 
 
+def _words(parts: StepParts, x: float, step_s: Mapping[str, float], choice: str, obstacles: Mapping[str, str]) -> str:
+    kind = "latency-bound" if x > LATENCY_BOUND else "work-bound" if x < WORK_BOUND else "bound by work and by latency"
+    words = f"{kind}: the longest trajectory takes {x:.2g} times as long as the work of all GPUs"
+    saves = {way: 1.0 - seconds / step_s[SPLIT] for way, seconds in step_s.items()}
+    best = max(saves, key=lambda way: saves[way])
+    if x > LATENCY_BOUND:
+        words, best = f"{words}; {_remedies(parts)}; other roles do not help", choice
+    if saves[best] < WORTH_FRAC or (choice == SPLIT and best not in obstacles):
+        return f"{words}; change nothing: no other way to take a step would save {100 * WORTH_FRAC:.0f} %"
+    words += f"; {_HOW[best]} would save about {100 * saves[best]:.0f} % of a step"
+    if best in obstacles:
+        words += f", but {obstacles[best]}"
+    if best != choice:
+        words += "; change nothing" if choice == SPLIT else f"; {_HOW[choice]} saves {100 * saves[choice]:.0f} %"
+    return words
+
+
 def _remedies(parts: StepParts) -> str:
-    """Gain of fewer GPUs, a larger eta, faster tools for a step bound by its longest trajectory."""
-    now_s = forms(parts)[SPLIT]
     path_s = parts.longest_s + parts.update_s
     enough = parts.needed_gpus or max(2, math.ceil(parts.gpus / parts.path_over_work))
     eta = min(max(parts.eta + 1, math.ceil(path_s / parts.work_s) - 1), max(MOST_ETA, parts.eta + 1))
-    later_s = forms(replace(parts, eta=eta))[SPLIT]
+    now_s, later_s = forms(parts)[SPLIT], forms(replace(parts, eta=eta))[SPLIT]
     words = [f"fewer GPUs ({enough} would be as fast, now {parts.gpus})"]
     if later_s < now_s:
-        words.append(
-            f"a larger run.eta (at {eta} a step takes about {later_s:.3g} s, now {now_s:.3g} s at {parts.eta})"
-        )
-    if parts.tool_s > 0.01 * parts.longest_s:
-        words.append(f"or faster tools ({parts.tool_s:.3g} s of its {parts.longest_s:.3g} s)")
-    else:
-        words.append(f"or faster engines (tools are next to nothing of its {parts.longest_s:.3g} s)")
+        words.append(f"a larger run.eta (at {eta} a step takes about {later_s:.3g} s, now {now_s:.3g} s)")
+    faster = "tools" if parts.tool_s > 0.01 * parts.longest_s else "engines"
+    words.append(f"or faster {faster} (tools take {parts.tool_s:.3g} s of its {parts.longest_s:.3g} s)")
     return f"{', '.join(words)} would help"
 
 
 class WaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a run's choice: its ``ways``, the least change first, and the first one's reason.
-
-    ``train_gpus`` always train; ``change_s`` is assumed for both changes until they were measured.
-    """
+    """Settings of a run's choice: its ``ways``, the least change first, and a reason."""
 
     ways: tuple[str, ...]
     way: str
@@ -268,10 +229,7 @@ class WayChoice(Saved):
 
 
 def wave_price(waves: Sequence[tuple[int, float]], fixed_s: float = 0.0) -> tuple[float, float]:
-    """Fixed seconds of a wave, and seconds of a group, from (groups, seconds) of waves.
-
-    The line through them; where all have as many groups, ``fixed_s`` is kept.
-    """
+    """Fixed seconds of a wave, and seconds of a group, from (groups, seconds) of waves."""
     number, groups, seconds = len(waves), sum(size for size, _ in waves), sum(took for _, took in waves)
     mean, mean_s = groups / number, seconds / number
     spread = sum((size - mean) ** 2 for size, _ in waves)
@@ -285,15 +243,13 @@ def wave_price(waves: Sequence[tuple[int, float]], fixed_s: float = 0.0) -> tupl
 
 def streamed_end_s(complete_s: Sequence[float], fixed_s: float, each_s: float, most_waves: int) -> float:
     """When the last wave of a streamed batch would be trained (`libra.policy.waves`)."""
-    now_s, taken, groups = 0.0, 0, len(complete_s)
-    for wave in range(max(most_waves, 1)):
+    now_s, taken, groups, most = 0.0, 0, len(complete_s), max(most_waves, 1)
+    for wave in range(min(most, groups)):
+        wanted = taken + -(-(groups - taken) // (most - wave))
         if taken == groups:
             break
-        wanted = -(-(groups - taken) // (max(most_waves, 1) - wave))
-        now_s = max(now_s, complete_s[taken + wanted - 1])
-        ready = taken + wanted
-        while ready < groups and complete_s[ready] <= now_s:
-            ready += 1
+        now_s = max(now_s, complete_s[wanted - 1])
+        ready = max(wanted, bisect_right(complete_s, now_s))
         now_s += fixed_s + each_s * (ready - taken)
         taken = ready
     return now_s

@@ -1,42 +1,129 @@
-"""The tail of a live rollout as `TurningRule` sees it: open trajectories, work left to train.
+"""Engines that train while the tail of a rollout runs: which engines turn, and when they return.
 
-`look` answers with turns when something has happened that may change the rule's answer. The
-simulator uses the same rule in its own clock.
+When a rollout thins out, its open trajectories fit on fewer engines. The thinnest engine hands its
+trajectories over, and its GPUs train on complete groups of a streaming step (`libra.policy.waves`).
+`TurningRule` decides, live and simulated; `Tail` follows a live run for it. A change costs what the
+run measured; before that `ASSUMED_LOADS` loads of a version, at most ``planner.change_cost_s``.
+Differs from Libra's paper (arXiv:2606.03077 v2), which changes roles between iterations only.
 
 Invariants
 ----------
-1. At most one role-switch request per worker is pending: until its change has begun and ended, or
+1. While a trajectory is open, at least one engine generates, or returns to do so. Workers that
+   others moved (``libra roles``) are never moved back.
+2. An engine turns only if the others have ``trajectories_per_gpu`` or fewer open trajectories per
+   GPU without it, and the backlog keeps all trainers busy for ``min_gain_s``. Engines return when
+   more trajectories are open than the generating ones should have. So none turns back at once.
+3. When nothing is open and the batch is complete, all engines turn if that is over sooner than the
+   trainers alone are, including the return where the next rollout waits for this step.
+4. At most one role-switch request per worker is pending: until its change has begun and ended, or
    was refused. A worker that was refused or could not change rests until the next version.
-2. At least one worker generates, or returns to it. Workers that others moved (``libra roles``) are
-   never moved back.
-3. No role switches before the first gradient is timed.
-4. ``restore(snapshot())`` changes no later answer.
-5. Where the run chooses not to turn for now (`libra.policy.step_ways`), engines only return.
-
-A change costs what the run measured; before that `ASSUMED_LOADS` loads of a version, at most
-``planner.change_cost_s``. Engines should have as many trajectories as slow each of them down by
-`SLOWER`, by the speed that they declare.
+5. No role switches before the first gradient is timed, and none to training where the run chooses
+   not to turn for now (`libra.policy.step_ways`).
+6. ``restore(snapshot())`` changes no later answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
 from libra import facts
 from libra.config.sections import RunSections
 from libra.config.streaming import turns
-from libra.facts import Turned
+from libra.errors import ConfigError
+from libra.facts import Turn, Turned
 from libra.policy.admission import Admission
-from libra.policy.engine_table import degree_of
+from libra.policy.engine_capacity import degree_of
 from libra.policy.role_changes import Role, Stage
 from libra.policy.saved import Saved
-from libra.policy.turning import OpenStep, TurningEngine, TurningRule
 from libra.policy.waves import GroupId
 from libra.types import Phase
+
+
+class TurningEngine(NamedTuple):
+    """An engine as the rule sees it; ``residents``: open trajectories at home there."""
+
+    name: str
+    gpus: int
+    doing: Turned
+    residents: int
+    may_turn: bool = True
+
+
+class OpenStep(NamedTuple):
+    """The open step."""
+
+    backlog_gpu_s: float  # gradients of complete groups that are not computed
+    core_gpus: int  # that always train
+    is_full: bool  # its batch has all groups
+    rollout_waits: bool  # the next rollout begins only after this step (eta 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TurningRule:
+    """When engines turn; the default seconds are Libra's for Qwen3-14B on A800."""
+
+    trajectories_per_gpu: float = 4.0  # that engines should have in the tail
+    min_gain_s: float = 10.0  # of training left that a change is worth
+    to_training_s: float = 8.0
+    to_rollout_s: float = 10.8
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0.0 <= value < float("inf") or (name == "trajectories_per_gpu" and not value):
+                raise ConfigError(f"{name}: got {value}; a finite number above 0 (seconds may be 0)")
+
+    def turns(self, engines: Sequence[TurningEngine], num_open: int, step: OpenStep | None) -> tuple[Turn, ...]:
+        """The changes to make now, engines in the order of their return; without a step only returns."""
+        generating = [e for e in engines if e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT)]
+        has_room_for = sum(e.gpus for e in generating) * self.trajectories_per_gpu
+        if num_open > has_room_for:
+            return self._returns(engines, num_open, has_room_for)
+        rolling = sorted(
+            (e for e in engines if e.doing is Turned.ROLLOUT and e.may_turn),
+            key=lambda e: (e.gpus, e.residents, e.name),
+        )
+        if step is None or not rolling:
+            return ()
+        training = step.core_gpus + sum(e.gpus for e in engines if e.doing in (Turned.TRAINING, Turned.TO_TRAINING))
+        if not num_open:
+            return self._all_train(rolling, training, step)
+        found: list[Turn] = []
+        for engine in rolling:
+            others = has_room_for - engine.gpus * self.trajectories_per_gpu
+            left_s = step.backlog_gpu_s / (training + engine.gpus)
+            if num_open > others or left_s < self.min_gain_s:
+                break
+            reason = (
+                f"{num_open} open trajectories fit on {others / self.trajectories_per_gpu:.0f} other GPUs; "
+                f"{left_s:.3g} s of training are left with its {engine.gpus} beside {training}"
+            )
+            found.append(Turn(engine.name, Turned.TRAINING, reason))
+            has_room_for, training = others, training + engine.gpus
+        return tuple(found)
+
+    def _returns(self, engines: Sequence[TurningEngine], num_open: int, has_room_for: float) -> tuple[Turn, ...]:
+        found = []
+        for engine in engines:
+            if engine.doing is Turned.TRAINING and engine.may_turn and num_open > has_room_for:
+                has_room_for += engine.gpus * self.trajectories_per_gpu
+                found.append(Turn(engine.name, Turned.ROLLOUT, f"{num_open} trajectories are open"))
+        return tuple(found)
+
+    def _all_train(self, rolling: Sequence[TurningEngine], training: int, step: OpenStep) -> tuple[Turn, ...]:
+        gpus = sum(engine.gpus for engine in rolling)  # invariant 3
+        alone_s = step.backlog_gpu_s / training if training else float("inf")
+        during_s = training * self.to_training_s  # GPU-seconds of training during the change
+        together_s = self.to_training_s + max(0.0, step.backlog_gpu_s - during_s) / (training + gpus)
+        price_s = self.to_rollout_s if step.rollout_waits else 0.0
+        if not step.is_full or not step.backlog_gpu_s or alone_s < together_s + price_s:
+            return ()
+        reason = f"no trajectory is open: {together_s:.0f} s of training together instead of {alone_s:.0f} s"
+        return tuple(Turn(engine.name, Turned.TRAINING, reason) for engine in rolling)
+
 
 ASSUMED_LOADS = 3.0  # an unmeasured change is assumed to take as long as so many loads of a version
 SLOWER = 1.5  # slowdown of a trajectory in an engine that has enough of them in the tail
@@ -120,10 +207,8 @@ class Tail(Saved):
         }
 
     def handle(self, event: facts.Fact) -> None:
-        if self.settings is not None and not self._handled(event):
-            self._role_handled(event)
-
-    def _handled(self, event: facts.Fact) -> bool:
+        if self.settings is None:
+            return
         match event:
             case facts.QuantumFinished(key=key):
                 self._open.tokens[key] = self._open.tokens.get(key, 0) + event.tokens + event.payload_tokens
@@ -133,13 +218,9 @@ class Tail(Saved):
                 self._parked(event)
             case facts.TrajectoryEnded(key=key):
                 self._ended(key)
-            case facts.WorkerCapacity(worker=worker):
-                if event.rollout_slots > 0:
-                    self._engines[worker] = event
-                else:
-                    self._engines.pop(worker, None)
-                self._due = True
-            case facts.WorkerWithdrawn(worker=worker):
+            case facts.WorkerCapacity(worker=worker, rollout_slots=slots) if slots:
+                self._engines[worker], self._due = event, True
+            case facts.WorkerCapacity(worker=worker) | facts.WorkerWithdrawn(worker=worker):
                 self._engines.pop(worker, None)
                 self._due = True
             case facts.VersionPublished(version=version):
@@ -152,8 +233,7 @@ class Tail(Saved):
             case facts.WaveTrained():
                 self._trained(event)
             case _:
-                return False
-        return True
+                self._role_handled(event)
 
     def _role_handled(self, event: facts.Fact) -> None:
         match event:
@@ -227,7 +307,6 @@ class Tail(Saved):
         member.own, member.asked = member.own or member.asked, False
 
     def _role_taken(self, worker: str, role: Role, seconds: float | None) -> None:
-        """A worker is in a role, after ``seconds`` of its change if they tell the price."""
         if (member := self._member(worker)) is None:
             return
         member.doing = _SETTLED.get(role)
@@ -237,20 +316,17 @@ class Tail(Saved):
             price = self._price[member.doing]
             price.total_s, price.count = price.total_s + seconds, price.count + 1
 
-    def look(self) -> tuple[facts.Turn, ...]:
+    def look(self) -> tuple[Turn, ...]:
         """The turns to make now, which count as requested."""
         if not self._due or self.settings is None:
             return ()
         self._due = False
-        engines, step = self.engines(), self.step()
-        turns = [
-            turn
-            for turn in self.rule().turns(engines, self.num_open, step)
-            if self._admission.ways.turns or turn.to is not Turned.TRAINING
-        ]
+        engines, may = self.engines(), self._admission.ways.turns
+        found = self.rule().turns(engines, self.num_open, self.step())
+        turns = [turn for turn in found if may or turn.to is not Turned.TRAINING]
         stays = sum(e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT) for e in engines)
         leaves = [turn for turn in turns if turn.to is Turned.TRAINING]
-        if leaves and len(leaves) == stays:  # invariant 2
+        if leaves and len(leaves) == stays:  # invariant 1
             turns.remove(leaves[-1])
         for turn in turns:
             self._members[turn.worker].asked = True
@@ -288,14 +364,11 @@ class Tail(Saved):
         for name, member in self._members.items():
             if member.doing is None or (member.doing is Turned.ROLLOUT and name not in self._engines):
                 continue  # its GPUs are lent, or its engine is out of service
-            if member.doing in (Turned.TRAINING, Turned.TO_TRAINING) and not member.own:
-                continue  # a core trainer, as long as it pleases whoever moved it
-            may = not (member.rests or member.asked)
-            found.append(TurningEngine(name, member.gpus, member.doing, homes.count(name), may))
-        for name, spec in self._engines.items():
-            if name not in self._members:
-                found.append(TurningEngine(name, degree_of(spec.bucket), Turned.ROLLOUT, homes.count(name), False))
-        return found
+            if member.own or member.doing not in (Turned.TRAINING, Turned.TO_TRAINING):
+                may = not (member.rests or member.asked)
+                found.append(TurningEngine(name, member.gpus, member.doing, homes.count(name), may))
+        others = [(name, degree_of(spec.bucket)) for name, spec in self._engines.items() if name not in self._members]
+        return found + [TurningEngine(name, tp, Turned.ROLLOUT, homes.count(name), False) for name, tp in others]
 
     def step(self) -> OpenStep | None:
         """The open step; None while its weights are applied and published, and before the first."""
@@ -309,7 +382,7 @@ class Tail(Saved):
         if trained >= whole:
             return None
         seconds, tokens = self._gradient
-        if not tokens:  # invariant 3
+        if not tokens:  # invariant 5
             return None
         left = [*taken[trained:], *ready]
         backlog = sum(map(self._tokens_of, left)) * seconds / tokens
@@ -337,7 +410,6 @@ def price_s(stage_s: Mapping[str, float]) -> float:
 
 
 def _fits(spec: facts.WorkerCapacity, context_tokens: float) -> float:
-    """Trajectories per GPU that slow each other down by `SLOWER`, at most the slots."""
     gpus = degree_of(spec.bucket)
     if not spec.declared:
         return spec.rollout_slots / gpus

@@ -7,11 +7,10 @@ by which the queue drains sooner, for each waiting action.
 Invariants
 ----------
 1. ``least <= wanted <= most``.
-2. More workers are requested only after actions have waited for `HOLD` starts, only while what
-   waits would still wait when they have started, and only as many as save more than their price.
+2. More workers are requested only after actions have waited for `HOLD` starts, only while work
+   would still wait when they have started, and only as many as save more than their price.
 3. A worker is given up only after `IDLE_S` or `HOLD` starts without work, while nothing waits and
-   none starts; one at a time, never one of the first ``least``. So a steady load does not make the
-   number oscillate.
+   none starts; one at a time, never one of the first ``least``.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ def ordered(facts: ToolWorkersOrdered) -> ToolWorkersOrdered | None:
 def _more(facts: ToolWorkersOrdered) -> ToolWorkersOrdered | None:
     if facts.starting or facts.behind_s < HOLD * facts.start_s:
         return None
-    present = facts.wanted - facts.starting
-    each = max(1, facts.units // max(1, present))
+    each = max(1, facts.units // max(1, facts.wanted))
     drained_s = facts.waiting_s / facts.units if facts.units else float("inf")
     left_s = facts.waiting_s - facts.units * facts.start_s  # after a worker's start
     if left_s <= 0:
@@ -58,10 +56,8 @@ def _more(facts: ToolWorkersOrdered) -> ToolWorkersOrdered | None:
     if best is None:
         return None
     _, more, saved_s = best
-    reason = (
-        f"{facts.waiting} actions wait, for {facts.behind_s:.0f} s now; {more} more end that {saved_s:.0f} s sooner, and take "
-        f"{facts.start_s:.0f} s to start"
-    )
+    waits = f"{facts.waiting} actions wait, for {facts.behind_s:.0f} s now"
+    reason = f"{waits}; {more} more end that {saved_s:.0f} s sooner, and take {facts.start_s:.0f} s to start"
     return replace(facts, ordered=facts.wanted + more, give_up="", reason=reason)
 
 

@@ -64,15 +64,12 @@ class TrajectoryTable(Saved):
                 stats.context_tokens = event.context_tokens
             return stats
         if type(event) is QuantumFinished:
-            stats = self.by_key.get(event.key)
-            if stats is not None:
+            if (stats := self.by_key.get(event.key)) is not None:
                 stats.generated_tokens += event.tokens
                 stats.context_tokens += event.tokens + event.payload_tokens
                 stats.calls += bool(event.tool)
             return stats
-        if type(event) is TrajectoryEnded:
-            return self.by_key.pop(event.key, None)
-        return None
+        return self.by_key.pop(event.key, None) if type(event) is TrajectoryEnded else None
 
 
 OVERDUE = -1  # the level of overdue trajectories: before all others of their iteration

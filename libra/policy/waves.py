@@ -13,8 +13,7 @@ Invariants
 4. With `first_come`, the groups that a batch leaves behind can meet their deadlines: at most ``(i -
    j) * B`` plus the places left are due at ``i`` or before, for each ``i``. A group that has not
    begun needs no place: it begins with version ``j`` or later, or with ``j - 1`` while ``j`` is
-   being published, and then batches up to its deadline have places. So no order of arrival leads to
-   a batch that can never be full, and **lag <= eta**.
+   being published, and then later batches have places. So **lag <= eta** for any order of arrival.
 5. Taking only some of the groups found keeps 4: the nearest deadline is first, then (iteration,
    group).
 """
@@ -37,9 +36,8 @@ Members = tuple[GroupId, ...]
 class Waves(Saved):
     """The waves of a run's batches; ``most`` of each (0: steps are not streamed).
 
-    A wave has at least ``least_groups`` unless fewer are left, and at most ``enough_groups`` (0:
-    any number) unless ``most`` waves would be too few. ``opened`` has the members of each wave, by
-    batch.
+    A wave has ``least_groups`` to ``enough_groups`` (0: any number) unless fewer are left, or ``most``
+    waves would be too few. ``opened`` has the members of each wave, by batch.
     """
 
     most: int
@@ -113,11 +111,7 @@ class Waves(Saved):
 def first_come(
     batch: int, places: int, groups_per_batch: int, eta: int, complete: Mapping[GroupId, int], in_flight: Iterable[int]
 ) -> list[GroupId]:
-    """The groups that batch ``batch`` may take now, for the ``places`` it has.
-
-    ``complete``: deadlines of complete groups in no batch; ``in_flight``: of groups being
-    generated.
-    """
+    """The groups that ``batch`` may take for its ``places``; deadlines of ``complete`` and ``in_flight``."""
     due = [0] * eta  # groups left with a deadline of batch + i or before
     for deadline in chain(complete.values(), in_flight):
         for later in range(max(0, deadline - batch), eta):

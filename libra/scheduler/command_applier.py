@@ -14,12 +14,11 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from libra import facts, keys
 from libra.policy import Dispatcher, Move
-from libra.policy.liveness import Liveness
 from libra.policy.role_changes import Role
 from libra.scheduler import scheduler_internals
 from libra.scheduler.run_state import RunState
@@ -40,8 +39,12 @@ class Applier:
         self._scheduler, self._dispatcher, self._kick = scheduler, dispatcher, kick
         self.set_roles: Callable[..., dict[str, Any]] | None = None
 
-    def apply(self, state: RunState, commands: tuple[facts.Command, ...]) -> None:
-        commands = (*commands, *turns) if (turns := state.tail.look()) else commands
+    def tell(self, state: RunState, fact: facts.Fact) -> None:
+        """Log a fact, pass it to the run's policy objects, and carry out their commands."""
+        state.log.emit(fact)
+        self.apply(state, state.tell(fact))
+
+    def apply(self, state: RunState, commands: tuple[facts.Command, ...] | None) -> None:
         if not commands:
             return
         tasks, kicks, emit = self._scheduler.tasks, False, state.log.emit
@@ -54,7 +57,8 @@ class Applier:
                 ts = tasks.get(command.key)
                 if ts is not None:
                     if ts.processing_on is not None:
-                        announce_rank(self._scheduler, ts.processing_on.address, command)
+                        message = {"op": "libra-rank", "key": command.key, "rank": command.priority}
+                        tell_worker(self._scheduler, ts.processing_on.address, message)
                         continue
                     scheduler_internals.set_priority(ts, command.priority)
                     kicks = kicks or ts.state == "no-worker"
@@ -82,25 +86,18 @@ class Applier:
                 self._scheduler.loop.add_callback(self._turn, state, command)
 
     def _turn(self, state: RunState, turn: facts.Turn) -> None:
-        """Request the role change of a turn, outside of the transition; it may be refused."""
         assert self.set_roles is not None
         role = Role.TRAIN if turn.to is facts.Turned.TRAINING else Role.ROLLOUT
         why = f"the engine turns to {turn.to}: {turn.reason}"
         answer = self.set_roles(state.run, state.epoch, {turn.worker: {"role": str(role)}}, why)
         if "error" in answer:
-            refused = facts.TurnRefused(turn.worker, answer["error"])
-            state.log.emit(refused)
-            state.tail.handle(refused)
-            self.apply(state, ())
+            self.tell(state, facts.TurnRefused(turn.worker, answer["error"]))
 
     def open(self, state: RunState, key: str, resource: str) -> None:
         """Release a gate or a batch, outside of the current transition."""
         task_logger.debug("%s: %s opens", state.run, key)
         release = scheduler_internals.Release(key, {resource: 1}, None)
         self._scheduler.loop.add_callback(scheduler_internals.release, self._scheduler, [release], f"libra-open-{key}")
-
-    def release(self, releases: Iterable[scheduler_internals.Release], stimulus_id: str) -> None:
-        scheduler_internals.release(self._scheduler, releases, stimulus_id)
 
 
 def announce_version(scheduler: Scheduler, state: RunState, version: int, only: str | None = None) -> None:
@@ -115,19 +112,6 @@ def announce_version(scheduler: Scheduler, state: RunState, version: int, only: 
         else:
             del state.workers.engines[worker]
             state.workers.served.pop(worker, None)
-
-
-def announce_ahead(scheduler: Scheduler, address: str, ahead: facts.Priority | None) -> None:
-    tell_worker(scheduler, address, {"op": "libra-ahead", "ahead": ahead})
-
-
-def announce_rank(scheduler: Scheduler, address: str, command: facts.SetPriority) -> None:
-    tell_worker(scheduler, address, {"op": "libra-rank", "key": command.key, "rank": command.priority})
-
-
-def announce_revocation(scheduler: Scheduler, state: RunState, address: str, key: str, quantum: int) -> None:
-    message = {"op": "libra-revoke", "run": state.run, "epoch": state.epoch, "key": key, "quantum": quantum}
-    tell_worker(scheduler, address, message)
 
 
 def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> None:
@@ -145,30 +129,5 @@ def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, 
 
 def newest_version(state: RunState, worker: str) -> dict[str, Any]:
     """The newest version and where ``worker`` should fetch it; version -1 if none is published."""
-    version = state.admission.version
-    return {
-        "version": version,
-        "digest": state.workers.holders.digest(version),
-        "holders": state.workers.holders.nearest(version, worker),
-    }
-
-
-def engine_told(state: RunState, liveness: Liveness, fact: facts.Fact, address: str) -> None:
-    """An engine joined, serves a checked version, failed the check, sleeps, or is awake again."""
-    workers = state.workers
-    match fact:
-        case facts.EngineJoined(worker=name, weights=weights, kv=kv):
-            workers.engines[name] = address
-            workers.holders.offers(address, weights)
-            if kv is not None:
-                workers.kv[name] = kv
-        case facts.VersionServed(worker=name, version=version):
-            workers.engines[name] = address
-            liveness.checked(state.run, address, passed=True)
-            workers.served[name] = version
-            workers.holders.has(address, version)
-        case facts.EngineSlept() | facts.EngineWoke():
-            liveness.slept(state.run, address, asleep=isinstance(fact, facts.EngineSlept))
-        case facts.EngineQuarantined(version=version, layer=layer, detail=detail, out=out):
-            why = f"version {version}: {layer}: {detail}" if out else ""
-            liveness.checked(state.run, address, passed=False, out=why)
+    version, holders = state.admission.version, state.workers.holders
+    return {"version": version, "digest": holders.digest(version), "holders": holders.nearest(version, worker)}

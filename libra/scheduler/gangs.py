@@ -6,14 +6,12 @@
     forming, ready --a member cannot reach the others--> doubtful --leaves, or RETRY_S--> waiting
 
 A group has a number, its *gang epoch*. To form one, rank 0 opens a rendezvous, then all ranks join
-it and take the state of the rank with most steps (`libra.worker.training.gang_member`). Tasks of the group
-wait for a resource that no worker supplies (`libra.keys.GANG`), one per rank.
+it (`libra.worker.training.gang_member`). Its tasks wait for `libra.keys.GANG`, one per rank.
 
 Invariants
 ----------
 1. Tasks of one gang (a node of an iteration) are released together, each to the worker of its rank,
-   once the group is ready and the task of every rank is here or done. Two gangs never run at once:
-   ranks would meet in different collectives.
+   once the group is ready and the task of every rank is here or done. Two gangs never run at once.
 2. A member that leaves ends the group at once, with an event and a warning. Placed tasks return
    here, for the next group.
 3. A task of a gang is parked again on every end, or a result lost with its worker would stay pinned
@@ -80,11 +78,7 @@ class Gangs:
         return {facts.TrainerJoined: self._trainer_joined, **told}
 
     def register_gang(self, run: str, epoch: int, size: int) -> dict[str, Any]:
-        """Form groups of ``size`` for a run from now on; an older epoch of it is dropped.
-
-        A process can be in one torch.distributed group, so only one run at a time trains on several
-        replicas here.
-        """
+        """Form groups of ``size`` for a run from now on; only one run at a time trains on replicas."""
         others = [other for other in self._gangs if other != run]
         if others:
             return {"error": f"run {others[0]!r} trains on several replicas here, and only one run at a time can"}
@@ -157,7 +151,6 @@ class Gangs:
         self._send(gang, "open", ranks=[0])
 
     def _unexplained(self, gang: _Gang, number: int, rank: int, detail: str) -> None:
-        """A member could not reach the others and none has left: all of them try again."""
         if gang.status == "doubtful" and gang.number == number:
             self._lost(gang, gang.names[rank], detail)
             self._form(gang)
@@ -187,7 +180,6 @@ class Gangs:
         self._soon(gang)
 
     def _gone(self, key: str) -> None:
-        """The task no longer waits and was not released here: it was cancelled."""
         for gang in self._gangs.values():
             for waiting in gang.parked.values():
                 waiting.discard(key)
@@ -217,7 +209,6 @@ class Gangs:
     def _releases(
         self, gang: _Gang, node: str, indices: tuple[int, ...], waiting: set[str]
     ) -> list[scheduler_internals.Release]:
-        """The task of every rank that has to run; empty if one of them is missing."""
         if node == "checkpoint":
             return [scheduler_internals.Release(key, {keys.TRAIN: 0}, gang.addresses[0]) for key in waiting]
         releases = []

@@ -34,14 +34,13 @@ from libra import facts, keys
 from libra.cluster.page_names import check_names
 from libra.cluster.settings import bound_key_cache
 from libra.errors import ConfigError
-from libra.facts import Command, Fact, Signal, boundaries_of
+from libra.facts import Fact, Signal, boundaries_of
 from libra.observe.endpoints import attach_page
 from libra.orderings import ordering_of
-from libra.policy import Tail, TailSettings
 from libra.policy.liveness import Liveness
 from libra.policy.stall import Limits
 from libra.scheduler import scheduler_internals
-from libra.scheduler.command_applier import announce_ahead, announce_version, engine_told, newest_version
+from libra.scheduler.command_applier import announce_version, newest_version
 from libra.scheduler.gangs import Gangs
 from libra.scheduler.run_log import EndedRuns, RunLog
 from libra.scheduler.run_state import Handler, RunRegistration, RunState, process_name
@@ -70,9 +69,7 @@ class LibraPlugin(SchedulerPlugin):
     def __init__(self) -> None:
         self.runs: dict[str, RunState] = {}
         self.guards: dict[str, StallGuard] = {}  # of runs with a watchdog
-        self._last_activity: dict[
-            Any, float
-        ] = {}  # monotonic seconds at which a task was sent to its worker, or last reported
+        self._last_activity: dict[Any, float] = {}  # monotonic, by task: it was sent, or reported
 
     async def start(self, scheduler: Scheduler) -> None:
         """Hook into the scheduler: RPC handlers, the page, the task stream and a sampler."""
@@ -94,7 +91,7 @@ class LibraPlugin(SchedulerPlugin):
         check_names(scheduler.http_application, shared=True)  # Libra's own clusters did so already
         self.liveness, self.ended = Liveness(), EndedRuns(scheduler)
         self.trajectories = Trajectories(scheduler, self.runs, self._last_activity, self.liveness)
-        self.watch = WorkerWatch(scheduler, self.liveness, self.trajectories.phase_of)
+        self.watch = WorkerWatch(scheduler, self.liveness)
         self.concurrency = Concurrency(scheduler, self.trajectories.workers_changed)
         self.gangs = Gangs(scheduler, self.runs)
         self.roles = WorkerRoles(scheduler, self.runs, self.trajectories, self.concurrency)
@@ -104,11 +101,9 @@ class LibraPlugin(SchedulerPlugin):
         sampler = scheduler.periodic_callbacks["libra-sample"] = PeriodicCallback(self._sample, SAMPLE_MS)
         sampler.start()
 
-    # ---------------------------------------------------------------- calls from the driver and from workers
-
     async def _register(self, registration: Mapping[str, Any]) -> dict[str, Any]:
         """A driver registers its run: `register_run` once nothing is left of an earlier start."""
-        new = RunRegistration.from_message(registration)
+        new = msgspec.convert(registration, RunRegistration)
         if (refusal := self._refusal(new)) is not None:
             return refusal
         self.end_run(new.run)
@@ -140,24 +135,24 @@ class LibraPlugin(SchedulerPlugin):
             return {"policy": f"{error} (on the scheduler, {process_name()})"}
         self.end_run(new.run)
         file = log or EventLog(Path(new.directory) / "events.jsonl")
-        admission = new.admission()
         if new.learned is not None:
             ordering.restore(json.loads(new.learned))
         logged = RunLog(new.run, file, scheduler_internals.trainers(self._scheduler))
-        state = self.runs[new.run] = RunState(
-            new, admission, ordering, logged, Tail(admission, TailSettings.of(config))
-        )
+        state = self.runs[new.run] = RunState.of(new, ordering, logged)
         state.begin()
         self.trajectories.register_run(state)
         if boundaries:
             self._boundaries_set(state, facts.BoundariesSet(boundaries, "policy.boundaries_tokens"), "")
         if (timeout_s := config.watchdog.timeout_s) is not None:
             limits = Limits(new.watchdog_floors_s, fixed_s=None if timeout_s == "auto" else timeout_s)
-            guard = self.guards[new.run] = StallGuard(
-                self._scheduler, state, self._last_activity, self.trajectories.phase_of, limits, config.watchdog.restart
-            )
-            guard.start()
+            activity, restart = self._last_activity, config.watchdog.restart
+            guard = StallGuard(self._scheduler, state, activity, self.trajectories.phase_of, limits, restart)
+            self.guards[new.run] = guard
         return {"started_s": state.log.started_s, "process": process_name()}
+
+    def _of(self, run: str, epoch: int) -> RunState | None:
+        state = self.runs.get(run)
+        return state if state is not None and state.epoch == epoch else None
 
     def numbers(self, run: str) -> dict[str, float]:
         state = self.runs.get(run)
@@ -179,13 +174,11 @@ class LibraPlugin(SchedulerPlugin):
 
     def notices(self, run: str, epoch: int, first: int) -> list[tuple[int, str]]:
         """The notices of a run from number ``first`` on; see `Notices.since`."""
-        state = self.runs.get(run)
-        return [] if state is None or state.epoch != epoch else state.notices.since(first)
+        return [] if (state := self._of(run, epoch)) is None else state.notices.since(first)
 
     def progress(self, run: str, epoch: int) -> tuple[int, int, str, str]:
         """Ended trajectories, tokens, `WorkerWatch.missing_work` and `Timeline.training`."""
-        state = self.runs.get(run)
-        if state is None or state.epoch != epoch:
+        if (state := self._of(run, epoch)) is None:
             return 0, 0, "", ""
         seen = state.log.timeline
         return state.num_ended, seen.tokens, self.watch.missing_work(run), seen.training(state.log.uptime_s)
@@ -193,18 +186,14 @@ class LibraPlugin(SchedulerPlugin):
     def set_slots(
         self, run: str, epoch: int, slots: Mapping[str, Mapping[str, int]], reason: str = "asked for"
     ) -> dict[str, Any]:
-        state = self.runs.get(run)
-        if state is None or state.epoch != epoch:
+        if (state := self._of(run, epoch)) is None:
             return {"error": f"run {run!r}, epoch {epoch}, is not on this scheduler"}
         return self.concurrency.set(state, slots, reason)
 
     def engines(self, run: str, epoch: int) -> list[dict[str, Any]]:
         """Rows of `Concurrency.rows`, with ``residents``: trajectories at home on the engine."""
-        state = self.runs.get(run)
-        rows = [] if state is None or state.epoch != epoch else self.concurrency.rows(state)
+        rows = [] if (state := self._of(run, epoch)) is None else self.concurrency.rows(state)
         return [row | {"residents": self.trajectories.dispatcher.residents(row["worker"])} for row in rows]
-
-    # ---------------------------------------------------------------- scheduler hooks
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Follow parked tasks through Dask's states. This is the plugin's hot path."""
@@ -228,8 +217,7 @@ class LibraPlugin(SchedulerPlugin):
 
     def told(self, run: str, epoch: int, packed: bytes, worker: str = "", client: str = "") -> None:
         """Facts of a worker or the driver. It never raises: that would close the stream."""
-        state = self.runs.get(run)
-        if state is None or epoch != state.epoch:
+        if (state := self._of(run, epoch)) is None:
             logger.debug("ignored: facts of %s, epoch %s, which is not on this scheduler", run, epoch)
             return
         try:
@@ -290,31 +278,26 @@ class LibraPlugin(SchedulerPlugin):
         await self.ended.close()
 
     def _progressed(self, run: str, key: str | None = None, since_s: float | None = None) -> None:
-        """A run made progress; ``key`` ended or reported, ``since_s`` its last activity."""
         if guard := self.guards.get(run):
-            if key is not None and since_s is not None:
-                guard.took(key, time.monotonic() - since_s)
-            guard.progressed()
-
-    # ---------------------------------------------------------------- parked tasks
+            guard.progressed(key, since_s)
 
     def _parked(self, key: str) -> None:
         if key in self.trajectories.tracked:
             self.trajectories.parked(key, None, None)
             return
         parsed = keys.parse(key)
-        state = self.runs.get(parsed.run) if parsed else None
-        if parsed is None or state is None or parsed.epoch != state.epoch:
+        state = self._of(parsed.run, parsed.epoch) if parsed else None
+        if parsed is None or state is None:
             task_logger.debug("%s waits for a run that is not on this scheduler", key)
         elif parsed.node == "gate":
             self._gate_parked(state, parsed, key)
         elif parsed.node == "batch":
             state.parked.batches[parsed.indices[0]] = key
-            self._admitted(state, facts.BatchParked(parsed.indices[0]))
+            self._tell(state, facts.BatchParked(parsed.indices[0]))
         elif parsed.node == "wave":
             batch, wave = parsed.indices
             state.parked.waves[batch, wave] = key
-            self._admitted(state, facts.WaveParked(batch, wave))
+            self._tell(state, facts.WaveParked(batch, wave))
         else:
             self.trajectories.parked(key, state, parsed)
 
@@ -328,12 +311,10 @@ class LibraPlugin(SchedulerPlugin):
                 state.parked.eval_gates.setdefault(index, []).append(key)
             return
         state.parked.gates[index] = key
-        self._admitted(state, facts.GateParked(index))
+        self._tell(state, facts.GateParked(index))
 
-    def _apply(self, state: RunState, commands: tuple[Command, ...]) -> None:
-        self.trajectories.applier.apply(state, commands)
-
-    # ---------------------------------------------------------------- facts from workers and the driver
+    def _tell(self, state: RunState, fact: Fact, _: str = "") -> None:
+        self.trajectories.applier.tell(state, fact)
 
     def _own_handlers(self) -> dict[type[Fact], Handler]:
         engine: dict[type[Fact], Handler] = dict.fromkeys(
@@ -346,22 +327,21 @@ class LibraPlugin(SchedulerPlugin):
             facts.EngineDeclared: self._engine_declared,
             facts.WorkerReady: self._ready,
             facts.SetupFailed: self._setup_failed,
-            facts.GroupCommitted: self._admitted,
+            facts.GroupCommitted: self._tell,
             facts.RowsKept: lambda state, fact, _: state.workers.keeps_rows(fact.iteration, fact.group, fact.block),
             facts.SessionsUsed: lambda state, fact, _: state.sessions.update(facts.fields_of(fact)),
-            facts.StepFinished: self._admitted,
-            facts.WaveTrained: self._admitted,
+            facts.StepFinished: self._tell,
+            facts.WaveTrained: self._tell,
             facts.MismatchFound: self._mismatch_found,
             facts.BoundariesSet: self._boundaries_set,
-            facts.PromptsNamed: self._prompts_named,
+            facts.PromptsNamed: self._tell,
         }
         return engine | own
 
     def _version_published(self, state: RunState, fact: facts.VersionPublished, _: str) -> None:
-        if (chosen := state.measured(fact.version)) is not None:
-            self._apply(state, chosen)
-        state.log.emit(fact)
-        self._apply(state, (*state.handle(fact), *state.admission.version_published(fact.version)))
+        if (step := state.log.timeline.measured(fact.version, state.log.uptime_s)) is not None:
+            self._tell(state, step)
+        self._tell(state, fact)
         for version in [v for v in state.parked.eval_gates if v <= state.admission.version]:
             for gate in state.parked.eval_gates.pop(version):
                 self.trajectories.applier.open(state, gate, keys.GRADE)
@@ -374,23 +354,32 @@ class LibraPlugin(SchedulerPlugin):
 
     def _boundaries_set(self, state: RunState, fact: facts.BoundariesSet, _: str) -> None:
         logger.info("run %s: %s", state.run, facts.sentence(fact))
-        state.log.emit(fact)
-        self._apply(state, state.handle(fact))
-
-    def _prompts_named(self, state: RunState, fact: facts.PromptsNamed, _: str) -> None:
-        state.log.emit(fact)
-        self._apply(state, state.handle(fact))
+        self._tell(state, fact)
 
     def _engine_told(self, state: RunState, fact: Fact, address: str) -> None:
         if not isinstance(fact, Signal):
-            state.log.emit(fact)
-        engine_told(state, self.liveness, fact, address)
-        state.tail.handle(fact)
-        if isinstance(fact, facts.EngineJoined):
-            self.concurrency.joined(state.run, fact.worker, fact.engine)
-            self.concurrency.apply(state.run, address)
-        if self.trajectories.ahead is not None:
-            announce_ahead(self._scheduler, address, self.trajectories.ahead)
+            self._tell(state, fact)
+        workers = state.workers
+        match fact:
+            case facts.EngineJoined(worker=name, weights=weights, kv=kv):
+                workers.engines[name] = address
+                workers.holders.offers(address, weights)
+                if kv is not None:
+                    workers.kv[name] = kv
+                self.concurrency.joined(state.run, name, fact.engine)
+                self.concurrency.apply(state.run, address)
+            case facts.VersionServed(worker=name, version=version):
+                workers.engines[name] = address
+                self.liveness.checked(state.run, address, passed=True)
+                workers.served[name] = version
+                workers.holders.has(address, version)
+            case facts.EngineSlept() | facts.EngineWoke():
+                self.liveness.slept(state.run, address, asleep=isinstance(fact, facts.EngineSlept))
+            case facts.EngineQuarantined(version=version, layer=layer, detail=detail, out=out):
+                why = f"version {version}: {layer}: {detail}" if out else ""
+                self.liveness.checked(state.run, address, passed=False, out=why)
+        if (ahead := self.trajectories.ahead) is not None:
+            scheduler_internals.tell_worker(self._scheduler, address, {"op": "libra-ahead", "ahead": ahead})
         self.trajectories.workers_changed()
 
     def _engine_declared(self, state: RunState, fact: facts.EngineDeclared, _: str) -> None:
@@ -400,7 +389,6 @@ class LibraPlugin(SchedulerPlugin):
         self.trajectories.workers_changed()
 
     def _ready(self, state: RunState, fact: facts.WorkerReady, address: str) -> None:
-        """A worker's setup has ended; if it failed, the worker still counts as joining."""
         self.watch.ready(state, address)
         self.concurrency.apply(state.run, address)
         self.trajectories.workers_changed()
@@ -409,16 +397,9 @@ class LibraPlugin(SchedulerPlugin):
         self.watch.failed(state, fact, address)
         self.roles.setup_failed(state, fact, address)
 
-    def _admitted(self, state: RunState, fact: Fact, _: str = "") -> None:
-        state.log.emit(fact)
-        state.tail.handle(fact)
-        self._apply(state, state.admission.handle(fact) or ())
-
     def _mismatch_found(self, state: RunState, fact: facts.MismatchFound, _: str) -> None:
         state.log.emit(fact)
         state.notices.warn(logger, f"run {state.run}: {fact.detail}")
-
-    # ---------------------------------------------------------------- for the dashboard
 
     def _sample(self) -> None:
         if not self.runs:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from libra import keys
 from libra.errors import StoreError
-from libra.facts import Fact, Line, PolicySnapshot, to_json
+from libra.facts import Fact, Line, to_json
 from libra.observe.timeline.timeline import Timeline
-from libra.policy import Admission, OneVersion, Ordering, Tail
+from libra.policy.run_policies import RunPolicies
 from libra.scheduler import scheduler_internals
 from libra.store.event_log import EventLog
 
@@ -34,9 +34,8 @@ MOST_PENDING = 2000
 class RunLog:
     """Facts of a run with their times, and snapshots of its policy.
 
-    Lines are encoded and counted in `flush`, or when someone reads `timeline`. Without ``file`` the
-    run keeps no log. ``trainers`` are names of training workers; lines count from ``started_s``
-    (Unix time).
+    Lines are encoded and counted in `flush`, or when someone reads `timeline`; without ``file`` only
+    counted. They count from ``started_s`` (Unix time).
     """
 
     def __init__(self, run: str, file: EventLog | None, trainers: Sequence[str] = ()) -> None:
@@ -82,21 +81,13 @@ class RunLog:
     def snapshot_is_due(self) -> bool:
         return self._num_lines >= self._next_snapshot
 
-    def emit_snapshot(
-        self, policy: Ordering, admission: Admission, tail: Tail, family: str, one: OneVersion | None = None
-    ) -> None:
-        """Append a snapshot of the policy objects, never between a fact and its commands.
-
-        A resumed run and a replay begin at a snapshot, so a segment of the log does too.
-        """
+    def emit_snapshot(self, policies: RunPolicies, family: str) -> None:
+        """Append a snapshot in a new segment, never between a fact and its commands."""
         if self._file is None:
             return
         self._take_in()
         self._file.rotate()
-        versions = {} if one is None else one.snapshot()
-        state = (policy.snapshot(), admission.snapshot(), tail.snapshot(), versions)
-        snapshot = PolicySnapshot(policy.name, family, *state)
-        line = to_json(Line(self._run, round(self.uptime_s, 6), snapshot))
+        line = to_json(Line(self._run, round(self.uptime_s, 6), policies.snapshot(family)))
         self._file.write_line(line)
         self._num_lines += 1
         self._next_snapshot = self._num_lines + max(SNAPSHOT_EVENTS, len(line) // SNAPSHOT_BYTES_PER_EVENT)
@@ -124,29 +115,18 @@ class RunLog:
 
 
 class EndedRuns:
-    """Ended runs that are being cleared: their parts on workers, and segments of their logs.
-
-    A run's part on a worker is known by the run's name alone, so `cleared` is awaited before the
-    run is registered again.
-    """
+    """Ended runs that are being cleared: their parts on workers, and segments of their logs."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._removals: dict[str, set[asyncio.Task[None]]] = {}
+        self._removals: dict[asyncio.Task[None], str] = {}
         self._compressions: set[asyncio.Task[None]] = set()
 
     def driver_left(self, run: str) -> None:
         """Remove the run's part from every present and later worker."""
-        tasks = self._removals.setdefault(run, set())
         task = asyncio.ensure_future(self._remove_hosts(run))
-        tasks.add(task)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            tasks.discard(task)
-            if not tasks and self._removals.get(run) is tasks:
-                del self._removals[run]
-
-        task.add_done_callback(ended)
+        self._removals[task] = run
+        task.add_done_callback(self._removals.pop)
 
     def compressing(self, log: EventLog | None) -> None:
         if log is not None and log.compresses:
@@ -156,10 +136,8 @@ class EndedRuns:
 
     async def cleared(self, run: str) -> None:
         """Return when no worker has a part of the run, or after `CLEAR_WAIT_S`."""
-        pending = set(self._removals.get(run, ()))
-        if pending:
-            _, pending = await asyncio.wait(pending, timeout=CLEAR_WAIT_S)
-        if pending:
+        pending = {task for task, of in self._removals.items() if of == run}
+        if pending and (await asyncio.wait(pending, timeout=CLEAR_WAIT_S))[1]:
             logger.warning("run %s: an earlier start is not cleared from all workers after %g s", run, CLEAR_WAIT_S)
 
     async def close(self) -> None:

@@ -9,11 +9,11 @@ import os
 import socket
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,7 +22,7 @@ from libra import facts
 from libra.config import config_from_dict
 from libra.config.streaming import most_waves
 from libra.errors import RecordExists, StoreError
-from libra.facts import Command, Fact, ToolNeeds
+from libra.facts import ToolNeeds
 from libra.keys import Key
 from libra.policy import (
     Admission,
@@ -31,13 +31,15 @@ from libra.policy import (
     OnlineLearner,
     Ordering,
     Tail,
+    TailSettings,
     Waves,
     WayChoice,
     WaySettings,
     keeps_version,
     learns_after,
     staleness_of,
-)
+)  # fmt: skip
+from libra.policy.run_policies import RunPolicies
 from libra.scheduler.run_log import RunLog
 from libra.store.quantum_records import FailureRecord
 from libra.store.run_records import read_batch
@@ -74,15 +76,6 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, d
         # Dask's wire makes tuples of lists, and a configuration has lists.
         return config_from_dict(json.loads(json.dumps(self.config)))
 
-    def as_message(self) -> dict[str, Any]:
-        """As plain data, for Dask's wire; `from_message` reads it."""
-        return cast(dict[str, Any], msgspec.to_builtins(self))
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """The registration of a message; `msgspec.ValidationError` for a wrong field."""
-        return msgspec.convert(message, cls)
-
     def admission(self) -> Admission:
         """Its staleness bookkeeping, as earlier starts of the run left it."""
         config = self.settings
@@ -102,10 +95,7 @@ def process_name() -> str:
 
 
 class Notices:
-    """Notices for the driver's terminal, numbered from 0, read with `libra_notices`.
-
-    A driver in the scheduler's own process has the same terminal, and reads nothing.
-    """
+    """Notices for the driver's terminal, numbered from 0, read with `libra_notices`."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[int, str]] = deque(maxlen=KEPT_NOTICES)
@@ -122,15 +112,10 @@ class Notices:
 
 
 class Holders:
-    """The workers that hold each version of a run's weights, and the order in which to fetch from
-    them.
+    """Present workers that hold each version of a run's weights, as they reported it.
 
-    Invariants
-    ----------
-    1. A holder is named only for versions that it reported, and no longer once it has left.
-    2. Nearest first: the worker's own host, then other rollout workers, then the trainer, which
-       many requests would slow down. Among equals the least often named come first, so that a
-       version spreads as a tree.
+    Nearest first: the worker's own host, then other rollout workers, then the trainer. Among equals
+    the least often named come first, so that a version spreads as a tree.
     """
 
     def __init__(self) -> None:
@@ -182,11 +167,7 @@ class ParkedNodes:
 
 @dataclass(slots=True)
 class RunWorkers:
-    """The workers of a run, by name: ``served`` versions, addresses of ``engines``, ports of KV
-    objects.
-
-    ``blocks``: where a group's rows are in memory, by (iteration, group).
-    """
+    """The workers of a run, by name; ``blocks``: where rows are in memory, by (iteration, group)."""
 
     served: dict[str, int] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)
@@ -202,35 +183,28 @@ class RunWorkers:
 
 
 @dataclass(slots=True)
-class RunState:
+class RunState(RunPolicies):
     """One run in the scheduler; a new one comes with each registration."""
 
     registration: RunRegistration
-    admission: Admission
-    policy: Ordering
     log: RunLog
-    tail: Tail
     parked: ParkedNodes = field(default_factory=ParkedNodes)
     workers: RunWorkers = field(default_factory=RunWorkers)
     notices: Notices = field(default_factory=Notices)
     num_ended: int = 0
     learned_ended: int = 0  # as of the policy's last update
-    one: OneVersion | None = None
-    family: str = ""  # name of its environment
-    first_phase: Phase = Phase.ROLLOUT
     sessions: Counter[str] = field(default_factory=Counter)  # by name in `SessionCounts`
     revoked: int = 0  # actions stopped for others
 
-    def __post_init__(self) -> None:
-        config = self.settings
-        self.family = config.environment.name
-        self.first_phase = Phase.TOOL if config.agent.given else Phase.ROLLOUT
-        self.one = OneVersion(rounded=config.staleness.engines == "rounded") if keeps_version(config) else None
+    @classmethod
+    def of(cls, registration: RunRegistration, ordering: Ordering, log: RunLog) -> Self:
+        config, admission = registration.settings, registration.admission()
+        one = OneVersion(rounded=config.staleness.engines == "rounded") if keeps_version(config) else None
+        return cls(ordering, admission, Tail(admission, TailSettings.of(config)), one, registration, log)
 
-    def handle(self, event: Fact) -> tuple[Command, ...]:
-        self.tail.handle(event)
-        answers = self.policy.handle(event)
-        return answers if self.one is None else (*answers, *self.one.handle(event))
+    @property
+    def family(self) -> str:
+        return self.settings.environment.name
 
     def numbers(self) -> dict[str, float]:
         """Metrics that only the scheduler knows: forecast skill, sessions, revoked actions."""
@@ -283,14 +257,6 @@ class RunState:
         if choice is not None:
             self.log.emit(facts.StepsPlanned(ways=choice.ways, way=choice.way, reason=choice.reason))
 
-    def measured(self, version: int) -> tuple[Command, ...] | None:
-        """Log the step whose weights are published now, if it was measured, and answer it."""
-        step = self.log.timeline.measured(version, self.log.uptime_s)
-        if step is None:
-            return None
-        self.log.emit(step)
-        return self.admission.steps_measured(step)
-
     def sample(self) -> None:
         """Twice a second: rows of the dashboard's plots, and the log to the disk."""
         self.log.timeline.sample(self.log.uptime_s)
@@ -299,12 +265,11 @@ class RunState:
         self.log.flush()
 
     def emit_snapshot(self) -> None:
-        self.log.emit_snapshot(self.policy, self.admission, self.tail, self.family, self.one)
+        self.log.emit_snapshot(self, self.family)
 
     def learn(self) -> None:
-        if self.num_ended >= self.learned_ended + learns_after(self.learned_ended) and isinstance(
-            self.policy, OnlineLearner
-        ):
+        due = self.num_ended >= self.learned_ended + learns_after(self.learned_ended)
+        if due and isinstance(self.policy, OnlineLearner):
             self.learned_ended = self.num_ended
             began_s = time.perf_counter()
             self.policy.learn()
@@ -327,9 +292,7 @@ class Tracked:
     run: RunState
     phase: Phase = Phase.ROLLOUT
     quanta: int = 0
-    reported: bool = False  # the running quantum has reported
-    given_back: bool = False  # it was handed back without a record
-    revoked: bool = False  # because its lease was revoked
+    outcome: Literal["", "reported", "given_back", "revoked"] = ""  # of the running quantum
     lost: int = 0  # quanta in a row without a report
     ended: bool = False
     at: tuple[Phase, str] | None = None  # phase and address of its slot
@@ -348,17 +311,14 @@ class Tracked:
         self.begin()
 
     def begin(self) -> None:
-        self.phase = self.run.first_phase
+        self.phase = Phase.TOOL if self.run.settings.agent.given else Phase.ROLLOUT
 
     @property
     def completed(self) -> bool:
         return self.end not in ("", str(EndReason.FAILURE))
 
     def end_attempt(self, address: str) -> bool:
-        """Record the end of an attempt as a ``worker`` failure: its quantum killed its workers.
-
-        Returns whether a record exists now, this or an earlier one.
-        """
+        """Record a ``worker`` failure: a quantum killed its workers; False if no record exists now."""
         iteration, group, sample = self.parsed.indices
         tid = TrajectoryId(iteration, group, sample, self.parsed.split)
         detail = f"quantum {self.quanta} was lost {self.lost} times, the last time with {address}"
@@ -366,17 +326,14 @@ class Tracked:
         journal, written = Journal(self.run.directory / "journal"), 1
         try:
             journal.append(str(tid), self.quanta, record)
-        except RecordExists:
-            task_logger.debug("%s: quantum %d was written, only its report was lost", self.key, self.quanta)
+            self.run.log.emit(facts.FailureClassified(self.key, str(FailureClass.WORKER), detail))
+        except RecordExists:  # only its report was lost
             with contextlib.suppress(StoreError):  # unreadable: it counts as one
                 written = len(journal.read_at(str(tid), self.quanta))
         except StoreError as error:
             task_logger.error("%s: its failure could not be recorded: %s", self.key, error)
             return False
-        else:
-            self.run.log.emit(facts.FailureClassified(self.key, str(FailureClass.WORKER), detail))
         self.quanta += written
-        # Another attempt begins, unless the next report corrects this.
-        self.lost = 0
+        self.lost = 0  # another attempt begins, unless the next report corrects this
         self.begin()
         return True

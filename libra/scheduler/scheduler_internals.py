@@ -37,11 +37,7 @@ class Release(NamedTuple):
 
 
 def collect_rarely() -> None:
-    """Set the garbage collector's thresholds as ``dask scheduler`` does, in any process.
-
-    A pass over 10,000 tasks takes a tenth of a second and frees almost nothing. Other thresholds
-    than the defaults are kept.
-    """
+    """Set the garbage collector's thresholds as ``dask scheduler`` does, unless others are set."""
     if gc.get_threshold() == _GC_DEFAULT:
         gc.set_threshold(*(3 * count for count in _GC_DEFAULT))
 
@@ -106,10 +102,7 @@ def trainers(scheduler: Scheduler) -> list[str]:
 
 
 def installs(scheduler: Scheduler, plugin: str) -> bool:
-    """Whether a worker that joins now sets up a WorkerPlugin of this name.
-
-    Dask reports it as running before the setup has ended.
-    """
+    """Whether a worker that joins now sets up a WorkerPlugin of this name."""
     return plugin in scheduler.worker_plugins
 
 
@@ -135,10 +128,7 @@ def set_supply(scheduler: Scheduler, address: str, resource: str, count: int) ->
 
 
 def hold_back(scheduler: Scheduler, address: str, resources: Iterable[str]) -> dict[str, int]:
-    """Remove resources from a worker, also for tasks that request 0 of one; returns its supply.
-
-    Only in a plugin's ``add_worker``, when no task can be running there and miss the key.
-    """
+    """Remove resources from a worker in a plugin's ``add_worker``; returns its supply."""
     ws, held = scheduler.workers[address], {}
     for resource in resources:
         if resource in ws.resources:
@@ -168,7 +158,7 @@ def worker_name(scheduler: Scheduler, address: str) -> str:
 def bucket(scheduler: Scheduler, address: str) -> str:
     """Rollout capacity class of a worker by its resources TP, THREADS and PASS_US, or ""."""
     ws = scheduler.workers.get(address)
-    given = {name: int(ws.resources.get(name, 0)) for name in (TP, THREADS, PASS_US)} if ws is not None else {}
+    given = {} if ws is None else {name: int(ws.resources.get(name, 0)) for name in (TP, THREADS, PASS_US)}
     return "-".join(f"{name.lower()}{count}" for name, count in given.items() if count)
 
 

@@ -49,8 +49,6 @@ class StallGuard:
         self.watchdog = Watchdog(limits, time.monotonic())
         every_s = max(MIN_CHECK_S, limits.floor_s / CHECKS_PER_TIMEOUT)
         self._checks = PeriodicCallback(self._check, every_s * 1000)
-
-    def start(self) -> None:
         self._checks.start()
 
     def stop(self) -> None:
@@ -58,22 +56,20 @@ class StallGuard:
         for task in self._acting:
             task.cancel()
 
-    def progressed(self) -> None:
-        self.watchdog.progressed(time.monotonic())
-
-    def took(self, key: str, seconds: float) -> None:
-        self.watchdog.limits.took(self._stage(key), seconds)
+    def progressed(self, key: str | None, since_s: float | None) -> None:
+        """The run made progress; ``key`` ended or reported, ``since_s`` its last activity."""
+        now_s = time.monotonic()
+        if key is not None and since_s is not None:
+            self.watchdog.limits.took(self._stage(key), now_s - since_s)
+        self.watchdog.progressed(now_s)
 
     def granted(self) -> None:
         """An event may end a stall, but is not progress yet: a worker joined."""
         self.watchdog.granted(time.monotonic())
 
     def _check(self) -> None:
-        if self._acting:
-            return
         now_s = time.monotonic()
-        stall = self.watchdog.check(now_s, self._picture)
-        if stall is not None:
+        if not self._acting and (stall := self.watchdog.check(now_s, self._picture)) is not None:
             self._report(stall, now_s)
 
     def _picture(self) -> Picture:
@@ -103,32 +99,31 @@ class StallGuard:
             resource = next(iter(ts.resource_restrictions or ()), "")
             return Waiting(key, f"a unit of {resource}" if resource else "any worker", resource)
         index, published = parsed.indices[0], state.admission.version
+        if parsed.node == "trajectory":
+            phase = str(self._phase_of(key))
+            return Waiting(key, f"a slot of {phase}", phase)
         if parsed.node == "gate":
             version = index if parsed.split == "eval" else index - state.settings.run.eta
             return Waiting(key, f"version {version} (published is {published})", "")
-        if parsed.node == "batch":
-            return Waiting(key, f"the groups of batch {index} (published is version {published})", "")
         if parsed.node == "wave":
             return Waiting(key, f"groups for wave {parsed.indices[1]} of batch {index}, or its trainer", "")
-        phase = str(self._phase_of(key))
-        return Waiting(key, f"a slot of {phase}", phase)
+        return Waiting(key, f"the groups of batch {index} (published is version {published})", "")
 
     def _report(self, stall: Stall, now_s: float) -> None:
         self._stalls += 1
         state, culprit, last = self._state, stall.culprit, self._state.log.newest()
-        restart = self._restart and culprit is not None
-        key, worker, address, stage, file = "", "", "", "", ""
+        restart, at, file = self._restart and culprit is not None, ("", "", "", ""), ""
         if culprit is not None:
-            key, stage, worker, address = culprit.key, culprit.stage, culprit.worker, culprit.address
-            file = f"stacks/{self._stalls:04d}-{worker.replace('/', '_')}.txt"
+            at = culprit.key, culprit.worker, culprit.address, culprit.stage
+            file = f"stacks/{self._stalls:04d}-{culprit.worker.replace('/', '_')}.txt"
             task = asyncio.ensure_future(self._act(culprit, stall, file, now_s))
             self._acting.add(task)
             task.add_done_callback(self._acting.discard)
-        idle_s, waiting, detail = stall.idle_s, stall.waiting, stall.detail
-        at = (key, worker, address, stage, round(idle_s, 3), waiting)
-        state.log.emit(facts.StallDetected(*at, detail, last, file, restart))
-        advice = self._advice(stall, file, restart)
-        self._warn(f"no progress for {idle_s:.0f} s: {detail}; last event: {last}; {advice}")
+        idle_s, detail = stall.idle_s, stall.detail
+        state.log.emit(facts.StallDetected(*at, round(idle_s, 3), stall.waiting, detail, last, file, restart))
+        self._warn(
+            f"no progress for {idle_s:.0f} s: {detail}; last event: {last}; {self._advice(stall, file, restart)}"
+        )
 
     def _warn(self, text: str) -> None:
         self._state.notices.warn(logger, f"run {self._state.run}: {text}")
@@ -142,10 +137,8 @@ class StallGuard:
         if restart:
             return f"{written}; its worker is restarted"
         ws = self._scheduler.workers.get(stall.culprit.address)
-        by_hand = (
-            f"type kill -9 {ws.pid} on {ws.host} to have its nanny restart it" if ws is not None and ws.nanny else ""
-        )
-        return "; ".join(filter(None, (written, by_hand, "watchdog.restart=true does so automatically")))
+        by_hand = f"; type kill -9 {ws.pid} on {ws.host} to have its nanny restart it" if ws and ws.nanny else ""
+        return f"{written}{by_hand}; watchdog.restart=true does so automatically"
 
     async def _act(self, culprit: RunningTask, stall: Stall, file: str, reported_s: float) -> None:
         ws = self._scheduler.workers.get(culprit.address)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -24,9 +25,9 @@ from libra.keys import TOOL_CORES, TOOL_GPUS, TOOL_MIB
 from libra.observe.task_stream import QuantumStream
 from libra.policy import EVERYONE, Dispatcher, Place
 from libra.policy.liveness import Liveness
-from libra.policy.placements import LeaseTaken
+from libra.policy.phase_queue import LeaseTaken
 from libra.scheduler import scheduler_internals
-from libra.scheduler.command_applier import Applier, announce_ahead, announce_move, announce_revocation
+from libra.scheduler.command_applier import Applier, announce_move
 from libra.scheduler.run_state import Handler, RunState, Tracked
 from libra.scheduler.worker_supply import ToolWorkers, Workers
 from libra.types import Phase
@@ -43,11 +44,8 @@ MAX_LOST_QUANTA = 3
 AHEAD_EVERY_S = 0.02
 """Delay before a new best rank is announced: most trajectories that park are dispatched at once."""
 
-_SEVERAL = object()
-
 
 def _differ(ahead: facts.Priority | None, known: facts.Priority | None) -> bool:
-    """Whether other trajectories than before release their slots (`libra.policy.leaves_slot`)."""
     return (ahead and ahead[:2]) != (known and known[:2])
 
 
@@ -73,7 +71,7 @@ class Trajectories:
         self.tracked: dict[str, Tracked] = {}
         self.ahead: facts.Priority | None = None  # as the rollout workers know it
         self._announces_ahead = False
-        self._only: RunState | object | None = None  # the only run so far
+        self._num_runs = 0  # so far
         self.kicked = False
         self._dispatches = 0
         self._stale, self._num_running = True, 0
@@ -85,20 +83,19 @@ class Trajectories:
         """Log a fact, pass it to dispatcher and policies, and carry out their commands."""
         state.log.emit(fact)
         self.dispatcher.handle(fact)
-        self.applier.apply(state, state.handle(fact))
+        self.applier.apply(state, state.tell(fact))
 
     def register_run(self, state: RunState) -> None:
         if state.one is not None:
             self.dispatcher.allowed = self._allowed
-        self._only = state if self._only is None and not self.tracked else _SEVERAL
+        self._num_runs += 1
         if state.registration.tools:
             self._declare_tools(state)
-        self._update_workers(new=state)
+        self._notify_all(self.workers.changes(), but=state)
         for joined in self.workers.known.values():
-            self._notify_run(state, joined)
+            self.applier.tell(state, joined)
 
     def _declare_tools(self, state: RunState) -> None:
-        """From now on actions hold leases; a run's name precedes the names of its tools."""
         tools = {f"{state.run}/{name}": needs for name, needs in state.registration.tools.items()}
         quotas = {name: str(quota) for name, quota in state.settings.environment.quotas.items()}
         declared = facts.ToolsDeclared(tools, quotas)
@@ -121,32 +118,23 @@ class Trajectories:
         one = self.tracked[key].run.one
         return one is None or one.may(key, worker)
 
-    def _update_workers(self, new: RunState | None = None) -> None:
-        """Notify all runs but ``new`` of workers that joined, left or changed."""
-        for event in self.workers.changes():
-            self._notify_all(event, new)
-
-    def _notify_all(self, event: facts.WorkerCapacity | facts.WorkerWithdrawn, but: RunState | None = None) -> None:
-        self.dispatcher.handle(event)
-        for state in self._runs.values():
-            if state is not but:
-                self._notify_run(state, event)
-
-    def _notify_run(self, state: RunState, event: facts.WorkerCapacity | facts.WorkerWithdrawn) -> None:
-        state.log.emit(event)
-        self.applier.apply(state, state.handle(event))
+    def _notify_all(
+        self, events: Iterable[facts.WorkerCapacity | facts.WorkerWithdrawn], but: RunState | None = None
+    ) -> None:
+        for event in events:
+            self.dispatcher.handle(event)
+            for state in self._runs.values():
+                if state is not but:
+                    self.applier.tell(state, event)
 
     def worker_gone(self, address: str) -> None:
-        for event in self.workers.left(address):
-            self._notify_all(event)
+        self._notify_all(self.workers.left(address))
         self.workers_changed()
 
     def parked(self, key: str, state: RunState | None, parsed: keys.Key | None) -> None:
         """A trajectory's task is parked; ``state`` and ``parsed`` are given for a new one."""
-        tracked = self.tracked.get(key)
-        if tracked is None:
-            assert state is not None
-            assert parsed is not None
+        if (tracked := self.tracked.get(key)) is None:
+            assert state is not None and parsed is not None
             tracked = self.tracked[key] = Tracked(key, parsed, state)
         state, indices = tracked.run, tracked.parsed.indices
         tracked.policy_ended = False
@@ -190,12 +178,12 @@ class Trajectories:
         scheduler, dispatcher = self._scheduler, self.dispatcher
         if self._stale or len(scheduler.running) != self._num_running:  # a worker was paused
             self._stale, self._num_running = False, len(scheduler.running)
-            self._update_workers()
+            self._notify_all(self.workers.changes())
         at_s = round(time.monotonic(), 6)
         if dispatcher.leases is not None:
             self._update_tool_capacity()
         releases: list[scheduler_internals.Release] = []
-        alone = len(self._runs) == 1 and self._only is next(iter(self._runs.values()))
+        alone = self._num_runs == 1
         for phase in Phase:
             for place in dispatcher.dispatch(phase, at_s):
                 ts, tracked = scheduler.tasks.get(place.key), self.tracked.get(place.key)
@@ -212,7 +200,7 @@ class Trajectories:
                 releases.append(scheduler_internals.Release(place.key, _resources(place), address, known))
         if releases:
             self._dispatches += 1
-            self.applier.release(releases, f"libra-dispatch-{self._dispatches}")
+            scheduler_internals.release(scheduler, releases, f"libra-dispatch-{self._dispatches}")
         self._revoke(at_s, alone)
         if dispatcher.leases is not None:
             self._look_again(dispatcher.leases.table.next_s(at_s), at_s)
@@ -229,7 +217,7 @@ class Trajectories:
         if _differ(ahead := self._best_waiting(), self.ahead):
             self.ahead = ahead
             for address in {address for state in self._runs.values() for address in state.workers.engines.values()}:
-                announce_ahead(self._scheduler, address, ahead)
+                scheduler_internals.tell_worker(self._scheduler, address, {"op": "libra-ahead", "ahead": ahead})
 
     def _leased(self, tracked: Tracked, place: Place, lease: LeaseTaken) -> None:
         queued_s = round(max(0.0, lease.at_s - tracked.parked_s), 6)
@@ -238,7 +226,6 @@ class Trajectories:
         tracked.run.log.emit(facts.LeaseGranted(key=place.key, worker=place.worker, queued_s=queued_s, **fields))
 
     def _revoke(self, at_s: float, alone: bool) -> None:
-        """Stop actions whose lease was revoked, if they are still on their worker."""
         for revoke in self.dispatcher.revocations():
             tracked = self.tracked.get(revoke.holder)
             if tracked is None or tracked.at is None:
@@ -247,7 +234,8 @@ class Trajectories:
             state.revoked += 1
             task_logger.info("%s: %s stops on %s", revoke.reason, revoke.holder, revoke.worker)
             state.log.emit(facts.LeaseRevoked(revoke.holder, revoke.worker, at_s, revoke.ran_s, revoke.reason, alone))
-            announce_revocation(self._scheduler, state, address, revoke.holder, tracked.quanta)
+            message = {"op": "libra-revoke", "run": state.run, "epoch": state.epoch, "key": revoke.holder}
+            scheduler_internals.tell_worker(self._scheduler, address, message | {"quantum": tracked.quanta})
 
     def _look_again(self, next_s: float | None, at_s: float) -> None:
         loop = self._scheduler.loop
@@ -260,15 +248,11 @@ class Trajectories:
         if place.move is not None:
             announce_move(self._scheduler, state, worker, tracked.key, place.move)
         tracked.at, tracked.worker = (phase, address), worker
-        tracked.reported = tracked.given_back = tracked.revoked = False
-        if phase is Phase.ROLLOUT and tracked.parsed.split == "train":
-            iteration, group, _ = tracked.parsed.indices
-            state.admission.generation_started(iteration, group, state.admission.version)
+        tracked.outcome = ""
         priority = cast("tuple[int, ...]", self._scheduler.tasks[tracked.key].priority or ())
         task_logger.debug("%s: %s gets a %s slot of %s", reason, tracked.key, phase, worker)
         sent = facts.QuantumDispatched(tracked.key, phase, worker, tracked.quanta, priority, reason, alone)
-        state.log.emit(sent)
-        self.applier.apply(state, state.handle(sent))
+        self.applier.tell(state, sent)
 
     def left_worker(self, tracked: Tracked) -> None:
         if tracked.at is not None:
@@ -276,11 +260,11 @@ class Trajectories:
             tracked.at = None
             self.dispatcher.stopped(tracked.key)
             self.kick()
-            if tracked.given_back:
+            if tracked.outcome in ("given_back", "revoked"):
                 tracked.run.log.emit(facts.QuantumGivenBack(tracked.key, phase, tracked.quanta, address))
-                if not tracked.revoked:
+                if tracked.outcome == "given_back":
                     self._forget_home(tracked)
-            elif not tracked.reported and not tracked.ended:
+            elif not tracked.outcome and not tracked.ended:
                 self._lost(tracked, phase, address)
         ts = self._scheduler.tasks.get(tracked.key)
         if ts is not None:
@@ -288,7 +272,6 @@ class Trajectories:
             scheduler_internals.park(ts)
 
     def _lost(self, tracked: Tracked, phase: Phase, address: str) -> None:
-        """A quantum ended without a report; the third time in a row ends the attempt."""
         tracked.lost += 1
         state = tracked.run
         state.log.emit(facts.QuantumLost(tracked.key, phase, tracked.quanta, address, tracked.lost))
@@ -317,12 +300,12 @@ class Trajectories:
 
     def _given_back(self, state: RunState, fact: facts.GivenBack, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
-            tracked.given_back, tracked.revoked = True, fact.revoked
+            tracked.outcome = "revoked" if fact.revoked else "given_back"
             scheduler_internals.forgive(self._scheduler.tasks.get(fact.key))
 
     def _found_ended(self, state: RunState, fact: facts.TrajectoryFoundEnded, _: str) -> None:
         if (tracked := self._running(fact)) is not None:
-            tracked.reported = tracked.ended = True
+            tracked.outcome, tracked.ended = "reported", True
             tracked.lost, tracked.quanta, tracked.end = 0, fact.quanta, fact.end
             state.log.emit(fact)
             self._ended(tracked, completed=False)  # it was counted when it ended
@@ -341,7 +324,7 @@ class Trajectories:
         if (tracked := self._running(fact)) is None:
             return
         key, phase = fact.key, fact.phase
-        tracked.reported, tracked.lost = not fact.goes_on, 0
+        tracked.outcome, tracked.lost = "" if fact.goes_on else "reported", 0
         tracked.quanta = fact.quantum + 1
         tracked.context_tokens, tracked.end, tracked.calls = fact.context_tokens, fact.end, fact.calls
         if phase is Phase.TOOL:

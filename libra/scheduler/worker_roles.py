@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -76,14 +76,10 @@ class WorkerRoles:
     """One per scheduler, for the one run at a time whose workers can change roles."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        registered: Mapping[str, RunState],
-        trajectories: Trajectories,
-        concurrency: Concurrency,
+        self, scheduler: Scheduler, registered: Mapping[str, RunState], trajectories: Trajectories, limits: Concurrency
     ) -> None:
         self._scheduler, self._registered = scheduler, registered
-        self._trajectories, self._concurrency = trajectories, concurrency
+        self._trajectories, self._concurrency = trajectories, limits
         self._runs: dict[str, _Run] = {}
         called = (
             self.register_roles, self.set_roles, self.cancel_roles, self.roles, self.wait_roles, self.role_known,
@@ -91,10 +87,7 @@ class WorkerRoles:
         scheduler_internals.add_handlers(scheduler, {f"libra_{method.__name__}": method for method in called})
 
     def register_roles(self, run: str, epoch: int) -> dict[str, Any]:
-        """Let workers of a run change roles from now on; an older epoch is dropped.
-
-        A worker's supply is shared by all runs, so only one of them at a time changes it.
-        """
+        """Let workers of a run change roles from now on; only one run at a time, as runs share them."""
         if others := [other for other in self._runs if other != run]:
             return {"error": f"run {others[0]!r} changes roles of workers here, and only one run at a time can"}
         self.end_roles(run)
@@ -110,22 +103,17 @@ class WorkerRoles:
 
     def as_started(self, run: str | None) -> dict[str, dict[str, int]]:
         """Resources that the workers of a run will supply when it ends, by address."""
-        state = self._runs.get(run or "")
-        if state is None:
+        if (state := self._runs.get(run or "")) is None:
             return {}
         had = {address: state.members[name] for name, address in state.address.items()}
         return {
-            address: {keys.ROLLOUT: has.slots} | ({keys.TP: has.started_tp} if has.started_tp else {})
-            for address, has in had.items()
+            at: {keys.ROLLOUT: m.slots} | ({keys.TP: m.started_tp} if m.started_tp else {}) for at, m in had.items()
         }
 
     def set_roles(
         self, run: str, epoch: int, assignments: Mapping[str, Mapping[str, Any]], reason: str = "asked for"
     ) -> dict[str, Any]:
-        """Begin a change; all these workers get the given assignments, or keep their present ones.
-
-        ``role`` is "rollout", "train" or "lent"; ``tp`` is by default the worker's own.
-        """
+        """Begin a change: ``role`` is "rollout", "train" or "lent", ``tp`` by default the worker's own."""
         state = self._of(run, epoch)
         if state is None:
             return _unknown(run, epoch)
@@ -142,11 +130,7 @@ class WorkerRoles:
         return _unknown(run, epoch) if state is None else self._answer(state, state.roles.cancel(generation))
 
     def roles(self, run: str, epoch: int) -> list[dict[str, Any]]:
-        """Rows of `Roles.rows` with three more columns; empty if the run is not here.
-
-        ``for_s`` in the present stage; ``seconds`` of its last change (None before one); ``reason``
-        of that, or of the failure if the stage is ``failed``.
-        """
+        """Rows of `Roles.rows` with ``for_s``, and ``seconds`` and ``reason`` of the last change."""
         state = self._of(run, epoch)
         return [] if state is None else [self._row(state, row) for row in state.roles.rows()]
 
@@ -229,7 +213,7 @@ class WorkerRoles:
     def setup_failed(self, run: RunState, fact: facts.SetupFailed, address: str) -> None:
         state = self._of(run.run, run.epoch)
         if state is not None and fact.worker in state.roles.members:
-            self._mark_failed(state, fact.worker, address, fact.detail)
+            state.failed[fact.worker], state.members[fact.worker].reason = address, fact.detail
 
     def _pool_opened(self, run: RunState, fact: facts.HybridPoolOpened, address: str) -> None:
         if (state := self._of(run.run, run.epoch)) is not None:
@@ -265,10 +249,6 @@ class WorkerRoles:
             self._tell(state, facts.RoleMemberKnown(name, fact.tp))
         self._carry_out_all(state, state.roles.announce(name, base, urlsplit(address).hostname or address))
 
-    @staticmethod
-    def _mark_failed(state: _Run, name: str, address: str, detail: str) -> None:
-        state.failed[name], state.members[name].reason = address, detail
-
     def _carry_out_all(self, state: _Run, commands: list[RoleCommand]) -> None:
         for command in commands:
             self._carry_out(state, command)
@@ -283,17 +263,17 @@ class WorkerRoles:
             case messages.Withdraw(worker=worker):
                 self._supply(state, worker, 0, None)
             case messages.Perform(worker=worker, assignment=has):
-                leader_first = sorted(command.slots_of, key=lambda name: name != worker)
-                slots = sum(state.members[name].slots for name in command.slots_of)
-                shares = [state.members[name].share for name in leader_first]
-                stage, role, number = str(command.stage), str(has.role), command.generation
+                members = [state.members[name] for name in sorted(command.slots_of, key=lambda name: name != worker)]
                 self._send(
-                    state, state.address[worker], generation=number, stage=stage, role=role, tp=has.tp, slots=slots, shares=shares
+                    state, state.address[worker], generation=command.generation, stage=str(command.stage),
+                    role=str(has.role), tp=has.tp, slots=sum(member.slots for member in members),
+                    shares=[member.share for member in members],
                 )  # fmt: skip
             case messages.Supply(worker=worker, assignment=has, slots_of=names) if has.role is Role.ROLLOUT:
                 own = has.tp == state.roles.members[worker].base.tp
                 tp = state.members[worker].started_tp if own else has.tp
-                self._supply(state, worker, self._allowed(state, worker, has.tp, names), tp)
+                slots = sum(state.members[name].slots for name in names)
+                self._supply(state, worker, self._concurrency.supplied(state.run, worker, has.tp, slots), tp)
             case facts.RoleMemberFailed(worker=worker, detail=detail, restarts=True):
                 logger.warning("run %s: %s is restarted: %s", state.run, worker, detail)
                 self._tell(state, command)
@@ -302,7 +282,7 @@ class WorkerRoles:
                 )
             case facts.RoleMemberFailed(worker=worker, detail=detail):
                 logger.error("run %s: %s gets no work until it is restarted: %s", state.run, worker, detail)
-                self._mark_failed(state, worker, state.address.get(worker, ""), detail)
+                state.failed[worker], state.members[worker].reason = state.address.get(worker, ""), detail
                 self._tell(state, command)
             case facts.RoleChangeStarted(generation=generation, reason=reason):
                 state.begun_s[generation] = time.monotonic()
@@ -318,12 +298,7 @@ class WorkerRoles:
             case messages.Ended():
                 self._ended(state, command)
 
-    def _allowed(self, state: _Run, worker: str, tp: int, names: Sequence[str]) -> int:
-        slots = sum(state.members[name].slots for name in names)
-        return self._concurrency.supplied(state.run, worker, tp, slots)
-
     def _supply(self, state: _Run, name: str, slots: int, tp: int | None) -> None:
-        """Set the slots of a worker; ``tp`` None keeps its present TP."""
         address = state.address.get(name)
         if address is None or address not in self._scheduler.workers:
             return
@@ -356,9 +331,7 @@ class WorkerRoles:
 
     def _tell(self, state: _Run, fact: Fact) -> None:
         if (run := self._registered.get(state.run)) is not None:
-            run.log.emit(fact)
-            run.tail.handle(fact)
-            self._trajectories.applier.apply(run, ())
+            self._trajectories.applier.tell(run, fact)
 
     @staticmethod
     def _forget(state: _Run, generation: int) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from libra import facts, keys
-from libra.policy.engine_table import as_its_bucket, joined_of, off_by_frac
+from libra.policy.engine_capacity import as_its_bucket, joined_of, off_by_frac
 from libra.policy.liveness import Liveness
 from libra.policy.tool_fleet import ToolFleet, ordered
 from libra.scheduler import scheduler_internals
@@ -62,9 +62,8 @@ class Workers:
     def declared(self, fact: facts.EngineDeclared) -> None:
         before = self._declared.get(fact.worker)
         reported = before.reported if before is not None and before.bucket == fact.bucket else None
-        self._declared[fact.worker] = _Declared(
-            fact.bucket, EngineCapacity.from_declaration(facts.fields_of(fact)), reported
-        )
+        capacity = EngineCapacity.from_declaration(facts.fields_of(fact))
+        self._declared[fact.worker] = _Declared(fact.bucket, capacity, reported)
 
     def changes(self) -> Iterator[facts.WorkerCapacity | facts.WorkerWithdrawn]:
         """Changes since the last call, in the order in which to report them."""
@@ -74,10 +73,8 @@ class Workers:
             for phase in Phase
         }
         supply[Phase.ROLLOUT] = {a: 0 if a in silent else n for a, n in supply[Phase.ROLLOUT].items()}
-        present = {
-            scheduler_internals.worker_name(self._scheduler, address): address
-            for address in {**supply[Phase.ROLLOUT], **supply[Phase.TOOL]}
-        }
+        addresses = {**supply[Phase.ROLLOUT], **supply[Phase.TOOL]}
+        present = {scheduler_internals.worker_name(self._scheduler, address): address for address in addresses}
         for name in [name for name, address in self.address.items() if present.get(name) != address]:
             yield self._gone(name)
         for name, address in present.items():
@@ -87,13 +84,10 @@ class Workers:
             if same_slots and (declared is None or not self._differs(declared)):
                 continue
             if declared is None:
-                bucket = scheduler_internals.bucket(self._scheduler, address)
-                joined = facts.WorkerCapacity(name, bucket, rollout_slots=slots[0], tool_slots=slots[1])
+                joined = facts.WorkerCapacity(name, scheduler_internals.bucket(self._scheduler, address), *slots)
             else:
-                declared.reported = self._as_its_bucket(declared)
-                joined = joined_of(
-                    name, declared.bucket, declared.reported, rollout_slots=slots[0], tool_slots=slots[1]
-                )
+                seconds = declared.reported = self._as_its_bucket(declared)
+                joined = joined_of(name, declared.bucket, seconds, rollout_slots=slots[0], tool_slots=slots[1])
             self.known[name], self.address[name] = joined, address
             yield joined
 
@@ -162,9 +156,9 @@ class Concurrency:
     def declared(self, run: str, fact: facts.EngineDeclared) -> None:
         """An engine has declared its capacity; kept by degree, also after the engine ended."""
         known = self._runs.setdefault(run, _Limits())
-        known.declared[fact.worker, fact.tp] = {
-            name: each for name, each in facts.fields_of(fact).items() if name != "worker"
-        }
+        fields = facts.fields_of(fact)
+        del fields["worker"]
+        known.declared[fact.worker, fact.tp] = fields
 
     def rows(self, state: RunState) -> list[dict[str, Any]]:
         """A row for each worker that has or had an engine; ``limits`` are by degree."""
@@ -185,10 +179,7 @@ class Concurrency:
         return found
 
     def set(self, state: RunState, wanted: Mapping[str, Mapping[str, int]], reason: str) -> dict[str, Any]:
-        """Limit engines, by worker: ``slots``, and ``tp`` for another engine than the present one.
-
-        Answers ``{}``, or ``{"error": ...}`` if nothing was changed.
-        """
+        """Limit engines by worker: ``slots``, ``tp`` for another than the present one; {} or an error."""
         others = [run for run, other in self._runs.items() if run != state.run and other.limits]
         if others:
             return {"error": f"run {others[0]!r} limits slots of workers here, and only one run at a time can"}

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from libra import keys
@@ -24,7 +22,6 @@ from libra.scheduler.run_state import RunState
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, WorkerState
 
-    from libra.types import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +41,7 @@ WORK = {
 
 
 class _Present(NamedTuple):
-    """A present worker, and its supply once it is ready.
-
-    ``status``: "failed", "out", "quarantined", "setting_up", "ready", or Dask's if it takes no
-    tasks.
-    """
+    """A present worker, and its supply once it is ready; ``status`` may be Dask's."""
 
     ws: WorkerState
     supplies: set[str]
@@ -61,8 +54,8 @@ class _Present(NamedTuple):
 class WorkerWatch:
     """One per scheduler, for all runs; call `look` for each run twice a second."""
 
-    def __init__(self, scheduler: Scheduler, liveness: Liveness, phase_of: Callable[[str], Phase]) -> None:
-        self._scheduler, self._liveness, self._phase_of = scheduler, liveness, phase_of
+    def __init__(self, scheduler: Scheduler, liveness: Liveness) -> None:
+        self._scheduler, self._liveness = scheduler, liveness
         self._held: dict[str, dict[str, int]] = {}  # withheld resources, by address
         self._roles: dict[str, MissingRoles] = {}
         for address, ws in scheduler.workers.items():
@@ -97,18 +90,11 @@ class WorkerWatch:
             return
         state.workers.engines.pop(name, None)
         state.workers.served.pop(name, None)
-        missed = [*self._held[address], *(each for each in (keys.ROLLOUT, keys.TOOL) if ws.resources.get(each))]
-        alone = [
-            each for each in missed if not scheduler_internals.supply(self._scheduler, each).keys() - self._held.keys()
-        ]
-        effect = (
-            f"the run waits: no other worker supplies {', '.join(alone)}" if alone else "the run goes on without it"
-        )
         by_hand = f"type kill -9 {ws.pid} on {ws.host}"
         advice = f"Fix the cause, then {by_hand} {'' if ws.nanny else 'and start the worker again'}".strip()
         if after_s is not None:
             advice = f"It is restarted in {after_s:g} s; {by_hand} to restart it at once"
-        text = f"run {state.run}: worker {name} ({address}) joined, but its setup failed: {detail}; {effect}. {advice}"
+        text = f"run {state.run}: worker {name} ({address}) joined, but its setup failed: {detail}. {advice}"
         state.notices.warn(logger, f"{text}; its log has the traceback", logging.ERROR)
 
     def look(self, state: RunState, now_s: float | None = None) -> None:
@@ -163,44 +149,42 @@ class WorkerWatch:
             wanted = int(state.settings.distil.teacher is not None)
         elif resource == keys.TRAIN:
             wanted = state.settings.cluster.train_workers
-        there = scheduler_internals.supply(self._scheduler, resource)
-        those = [each for each in present if resource in each.supplies]
-        barred = {"quarantined", "out"} if resource == keys.ROLLOUT else set()
-        names = (
-            str(each.ws.name)
-            for each in those
-            if each.is_ready and each.ws.address in there and each.status not in barred
+        there, able = (
+            scheduler_internals.supply(self._scheduler, resource),
+            [p for p in present if resource in p.supplies],
         )
-        unready = [each for each in those if not each.is_ready]
-        out = [each.ws.address for each in those if each.status == "out"] if barred else []
-        cause = (*sorted(gone), *out, *(each.ws.address for each in unready))
-        coming = bool(unready) and not any(each.status in ("failed", "out") for each in those)
-        return RoleSupply(wanted, tuple(names), cause, coming)
+        barred = {"quarantined", "out"} if resource == keys.ROLLOUT else set()
+        ready = (p for p in able if p.is_ready and p.ws.address in there and p.status not in barred)
+        unready = [p for p in able if not p.is_ready]
+        out = [p.ws.address for p in able if p.status == "out"] if barred else []
+        cause = (*sorted(gone), *out, *(p.ws.address for p in unready))
+        coming = bool(unready) and not any(p.status in ("failed", "out") for p in able)
+        return RoleSupply(wanted, tuple(str(p.ws.name) for p in ready), cause, coming)
 
     def _supply(self, addresses: list[str]) -> None:
         for each in addresses:
             scheduler_internals.restore_supply(self._scheduler, each, self._held.pop(each, {}), f"libra-ready-{each}")
 
     def _end_unservable(self, state: RunState, engines: set[str]) -> None:
-        """End a run by an error of one waiting trajectory if all its engines are out of service."""
         out = self._liveness.out(state.run)
         if not engines or not out.keys() >= engines:
             return
         for key, ts in self._scheduler.tasks.items():
-            if isinstance(key, str) and ts.state == "no-worker" and scheduler_internals.is_parked(ts):
-                parsed = keys.parse(key)
-                if parsed is not None and (parsed.node, parsed.run) == ("trajectory", state.run):
-                    error = EngineError(
-                        f"run {state.run}: no engine can serve {next(iter(out.values()))}, also after a restart from that "
-                        "version's file. The engine does not compute what the trainer does with this model: try the other "
-                        "rollout.engine, or report the model's config.json; then libra resume "
-                        f"{shell_path(state.directory)}"
-                    )
-                    scheduler_internals.fail(self._scheduler, key, error, "libra-unservable")
-                    return
+            if not isinstance(key, str) or ts.state != "no-worker" or not scheduler_internals.is_parked(ts):
+                continue
+            parsed = keys.parse(key)
+            if parsed is not None and (parsed.node, parsed.run) == ("trajectory", state.run):
+                error = EngineError(
+                    f"run {state.run}: no engine can serve {next(iter(out.values()))}, also after a restart from that "
+                    "version's file. The engine does not compute what the trainer does with this model: try the other "
+                    "rollout.engine, or report the model's config.json; then libra resume "
+                    f"{shell_path(state.directory)}"
+                )
+                scheduler_internals.fail(self._scheduler, key, error, "libra-unservable")
+                return
 
     def _missing(self, state: RunState, report: RolesMissing, gone: list[str], present: list[_Present]) -> str:
-        resources, present = set(report.resources), [each for each in present if each.supplies & {*report.resources}]
+        present = [each for each in present if each.supplies & {*report.resources}]
         listed, work = ", ".join(report.resources), ", ".join(WORK[each] for each in report.resources)
         what = (
             f"{'too few' if report.some else 'nobody'} {work} ({listed})" if report.had else f"{listed} not there yet"
@@ -220,23 +204,7 @@ class WorkerWatch:
         stop = f"to stop and go on later, Ctrl-C and libra resume {shell_path(state.directory)}"
         advice = "; ".join(filter(None, (self._advice(state, report, present, bool(gone)), stop)))
         who = ", ".join(parts) or "no worker of this cluster has it"
-        return f"for {report.for_s:.0f} s {what}: {who}; {self._waiting(state, resources)}\n  {advice}"
-
-    def _waiting(self, state: RunState, resources: set[str]) -> str:
-        ending, waiting = f"-e{state.epoch}-{state.run}", Counter[str]()
-        for key, ts in self._scheduler.tasks.items():
-            if ts.state == "no-worker" and isinstance(key, str) and key.endswith(ending):
-                parsed, needs = keys.parse(key), set(ts.resource_restrictions or ())
-                if parsed is None:
-                    continue
-                if keys.GANG in needs:
-                    needs = {keys.TRAIN}
-                elif scheduler_internals.is_parked(ts):
-                    needs = {str(self._phase_of(key))} if parsed.node == "trajectory" else set()
-                if needs & resources:
-                    waiting[parsed.node] += 1
-        counts = ", ".join(f"{node} {count}" for node, count in sorted(waiting.items()))
-        return f"{waiting.total()} of its tasks wait for that ({counts})" if waiting else "no task waits for that yet"
+        return f"for {report.for_s:.0f} s {what}: {who}\n  {advice}"
 
     def _advice(self, state: RunState, report: RolesMissing, present: list[_Present], gone: bool) -> str:
         def killed(those: list[_Present]) -> str:
@@ -244,9 +212,7 @@ class WorkerWatch:
 
         stages, is_stuck = {each.status for each in present}, report.for_s >= STUCK_S
         again_s = [each.again_s for each in present if each.again_s is not None]
-        if dead := [
-            each for each in present if each.status == "out" or (each.status == "failed" and each.again_s is None)
-        ]:
+        if dead := [p for p in present if p.status == "out" or (p.status == "failed" and p.again_s is None)]:
             return f"no automatic restart: fix the cause (see its log), then type {killed(dead)}"
         if again_s:
             return f"it is restarted in {min(again_s):.0f} s"

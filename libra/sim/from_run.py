@@ -20,7 +20,7 @@ from libra.hardware.engine_tables import EngineTables, HostPool
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
 from libra.orderings import ordering_of
 from libra.policy import Ordering, staleness_of
-from libra.policy.placements import PRIOR_BYTES_PER_S
+from libra.policy.engine_capacity import PRIOR_BYTES_PER_S
 from libra.sim.measured_run import calibration_of
 from libra.sim.run_record import RealisedRun, RunRecord
 from libra.sim.simulation_options import EngineSpec, SimulationOptions

@@ -117,7 +117,7 @@ class SimulationOptions:
     chunk_tokens : int or None
         Most tokens of one quantum (`rollout.chunk_tokens`): a longer turn has several.
     boundaries : tuple of (TP degree, tokens)
-        As of `libra.policy.placements.BoundariesSet`; empty: none.
+        As of `libra.facts.BoundariesSet`; empty: none.
     host : HostPool or None
         KV in host memory; without it an engine computes the context of a trajectory that comes from another one.
     keeps_kv : bool

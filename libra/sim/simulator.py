@@ -41,7 +41,7 @@ from libra.hardware.engine_tables import Counters, HostKv, Request
 from libra.hardware.run_calibration import QuantumOverhead
 from libra.hardware.virtual_engine import VirtualEngine
 from libra.policy import Admission, CommittedGroup, Dispatcher, OnlineLearner, Ordering, learns_after, leaves_slot
-from libra.policy.placements import PRIOR_BYTES_PER_S
+from libra.policy.engine_capacity import PRIOR_BYTES_PER_S
 from libra.sim.simulated_trajectory import Agenda, SimulatedTrajectory, TeacherQueue, WorkloadGroups
 from libra.sim.simulation_options import (
     Dispatched,

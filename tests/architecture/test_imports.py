@@ -137,7 +137,7 @@ def test_a_violation_is_caught(module: str, source: str, imports_of: Imports) ->
     [
         (
             "libra.policy.ordering",
-            "import numpy as np\nfrom libra.types import Phase\nfrom libra.policy.placements import OpenGate",
+            "import numpy as np\nfrom libra.types import Phase\nfrom libra.policy.phase_queue import OpenGate",
         ),
         ("libra.policy.ordering", "from .messages import OpenGate"),
         (

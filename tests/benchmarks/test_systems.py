@@ -18,7 +18,7 @@ from libra.errors import ConfigError
 from libra.facts import Turned
 from libra.hardware.engine_tables import HostPool
 from libra.policy import Fifo
-from libra.policy.turning import TurningRule
+from libra.policy.tail import TurningRule
 from libra.sim.workload import Trace
 
 QUICK = TurningRule(trajectories_per_gpu=2.0, min_gain_s=1.0, to_training_s=0.5, to_rollout_s=0.5)

@@ -161,8 +161,8 @@ FAULTS = (
     Fault(
         "cmlfq_never_demotes",
         "policy/cmlfq.py",
-        "            if level != other.level:\n",
-        "            if level < other.level:\n",
+        "            if rank[0] != other.level:\n",
+        "            if rank[0] < other.level:\n",
         ("policy/test_cmlfq.py",),
     ),
     Fault(

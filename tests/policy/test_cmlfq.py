@@ -24,7 +24,7 @@ from libra.facts import (
     WorkerWithdrawn,
 )
 from libra.policy import CMLFQ, ORDERINGS, Mlfq
-from libra.policy.forecast import CalibrationLog, Forecast, Forecaster
+from libra.policy.posterior.forecaster import CalibrationLog, Forecast, Forecaster
 from libra.policy.trajectory_table import PATIENCE as DEFAULT
 from libra.policy.trajectory_table import StarvationGuard
 from libra.types import Phase

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from libra.facts import QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, WorkerCapacity
 from libra.policy import joined_of
+from libra.policy.engine_capacity import as_its_bucket
 from libra.policy.engine_loads import Loads
-from libra.policy.engine_state import EXACT_NORM, NOISY_NORM, Demand, peak_tokens
-from libra.policy.engine_table import EngineTable, as_its_bucket
+from libra.policy.engine_table import EXACT_NORM, NOISY_NORM, Demand, EngineTable, peak_tokens
 from libra.types import EngineCapacity, Phase, StepSeconds
 
 KEYS = [f"t{k}" for k in range(6)]

@@ -17,8 +17,8 @@ from libra.facts import (
     VersionPublished,
     prompts_named,
 )
-from libra.policy.posterior import Posterior
 from libra.policy.posterior.cohorts import FIRST_PERSISTENCE, KEPT_PROMPTS, History
+from libra.policy.posterior.forecaster import Posterior
 from libra.types import NO_TOOL, Phase, ToolStatus
 
 KEYS = st.sampled_from([f"t-{group}-{sample}" for group in range(3) for sample in range(4)])

@@ -366,7 +366,7 @@ def test_who_cannot_go_back_is_restarted_once_and_then_given_up():
     [
         ({}, "nothing changes"),
         ({"a": ROLLOUT}, "nothing changes"),
-        ({"x": TRAIN}, "those that can: a, b, c, d"),
+        ({"x": TRAIN}, "workers that can: a, b, c, d"),
         ({"a": LEADS_2}, "tp=1"),
         ({"a": LENT}, "must take the GPUs"),
         ({"a": LEADS_2, "d": LENT}, "one node"),

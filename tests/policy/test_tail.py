@@ -26,8 +26,7 @@ from libra.facts import (
     WorkerWithdrawn,
 )
 from libra.policy import Admission, CommittedGroup, Tail, TailSettings, Waves, WayChoice, WaySettings
-from libra.policy.tail import ASSUMED_LOADS
-from libra.policy.turning import OpenStep
+from libra.policy.tail import ASSUMED_LOADS, OpenStep
 from libra.types import Phase
 
 GROUPS, SIZE, SLOTS = 4, 2, 4

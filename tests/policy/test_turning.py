@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from libra.errors import ConfigError
 from libra.facts import Turned
-from libra.policy.turning import OpenStep, TurningEngine, TurningRule
+from libra.policy.tail import OpenStep, TurningEngine, TurningRule
 
 RULE = TurningRule(trajectories_per_gpu=4.0, min_gain_s=10.0, to_training_s=8.0, to_rollout_s=10.0)
 DOING = st.sampled_from(list(Turned))

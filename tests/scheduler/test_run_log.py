@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 from distributed import Client, WorkerPlugin
 
 from libra import facts
@@ -55,7 +56,7 @@ class Part(WorkerPlugin):
 
 def registration(directory, client, epoch):
     """What a driver sends."""
-    return RunRegistration("demo", epoch, str(directory), client=client.id).as_message()
+    return msgspec.to_builtins(RunRegistration("demo", epoch, str(directory), client=client.id))
 
 
 async def test_a_killed_drivers_run_leaves_its_workers_before_its_next_start_comes_to_them(

@@ -38,7 +38,7 @@ class Stage:
         self.state = SimpleNamespace(
             run="demo", epoch=0, log=SimpleNamespace(emit=self.emit), tail=Tail(Admission(0, 1))
         )
-        applier = SimpleNamespace(apply=lambda state, commands: None)
+        applier = SimpleNamespace(tell=lambda state, fact: state.log.emit(fact))
         trajectories = SimpleNamespace(workers_changed=lambda: None, applier=applier)
         self.concurrency = Concurrency(self, trajectories.workers_changed)
         self.loop = SimpleNamespace(add_callback=lambda call, *args: self.later.append((call, args)))

@@ -12,7 +12,7 @@ from libra.facts import HomeChanged, QuantumFinished, SetPriority, TrajectoryPar
 from libra.hardware import Residuals
 from libra.hardware.engine_tables import HostPool
 from libra.policy import CMLFQ, LEARNS_EVERY, ORDERINGS, Fifo
-from libra.policy.placements import PRIOR_BYTES_PER_S
+from libra.policy.engine_capacity import PRIOR_BYTES_PER_S
 from libra.sim import SimulationOptions, Simulator
 from libra.types import Phase
 

@@ -1,19 +1,11 @@
 """Speed of an action with more cores, which actions get more, and which are stopped.
 
-Spare cores are given one size at a time, each time to the action that gains most seconds per core.
-A size must pay off: an action on more cores ends sooner by ``T (1/v - 1/v')``, but holds ``T (c'/v'
-- c/v)`` core-seconds more, because speeds ``v`` rise slower than cores ``c``. So
+An action on more cores ends sooner by ``T (1/v - 1/v')``, but holds ``T (c'/v' - c/v)``
+core-seconds more, because speeds ``v`` rise slower than cores ``c``. The first must exceed the
+second times the price (`Pressure`). Spare cores go to the action that gains most per core.
 
-    T (1/v - 1/v')  >  p x T (c'/v' - c/v)
-
-where the price ``p`` is the waiting that a core-second more causes for all others (`Pressure`).
-ARL-Tangram (3.2) also evicts the last admitted action if the others then gain more; here an action
-that fits is never held back.
-
-A revocable action may be stopped so that a shorter one can begin. The cost is the seconds by which
-the stopped ones end later, and the longer wait of everybody for cores; the saving is the wait of
-the short one. Both are known only for tools whose actions have ended. ARL-Tangram never stops an
-action; `python -m benchmarks actions` measures the gain.
+Differs from ARL-Tangram (3.2): an action that fits is never held back, and a revocable action may
+be stopped so that a shorter one begins. ``python -m benchmarks actions`` measures the gain.
 """
 
 from __future__ import annotations
@@ -24,7 +16,7 @@ from math import exp, isfinite, log, sqrt
 from typing import NamedTuple
 
 from libra.errors import ConfigError
-from libra.policy.leases.resources import KINDS
+from libra.policy.leases.resources import KINDS, Lease, covers, plus
 
 SAMPLES = 4  # actions of each size that are measured before a measured curve is used
 NEWEST = 0.1  # weight of the newest action in a mean, once there are more than its inverse
@@ -35,8 +27,8 @@ class SpeedUp:
     """A curve: (cores, speed) for every legal number of cores, the least first with speed 1.
 
     ``declared`` has speeds of ``least`` to ``most`` cores, or of some sizes by cores, or "measure":
-    sizes are doubled and their speeds learned. ConfigError if a speed is not above 0 or falls as
-    cores are added, or a size is missing or out of range.
+    sizes are doubled and their speeds learned. ConfigError if a speed is not above 0, falls as
+    cores are added, is missing or out of range.
     """
 
     def __init__(
@@ -94,18 +86,15 @@ class SpeedUp:
 
 
 def _points(least: int, most: int, declared: Sequence[float] | Mapping[int, float] | str) -> dict[int, float] | None:
-    """Speeds by cores as they are declared, if they make sense."""
-    if isinstance(declared, str) or (not isinstance(declared, Mapping) and len(declared) != most - least + 1):
-        return None
-    points = (
-        dict(declared) if isinstance(declared, Mapping) else dict(zip(range(least, most + 1), declared, strict=True))
-    )
-    if least not in points or not all(isinstance(size, int) and least <= size <= most for size in points):
-        return None
-    speeds = [points[size] for size in sorted(points)]
-    if not all(isinstance(speed, int | float) and isfinite(speed) and speed > 0 for speed in speeds):
-        return None
-    return points if speeds == sorted(speeds) else None
+    if not isinstance(declared, Mapping):
+        if isinstance(declared, str) or len(declared) != most - least + 1:
+            return None
+        declared = dict(zip(range(least, most + 1), declared, strict=True))
+    points = dict(sorted(declared.items()))
+    speeds = list(points.values())
+    sizes = least in points and all(isinstance(size, int) and least <= size <= most for size in points)
+    legal = all(isinstance(speed, int | float) and isfinite(speed) and speed > 0 for speed in speeds)
+    return points if sizes and legal and speeds == sorted(speeds) else None
 
 
 FORGETTING = 0.02  # weight of the newest action in the mean number of cores
@@ -146,12 +135,9 @@ class Pressure:
 
 
 class Candidate(NamedTuple):
-    """An action that begins now; ``seconds``: expected with its least cores."""
+    """A lease that begins now; ``seconds``: expected with its least cores."""
 
-    holder: str
-    worker: str
-    cores: int
-    least: int
+    lease: Lease
     curve: SpeedUp
     seconds: float
 
@@ -159,43 +145,40 @@ class Candidate(NamedTuple):
 def enlarged(
     candidates: list[Candidate], free_cores: dict[str, int], price: float, *, measures: bool
 ) -> list[tuple[str, int, str]]:
-    """(holder, cores, reason) of candidates that get more; ``free_cores`` fall accordingly.
-
-    ``measures``: sizes whose speed is not known yet are given, too.
-    """
+    """(holder, cores, reason) of candidates that get more; ``measures``: also sizes of unknown speed."""
     given: dict[str, tuple[int, str]] = {}
-    steps: list[tuple[float, int, int, float]] = []  # heap: -gain per core, candidate, size, saved
+    steps: list[_Step] = []
     for index, each in enumerate(candidates):
-        free = free_cores[each.worker]
-        size = each.curve.unmeasured(each.cores + free) if measures else None
+        worker, cores = each.lease.worker, each.lease.resources.cores
+        size = each.curve.unmeasured(cores + free_cores[worker]) if measures else None
         if size is not None:
-            free_cores[each.worker] = free - (size - each.cores)
-            given[each.holder] = size, f"{size} cores, to measure this size"
-        elif (step := _step(each, index, each.cores, free, price)) is not None:
+            free_cores[worker] -= size - cores
+            if size != cores:
+                given[each.lease.holder] = size, f"{size} cores, to measure this size"
+        elif (step := _step(each, index, cores, free_cores[worker], price)) is not None:
             heapq.heappush(steps, step)
     while steps:
         _, index, size, saved_s = heapq.heappop(steps)
         each = candidates[index]
-        had = given.get(each.holder, (each.cores, ""))[0]
-        if size - had <= free_cores[each.worker]:
-            free_cores[each.worker] -= size - had
-            given[each.holder] = size, f"{size} cores save {saved_s:.3g} s more, at {price:.3g} s per core-second"
+        worker, had = each.lease.worker, given.get(each.lease.holder, (each.lease.resources.cores, ""))[0]
+        if size - had <= free_cores[worker]:
+            free_cores[worker] -= size - had
+            given[each.lease.holder] = size, f"{size} cores save {saved_s:.3g} s more, at {price:.3g} s per core-second"
             had = size
-        if (step := _step(each, index, had, free_cores[each.worker], price)) is not None:
+        if (step := _step(each, index, had, free_cores[worker], price)) is not None:
             heapq.heappush(steps, step)
-    return [
-        (each.holder, *given[each.holder])
-        for each in candidates
-        if given.get(each.holder, (each.cores,))[0] != each.cores
-    ]
+    return [(each.lease.holder, *given[each.lease.holder]) for each in candidates if each.lease.holder in given]
 
 
-def _step(each: Candidate, index: int, cores: int, free: int, price: float) -> tuple[float, int, int, float] | None:
+_Step = tuple[float, int, int, float]  # -gain per core, candidate, size, seconds saved
+
+
+def _step(each: Candidate, index: int, cores: int, free: int, price: float) -> _Step | None:
     """The larger size that gains most per core, of at most ``free`` more."""
-    best: tuple[float, int, int, float] | None = None
+    best: _Step | None = None
     now_s = each.seconds / each.curve.speed(cores)
     for size in each.curve.known:
-        if not cores < size <= cores + free or size > MOST_WASTE * each.least * each.curve.speed(size):
+        if not cores < size <= cores + free or size > MOST_WASTE * each.lease.least_cores * each.curve.speed(size):
             continue
         then_s = each.seconds / each.curve.speed(size)
         gain = (now_s - then_s) - price * (size * then_s - cores * now_s)
@@ -230,7 +213,7 @@ class Stopped(NamedTuple):
 
 
 def stopped_for(
-    need: tuple[int, ...], seconds: float, free: Mapping[str, Sequence[int]], running: Sequence[Running], price: float
+    need: Sequence[int], seconds: float, free: Mapping[str, Sequence[int]], running: Sequence[Running], price: float
 ) -> Stopped | None:
     """Who makes room for an action that takes ``need`` for ``seconds``; None if it should wait.
 
@@ -255,46 +238,43 @@ def _thrown_away(each: Running) -> float:
     return each.has[CORES] * (each.again_s(each.has[CORES]) - each.left_s)
 
 
-def _fits_s(need: tuple[int, ...], free: Sequence[int], running: Sequence[Running]) -> float:
-    """Seconds until it fits there, as actions end by themselves."""
-    left = list(free)
+def _fits_s(need: Sequence[int], free: Sequence[int], running: Sequence[Running]) -> float:
     for each in sorted(running, key=lambda each: each.left_s):
-        left = [amount + more for amount, more in zip(left, each.has, strict=True)]
-        if all(has >= want for has, want in zip(left, need, strict=True)):
+        free = plus(free, each.has)
+        if covers(free, need):
             return each.left_s
     return 0.0
 
 
-def _fewest(need: tuple[int, ...], free: Sequence[int], running: Sequence[Running]) -> list[Running]:
-    """Those that ran for the shortest time and together make room, without superfluous ones."""
-    missing = [want - has for want, has in zip(need, free, strict=True)]
-    taken: list[Running] = []
+def _fewest(need: Sequence[int], free: Sequence[int], running: Sequence[Running]) -> list[Running]:
+    """The actions that ran shortest and together make room, without superfluous ones."""
+    missing, taken = plus(need, free, -1), list[Running]()
     able = [(each.again_s(each.has[CORES]) - each.left_s, each) for each in running if each.again_s is not None]
     for _, each in sorted(able, key=lambda pair: (pair[0], pair[1].holder)):
         if any(m > 0 and has > 0 for m, has in zip(missing, each.has, strict=True)):
             taken.append(each)
-            missing = [m - has for m, has in zip(missing, each.has, strict=True)]
+            missing = plus(missing, each.has, -1)
     if any(m > 0 for m in missing):
         return []
     for each in list(taken):
-        without = [m + has for m, has in zip(missing, each.has, strict=True)]
+        without = plus(missing, each.has)
         if all(m <= 0 for m in without):
             taken.remove(each)
             missing = without
     return taken
 
 
-def _later_s(need: tuple[int, ...], seconds: float, free: Sequence[int], taken: Sequence[Running]) -> float:
-    left = [has - want for has, want in zip(free, need, strict=True)]
+def _later_s(need: Sequence[int], seconds: float, free: Sequence[int], taken: Sequence[Running]) -> float:
+    left = plus(free, need, -1)
     for each in taken:
-        left = [amount + has for amount, has in zip(left, each.has, strict=True)]
+        left = plus(left, each.has)
     later_s = 0.0
     for each in taken:
         assert each.again_s is not None
-        fits = all(has >= want for has, want in zip(left, each.least, strict=True))
-        cores = min(each.has[CORES], left[CORES]) if fits else each.has[CORES]
+        fits, cores = covers(left, each.least), each.has[CORES]
         if fits:
-            left = [has - want for has, want in zip(left, each.least, strict=True)]
+            cores = min(cores, left[CORES])
+            left = plus(left, each.least, -1)
             left[CORES] -= cores - each.least[CORES]
         later_s += OVERHEAD_S + (0.0 if fits else seconds) + each.again_s(cores) - each.left_s
     return later_s

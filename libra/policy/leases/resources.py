@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -30,6 +31,11 @@ class Resources(msgspec.Struct, frozen=True, gc=False):
     gpus: int = 0
     quotas: tuple[tuple[str, int], ...] = ()  # units of limits that belong to no worker
 
+    @classmethod
+    def of(cls, amounts: Sequence[int]) -> Resources:
+        slots, cores, memory_bytes, gpus = amounts
+        return cls(slots, cores, memory_bytes, gpus)
+
     @property
     def local(self) -> tuple[int, int, int, int]:
         return self.slots, self.cores, self.memory_bytes, self.gpus
@@ -43,23 +49,28 @@ class Resources(msgspec.Struct, frozen=True, gc=False):
         return msgspec.structs.replace(self, cores=cores)
 
 
+def plus(amounts: Sequence[int], more: Sequence[int], times: int = 1) -> list[int]:
+    return [amount + times * each for amount, each in zip(amounts, more, strict=True)]
+
+
+def covers(has: Sequence[int], need: Sequence[int]) -> bool:
+    return all(amount >= want for amount, want in zip(has, need, strict=True))
+
+
 def quota_kind(name: str) -> str:
     return f"quota {name}"
 
 
 def described(resources: Resources) -> str:
     """In words, e.g. ``2 cores, 4 GiB``."""
-    words = []
-    if resources.cores:
-        words.append(f"{resources.cores} core{'s' if resources.cores > 1 else ''}")
-    if resources.memory_bytes:
-        words.append(f"{resources.memory_bytes / 2**30:g} GiB")
-    if resources.gpus:
-        words.append(f"{resources.gpus} GPU{'s' if resources.gpus > 1 else ''}")
-    words += [f"{units} of quota {name}" for name, units in resources.quotas]
-    if not words and resources.slots:
-        words.append("a slot")
-    return ", ".join(words) or "nothing"
+    cores, gpus = resources.cores, resources.gpus
+    words = [
+        f"{cores} core{'s' if cores > 1 else ''}" if cores else "",
+        f"{resources.memory_bytes / 2**30:g} GiB" if resources.memory_bytes else "",
+        f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "",
+        *(f"{units} of quota {name}" for name, units in resources.quotas),
+    ]
+    return ", ".join(filter(None, words)) or ("a slot" if resources.slots else "nothing")
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, gc=False):
@@ -95,7 +106,7 @@ class Revoke(msgspec.Struct, frozen=True, gc=False):
 
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-_RATE = re.compile(r"\s*(\d+)\s*/\s*(s|min|h)\s*")
+_QUOTA = re.compile(r"\s*(\d+)\s*(?:/\s*(s|min|h)\s*)?")
 
 
 class Quota:
@@ -140,20 +151,12 @@ class Quota:
         """A lease of ``units`` has ended; of a rate its units stay in the window."""
         self.held -= units
 
-    def limits(self, other: Quota) -> bool:
-        return (self.units, self.per_s) == (other.units, other.per_s)
-
 
 def read_quota(name: str, text: str | int) -> Quota:
     """The quota of ``10/s``, ``300/min``, ``5000/h`` or ``4`` (at once); else ConfigError."""
-    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
-        return Quota(text, None)
-    found = _RATE.fullmatch(text) if isinstance(text, str) else None
-    if isinstance(text, str) and text.strip().isdigit() and int(text) > 0:
-        return Quota(int(text), None)
+    found = None if isinstance(text, bool) else _QUOTA.fullmatch(str(text))
     if found is None or int(found[1]) < 1:
         raise ConfigError(
-            f"quota {name!r}: got {text!r}; type a rate such as 10/s, 300/min or 5000/h, or how many calls there may be at once, "
-            "such as 4"
+            f"quota {name!r}: got {text!r}; type a rate such as 10/s, 300/min or 5000/h, or the number of calls at once, such as 4"
         )
-    return Quota(int(found[1]), SECONDS[found[2]])
+    return Quota(int(found[1]), SECONDS[found[2]] if found[2] else None)

@@ -2,15 +2,9 @@
 included.
 
 An ended member counts fully. A running one is right-censored: it counts with its expected total,
-with a weight that grows with the share of trajectories that it has outlasted. So a group whose
-members keep running is predicted to be long.
-
-`History` counts as further members: a prompt that was long is long again (RhymeRL,
-arXiv:2508.18588). Lengths drift, so it keeps departures from other prompts of the same version, and
-measures their `persistence` at every return.
-
-Differs from Seer (one member runs ahead, and its length predicts the group's): see `Cohort.probe`;
-every member counts.
+with a weight that grows with the share of trajectories that it has outlasted. `History` counts as
+further members: a prompt that was long is long again (RhymeRL, arXiv:2508.18588); lengths drift, so
+it measures their `persistence`. Differs from Seer, where one member's length predicts the group's.
 """
 
 from __future__ import annotations
@@ -62,9 +56,7 @@ class Cohorts(msgspec.Struct, array_like=True):
 
     def join(self, name: str, key: str) -> Cohort:
         """A member joins; the first one of a new group becomes its probe."""
-        cohort = self.by_name.get(name)
-        if cohort is None:
-            cohort = self.by_name[name] = Cohort(probe=key)
+        cohort = self.by_name.setdefault(name, Cohort(probe=key))
         self.idle.pop(name, None)
         cohort.live += 1
         return cohort
@@ -74,21 +66,17 @@ class Cohorts(msgspec.Struct, array_like=True):
         cohort.leave(weight, value, total)
         if cohort.probe == key or total is not None:
             cohort.probe = ""
-        if not cohort.live:
-            if cohort.finished:
-                self.idle[name] = None
-                if len(self.idle) > KEPT_GROUPS:
-                    oldest = next(iter(self.idle))
-                    del self.idle[oldest], self.by_name[oldest]
-            else:
-                del self.by_name[name]
+        if not cohort.live and not cohort.finished:
+            del self.by_name[name]
+        elif not cohort.live:
+            self.idle[name] = None
+            if len(self.idle) > KEPT_GROUPS:
+                oldest = next(iter(self.idle))
+                del self.idle[oldest], self.by_name[oldest]
         return cohort
 
     def shift(self, name: str, centre: float, weight: float, value: float) -> tuple[float, float]:
-        """Log tokens by which a member should exceed ``centre``, and the certainty of that (0..1).
-
-        ``weight`` and ``value`` of the member itself are left out.
-        """
+        """Log tokens by which a member should exceed ``centre``, and the certainty of that (0..1)."""
         cohort = self.by_name[name]
         others = cohort.weight + cohort.running - weight
         known = others + cohort.past
@@ -152,10 +140,7 @@ class History(msgspec.Struct):
         return self.persistence if self.squares else 0.0
 
     def recall(self, prompt: str, prior: float) -> float | None:
-        """Log tokens by which members of ``prompt`` are expected to depart; None for a new one.
-
-        ``prior`` is the weight, in members, of the prior that a prompt is like all others.
-        """
+        """Log tokens by which members of ``prompt`` are expected to depart; None for a new one."""
         past = self.past.get(prompt)
         return None if past is None else past.departure * past.members / (past.members + prior)
 

@@ -16,13 +16,13 @@ Promises
 from __future__ import annotations
 
 import math
+from collections import deque
 from sys import intern
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from libra.facts import Fact, PromptsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
-from libra.policy.forecast import Forecast, Forecaster
 from libra.policy.posterior.cohorts import Cohort, Cohorts, History, lognormal_remaining
 from libra.policy.posterior.regression import (
     FORGET,
@@ -34,8 +34,81 @@ from libra.policy.posterior.regression import (
     Live,
     Regression,
     counted,
-)
+)  # fmt: skip
+from libra.policy.saved import Saved
 from libra.types import Phase, ToolStatus
+
+
+class Forecast(NamedTuple):
+    """Forecast of one trajectory's remaining tokens, each >= 0."""
+
+    mean_tokens: float  # expectation, for sums of loads
+    order_tokens: float  # for ranking, e.g. exp of the expected logarithm
+    skill: float  # gain over the progress-only forecast, <= 1; at 0 its order is not used
+
+
+class Forecaster(Saved):
+    """Receives every event of the policy, in order; deterministic in their sequence."""
+
+    def handle(self, event: Fact) -> None:
+        """Learn from one event, cheaply: the scheduler's loop waits."""
+
+    def learn(self) -> None:
+        """Run the expensive update, off the critical path."""
+
+    def remaining(self, key: str) -> Forecast:
+        """Forecast for a live trajectory; KeyError for one never parked or already ended."""
+        raise NotImplementedError
+
+    def reconsidered(self, key: str) -> Forecast:
+        """`remaining` of a waiting one, updated by its siblings."""
+        return self.remaining(key)
+
+    def is_probe(self, key: str) -> bool:
+        """Whether it should run ahead of its unknown siblings."""
+        return False
+
+    @property
+    def skill(self) -> float | None:
+        """Measured gain over progress, if it measures any."""
+        return None
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each signal, 0 to 1."""
+        return {}
+
+
+KEPT = 256  # outcomes
+LOGGED = 512  # running trajectories whose forecasts are logged
+
+
+class ForecastOutcome(NamedTuple):
+    """An ended trajectory: forecast of its total at the start and half way, and the true total."""
+
+    first_tokens: float
+    half_tokens: float
+    tokens: int
+
+
+class CalibrationLog:
+    """Forecasts of trajectories that ended, made before their end; no decision reads it."""
+
+    def __init__(self) -> None:
+        self.outcomes: deque[ForecastOutcome] = deque(maxlen=KEPT)
+        self._forecasts: dict[str, dict[int, float]] = {}  # totals by tokens at the time
+
+    def forecast(self, key: str, generated_tokens: int, total_tokens: float) -> None:
+        if key in self._forecasts or (len(self._forecasts) < LOGGED and not generated_tokens):
+            self._forecasts.setdefault(key, {})[generated_tokens] = total_tokens
+
+    def ended(self, key: str, tokens: int, *, completed: bool) -> None:
+        """``key`` has ended after this many tokens; failures do not count."""
+        forecasts = self._forecasts.pop(key, None)
+        if forecasts and completed and tokens:
+            half = [total for generated, total in forecasts.items() if 2 * generated <= tokens]
+            self.outcomes.append(ForecastOutcome(half[0], half[-1], tokens))
+
 
 VERSION_FORGET = 0.9  # weight of everything learned after each new version of the weights
 SIBLING_PRIOR, FAMILY_PRIOR = 1.0, 5.0
@@ -126,11 +199,9 @@ class Posterior(Forecaster):
             cohort.probe = ""
 
     def _returned(self, live: Live, tool: str, status: str, payload_tokens: int) -> None:
-        slot = self._tools.get(tool)
-        if slot is None:
-            slot = min(len(self._tools), TOOL_SLOTS - 1)
-            if slot < TOOL_SLOTS - 1:
-                self._tools[tool] = slot
+        if tool not in self._tools and len(self._tools) < TOOL_SLOTS - 1:
+            self._tools[tool] = len(self._tools)
+        slot = self._tools.get(tool, TOOL_SLOTS - 1)
         live.counts = counted(live.counts, slot, status, payload_tokens)
         live.returns += 1
         self._forecast(live)
@@ -158,7 +229,6 @@ class Posterior(Forecaster):
                 del self._waiting[:-WAITING]
 
     def _compare(self, siblings: Cohort, total: float) -> None:
-        """Add a total's distance to ended siblings to the variance within groups."""
         if siblings.weight >= 0.5:
             deviation = total - siblings.total / siblings.weight
             share = siblings.weight / (siblings.weight + 1.0)
@@ -213,10 +283,6 @@ class Posterior(Forecaster):
                 cohort.running_total += more_total
 
     def remaining(self, key: str) -> Forecast:
-        """Forecast for a live trajectory; KeyError for one never parked or already ended.
-
-        Tokens generated since its last return shorten it, never below 0.
-        """
         live = self._live[key]
         mean, order, pending = live.mean, live.order, live.pending
         if pending:
@@ -224,7 +290,6 @@ class Posterior(Forecaster):
         return Forecast(mean, order, self._regression.order.skill)
 
     def reconsidered(self, key: str) -> Forecast:
-        """`remaining` of a waiting one, updated by its siblings; KeyError as `remaining`."""
         live = self._live[key]
         if live.tokens or live.returns:
             return self.remaining(key)
@@ -238,7 +303,6 @@ class Posterior(Forecaster):
         return Forecast(live.mean, live.order, self._regression.order.skill)
 
     def is_probe(self, key: str) -> bool:
-        """Whether it should run ahead of its unknown siblings; KeyError as `remaining`."""
         live = self._live[key]
         return bool(live.group) and self._groups.by_name[live.group].probe == key
 
@@ -259,7 +323,6 @@ class Posterior(Forecaster):
         self._groups.prior = min(max(within / between, 0.25), 8.0)
 
     def _spreads(self) -> tuple[float, float]:
-        """Variances of log totals within groups and between them; equal until siblings end."""
         weight, total = self._all.weight, self._all.total
         variance = max(self._squares / weight - (total / weight) ** 2, 0.05) if weight > 2.0 else 1.0
         count, deviations = self._within
@@ -277,11 +340,7 @@ class Posterior(Forecaster):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each part in the order, 0 to 1, the guard included.
-
-        "regression" uses all signals, "totals" the totals of siblings, "history" is the persistence
-        of a prompt's length.
-        """
+        """Weight in the order of all signals, of siblings' totals, and of a prompt's history."""
         order = self._regression.order
         joint, totals = (order.factor * share for share in order.shares)
         return {"regression": joint, "totals": totals, "history": self._history.measured}

@@ -1,10 +1,9 @@
 """Ridge regression of the remaining length on all features, with a guard on its gain over progress.
 
-A row of features, kept until its trajectory ends, is ``NUM_ROW`` 32-bit numbers: the columns, the
-tokens generated so far, and the forecasts as made then (progress alone: log order, mean; all
-columns: log order, mean). Two targets share one Gram matrix: the logarithm of the remaining tokens
-(for ranking) and the tokens (for sums of loads). Progress columns alone give the reference; `Blend`
-decides how far to depart from it.
+A row of features is ``NUM_ROW`` 32-bit numbers: the columns, the tokens generated so far, and the
+forecasts as made then (progress alone: log order, mean; all columns: log order, mean). Two targets
+share one Gram matrix: the logarithm of the remaining tokens (for ranking) and the tokens (for sums
+of loads). `Blend` decides how far to depart from progress alone.
 
 Invariants
 ----------
@@ -51,14 +50,9 @@ NO_COUNTS = np.zeros(COUNTED, dtype=np.float32).tobytes()
 
 
 def counted(counts: bytes, slot: int, status: str, payload_tokens: int) -> bytes:
-    """The decayed counts (float32) after one more return of the tool in ``slot``.
-
-    ValueError for a status that is not one of `OUTCOMES`.
-    """
-    try:
-        outcome = _OUTCOME[status]
-    except KeyError:
-        raise ValueError(f"status {status!r} is not a tool outcome; allowed are {', '.join(OUTCOMES)}") from None
+    """The decayed counts (float32) after one more return of the tool in ``slot``; ValueError."""
+    if (outcome := _OUTCOME.get(status)) is None:
+        raise ValueError(f"status {status!r} is not a tool outcome; allowed are {', '.join(OUTCOMES)}")
     after = np.frombuffer(counts, dtype=np.float32) * DECAY
     after[slot] += 1.0
     if outcome >= TOOL_SLOTS:
@@ -100,9 +94,8 @@ GROUPS = 1024  # latest groups whose gain is kept, so that siblings count as one
 class Blend(msgspec.Struct, array_like=True):
     """Departure of one target's forecast from progress alone, and a guard on it.
 
-    ``sums``: normal equations of the shares (five numbers); sums of (error of progress alone) x
-    (served departure), of squared departures, of squared errors, and over groups of their gain,
-    squared.
+    ``sums``: normal equations of the shares (5); sums of error x served departure, of squared
+    departures and errors, and of groups' squared gains.
     """
 
     sigmas: float  # standard errors by which a gain must stand out
@@ -113,11 +106,9 @@ class Blend(msgspec.Struct, array_like=True):
     groups: dict[str, float] = {}  # gain of the latest groups
 
     def add(self, joint: Floats, totals: Floats, error: Floats, served: Floats, then: Floats, group: str) -> None:
-        """Add a trajectory of a group: differences to progress alone, (N,) each.
+        """Add a trajectory: differences to its present forecast by progress alone, (N,) each.
 
-        ``joint``, ``totals`` and ``error`` are of the regression, the totals of siblings and the
-        truth, to the present forecast of progress alone; ``served`` and ``then`` of the served
-        forecast and the truth, to the one at that time.
+        ``served`` and ``then`` are differences to the one at that time.
         """
         gain = float(served @ then)
         before = self.groups.pop(group, 0.0)
@@ -235,8 +226,8 @@ class Regression(Saved):
                 slopes = np.linalg.solve(ridged[1:end, 1:end], middle[1:end])
                 self.weights[1:end, at : at + 2] = slopes
                 self.weights[0, at : at + 2] = cross[0] / rows - average[1:end] @ slopes
-        self.order.solve(self._trajectories)
-        self.mean.solve(self._trajectories)
+        for blend in (self.order, self.mean):
+            blend.solve(self._trajectories)
         self.excess = self._gaps[1] / (self._gaps[0] + 10.0)
 
 

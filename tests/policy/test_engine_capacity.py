@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from libra.facts import HomeChanged, Priority, SetPriority, TrajectoryParked, WorkerCapacity, WorkerWithdrawn
 from libra.policy import Dispatcher, Move
-from libra.policy.placements import MEASURED_EVERY, PRIOR_BYTES_PER_S, PRIOR_LATENCY_S, TransferPace, priced
+from libra.policy.engine_capacity import MEASURED_EVERY, PRIOR_BYTES_PER_S, PRIOR_LATENCY_S, TransferPace, priced
 from libra.types import Phase
 
 HOME = WorkerCapacity("a", "tp1", 4, 0, 10_000, 0.01, 0.02, 1e-4, kv_token_bytes=1000)
