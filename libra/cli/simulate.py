@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from libra.config.load import RunConfig
+from libra.config.model_paths import resolve_model
 from libra.errors import ConfigError
-from libra.sim import SimulationResult, load_workload
-from libra.sim.configured import RunSimulation, Simulated, drawn_workload, simulator_of, simulator_of_setting
+from libra.planner.from_config import planned_gpu
+from libra.sim import SimulationResult, Simulator, load_workload
+from libra.sim.configured import REPLACED, drawn_workload, layout_of, simulator_of, simulator_of_run
 from libra.sim.from_run import RunSetting, left_out, run_setting
 from libra.sim.workload import Workload
 
@@ -42,18 +44,22 @@ def simulate_run(
         what, source = drawn_workload(config), f"drawn from {traces}" if traces else "synthetic"
     _save(what, save_workload)
     outcome = simulator_of(config, what).run()
-    choices = Simulated(config)
+    layout, calibration = layout_of(config), config.planner.calibration
+    gpu, model = config.planner.gpu or planned_gpu(None).name, str(resolve_model(config.model.path))
     if as_json:
-        asked = config.simulation.model_dump(mode="json") | choices.as_settings()
+        asked = config.simulation.model_dump(mode="json") | {
+            "policy": config.policy.name,
+            "objective": config.policy.objective,
+            "gpu": gpu,
+            "model": model,
+            "calibration": None if calibration is None else str(calibration),
+            "layout": {f"tp{tp}": count for tp, count in layout.items()},
+        }
         click.echo(json.dumps({"simulation": asked, "source": source, "seed": config.run.seed, **outcome.row()}))
         return
-    layout = " + ".join(f"{count} x tp{tp}" for tp, count in choices.layout.items())
-    engines = (
-        f"{Path(choices.model).name} on {choices.gpu}"
-        if config.planner.calibration is None
-        else f"as {config.planner.calibration} measured"
-    )
-    head = f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); {engines}, {layout}; {config.policy.name}"
+    shown = " + ".join(f"{count} x tp{tp}" for tp, count in layout.items())
+    engines = f"{Path(model).name} on {gpu}" if calibration is None else f"as {calibration} measured"
+    head = f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); {engines}, {shown}; {config.policy.name}"
     click.echo("\n".join([head, *_lines(outcome)]))
 
 
@@ -68,68 +74,61 @@ def _save(workload: Workload, path: Path | None) -> None:
 def _simulate_of_run(
     config: RunConfig, setting: RunSetting, save_workload: Path | None, as_json: bool, overrides: Sequence[str]
 ) -> None:
-    typed = frozenset(override.partition("=")[0].strip() for override in overrides)
+    """Settings of ``overrides`` that a recorded run cannot take (`REPLACED`) are named as such."""
+    names = {override: override.partition("=")[0].strip() for override in overrides}
+    typed = frozenset(names.values()) & REPLACED
     _save(setting.workload, save_workload)
-    of_run = simulator_of_setting(config, setting, typed)
-    outcome = of_run.simulator.run()
+    simulator, is_own = simulator_of_run(setting, config, typed)
+    outcome, realised, source = simulator.run(), setting.realised, setting.record.directory
+    missing = left_out(setting.record.config)
     if as_json:
-        click.echo(json.dumps(_document(config, setting, of_run, outcome)))
+        own = [
+            {"worker": e.worker, "engine": e.engine, "tp": e.tp, "slots": e.slots} for e in setting.calibration.engines
+        ]
+        document = {
+            "source": str(source),
+            "given": sorted(typed),
+            "left_out": missing,
+            "engines": own if is_own else [spec.name for spec in simulator.engines],
+            "realised": None if realised is None else {**realised._asdict(), "rollout_s": list(realised.rollout_s)},
+            "seed": config.run.seed,
+            **outcome.row(),
+        }
+        click.echo(json.dumps(document))
         return
     policy = (config if "policy.name" in typed else setting.record.config).policy.name
-    source = setting.record.directory
+    given = ", ".join(override for override, name in names.items() if name in typed)
+    ignored = ", ".join(override for override, name in names.items() if name not in typed)
     lines = [
         f"{outcome.trajectories} trajectories, {outcome.turns} turns (of {source}); {policy}",
-        *_engine_lines(setting, of_run),
-        f"overrides: {', '.join(overrides)}; all other settings are the run's"
-        if overrides
-        else "all settings are the run's",
-        *([missing] if (missing := left_out(setting.record.config)) else []),
+        _engine_line(setting, simulator, is_own),
+        f"overrides: {given}; all other settings are the run's" if given else "all settings are the run's",
+        *([f"without effect on a recorded run: {ignored}"] if ignored else []),
+        *([missing] if missing else []),
         *_lines(outcome),
-        *_compared(setting, outcome),
+        _compared(setting, outcome),
     ]
     click.echo("\n".join(lines))
 
 
-def _engine_lines(setting: RunSetting, of_run: RunSimulation) -> list[str]:
-    if not of_run.measured:
-        return [f"engines: {', '.join(spec.name for spec in of_run.simulator.engines)}, instead of the run's"]
-    counts: dict[str, int] = {}
-    for spec in of_run.simulator.engines:
-        name = f"tp{spec.tp} with {spec.slots} slots"
-        counts[name] = counts.get(name, 0) + 1
+def _engine_line(setting: RunSetting, simulator: Simulator, is_own: bool) -> str:
+    if not is_own:
+        return f"engines: {', '.join(spec.name for spec in simulator.engines)}, instead of the run's"
+    counts = Counter(f"tp{spec.tp} with {spec.slots} slots" for spec in simulator.engines)
     engines = " + ".join(f"{count} x {name}" for name, count in counts.items())
     error = max(engine.steps.error_frac for engine in setting.calibration.engines)
     how = f"by their declared capacity (error at most {100 * error:.0f} % of a pass)"
-    return [f"engines of {setting.calibration.model}: {engines}, {how}"]
+    return f"engines of {setting.calibration.model}: {engines}, {how}"
 
 
-def _compared(setting: RunSetting, outcome: SimulationResult) -> list[str]:
+def _compared(setting: RunSetting, outcome: SimulationResult) -> str:
     realised = setting.realised
     if realised is None:
-        return ["the run        was resumed, or stopped during an iteration: no comparison"]
-    return [
+        return "the run        was resumed, or stopped during an iteration: no comparison"
+    return (
         f"the run       {realised.makespan_s:10.1f} s to its last trajectory and {realised.moves} moves; predicted / realised "
         f"seconds {outcome.makespan_s / realised.makespan_s:.3f}"
-    ]
-
-
-def _document(
-    config: RunConfig, setting: RunSetting, of_run: RunSimulation, outcome: SimulationResult
-) -> dict[str, Any]:
-    realised = setting.realised
-    return {
-        "source": str(setting.record.directory),
-        "given": list(of_run.given),
-        "left_out": left_out(setting.record.config),
-        "engines": [
-            {"worker": e.worker, "engine": e.engine, "tp": e.tp, "slots": e.slots} for e in setting.calibration.engines
-        ]
-        if of_run.measured
-        else [spec.name for spec in of_run.simulator.engines],
-        "realised": None if realised is None else {**realised._asdict(), "rollout_s": list(realised.rollout_s)},
-        "seed": config.run.seed,
-        **outcome.row(),
-    }
+    )
 
 
 def _lines(outcome: SimulationResult) -> list[str]:

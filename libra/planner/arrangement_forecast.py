@@ -23,12 +23,10 @@ import numpy as np
 from libra.config import RunConfig
 from libra.errors import ConfigError, ModelError
 from libra.hardware import EngineSeconds, engine_seconds, known_gpus
-from libra.hardware.run_calibration import read_calibration
-from libra.hardware.shapes import shape_digest
 from libra.planner.arrangements import Arrangement, Engine, MayHave, Seat, arranged
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.drain import EvaluatedEngine, rollout_seconds
-from libra.planner.from_config import DEFAULT_GPU, FIELD, shape_of
+from libra.planner.from_config import DEFAULT_GPU, FIELD, configured_calibration, shape_of
 from libra.planner.step_forecast import Batch, ExpectedStep, StepForecast, TrainingForecast
 from libra.types import EngineCapacity, StepSeconds
 
@@ -92,15 +90,7 @@ def why_not(config: RunConfig, engine: str, tp: int) -> str:
 
 def ratio_of(config: RunConfig, workers_gpu: str = "") -> Ratio:
     """The ratio between degrees, of the first source that has both; ConfigError as `run_facts`."""
-    path, named = config.planner.calibration, config.planner.gpu
-    calibration = None
-    if path is not None:
-        calibration = read_calibration(path, FIELD)
-        try:
-            digest = shape_digest(shape_of(config))
-        except ModelError:
-            digest = ""
-        calibration.check_model(config.model.path, digest, FIELD)
+    calibration, named = configured_calibration(config), config.planner.gpu
     sheet = named or (workers_gpu if workers_gpu in known_gpus() else DEFAULT_GPU)
 
     @cache
@@ -115,7 +105,7 @@ def ratio_of(config: RunConfig, workers_gpu: str = "") -> Ratio:
         two: EngineSeconds | None
         if calibration is not None and {tp, other} <= set(calibration.degrees):
             one, two = (calibration.of_tp(degree, FIELD).seconds for degree in (tp, other))
-            source = f"what {path} measured"
+            source = f"what {calibration.source} measured"
         else:
             one, two, source = modelled(tp), modelled(other), f"the cost model of {sheet}"
         if one is None or two is None:

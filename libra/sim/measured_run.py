@@ -23,7 +23,8 @@ from libra.hardware.run_calibration import (
     RunCalibration,
     fit_trainer,
 )
-from libra.sim.run_record import Place, Quantum, RunRecord, digest_of, mean_s
+from libra.planner.from_config import digest_of
+from libra.sim.run_record import Place, Quantum, RunRecord, mean_s
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import Phase, StepSeconds
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -13,8 +13,7 @@ import numpy as np
 
 from libra import keys
 from libra.config import RunConfig, load_config
-from libra.config.model_paths import resolve_model
-from libra.errors import ConfigError, ModelError, RunDirectoryError
+from libra.errors import RunDirectoryError
 from libra.facts import (
     EngineDeclared,
     Fact,
@@ -39,8 +38,6 @@ from libra.facts import (
     from_dict,
     name_of,
 )
-from libra.hardware import load_shape
-from libra.hardware.shapes import shape_digest
 from libra.observe.metrics import read_metrics
 from libra.sim.simulation_options import Announced
 from libra.store.event_log import read_events
@@ -291,14 +288,6 @@ class RunRecord:
         return (*before, *later)
 
 
-def digest_of(model: str) -> str:
-    """Digest of the shape of ``model.path``; empty if its sizes are not available, or it is not a dense model."""
-    try:
-        return shape_digest(load_shape(resolve_model(model)))
-    except (ModelError, ConfigError):
-        return ""
-
-
-def mean_s(values: list[float]) -> float:
+def mean_s(values: Sequence[float]) -> float:
     """The mean; 0 of nothing."""
     return float(np.mean(values)) if values else 0.0
