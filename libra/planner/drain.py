@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from libra.errors import PlanError
-from libra.hardware.engine_seconds import MeasuredEngine
-from libra.planner.cost import ManySeconds, TrajectoryTotals
+from libra.hardware.engine_seconds import EngineSeconds, MeasuredEngine
+from libra.planner.cost import TrajectoryTotals
 from libra.planner.planning_problem import Floats, Ints
 from libra.types import StepSeconds
 
@@ -40,10 +40,10 @@ class Pace:
     wait_s: Floats
     context_tokens: Floats
     alone_s: Floats
-    engine: ManySeconds
+    engine: EngineSeconds
 
     @classmethod
-    def of(cls, workload: TrajectoryTotals, engine: ManySeconds, alone_s: Floats) -> Pace:
+    def of(cls, workload: TrajectoryTotals, engine: EngineSeconds, alone_s: Floats) -> Pace:
         """The pace of a workload; ``alone_s`` (N,) is the uncorrected time of each trajectory alone."""
         context = workload.mean_context_tokens
         decode_s = workload.generated_tokens * engine.decode_steps_s(1, context)

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import numpy as np
 
 from libra.errors import ConfigError, PlanError
-from libra.hardware import GPU, ModelShape, engine_seconds
+from libra.hardware import GPU, EngineSeconds, ModelShape, engine_seconds
 from libra.planner.cost import Layout, TrainingCost, TrajectoryTotals, rollout_cost, training_table
-from libra.planner.cost.rollout_cost import ManySeconds
 from libra.planner.planning_problem import EngineClass, Floats, Problem
 from libra.planner.services import Beside, ServiceModels, beside
 
@@ -61,7 +59,7 @@ class PlanningSnapshot:
     fixed_engines: Mapping[int, int] = field(default_factory=dict)
     max_concurrency: int = 256
     training_factor: float = 1.0
-    engines: Mapping[int, ManySeconds] | None = None
+    engines: Mapping[int, EngineSeconds] | None = None
     trained_frac: float = 1.0
     services: ServiceModels = field(default_factory=ServiceModels)
 
@@ -100,7 +98,7 @@ class Formulation:
     """
 
     problem: Problem
-    engines: Mapping[int, ManySeconds]
+    engines: Mapping[int, EngineSeconds]
     training: Mapping[int, TrainingCost]
     left_out: Mapping[int, str]
     alone_s: Floats
@@ -173,23 +171,23 @@ def _train_s(
     return np.array(seconds) * snapshot.training_factor + (beside_s if snapshot.eta else 0.0)
 
 
-def _engines(snapshot: PlanningSnapshot) -> tuple[dict[int, ManySeconds], dict[int, str]]:
+def _engines(snapshot: PlanningSnapshot) -> tuple[dict[int, EngineSeconds], dict[int, str]]:
     if snapshot.engines is not None:
         return {tp: snapshot.engines[tp] for tp in snapshot.tp if tp in snapshot.engines}, {}
-    engines: dict[int, ManySeconds] = {}
+    engines: dict[int, EngineSeconds] = {}
     left_out: dict[int, str] = {}
     for tp in snapshot.tp:
         if tp > snapshot.node_gpus:
             left_out[tp] = f"a node has {snapshot.node_gpus} GPUs"
             continue
         try:
-            engines[tp] = cast("ManySeconds", engine_seconds(snapshot.gpu, snapshot.shape, tp))
+            engines[tp] = engine_seconds(snapshot.gpu, snapshot.shape, tp)
         except ConfigError as error:
             left_out[tp] = str(error)
     return engines, left_out
 
 
-def _kind(snapshot: PlanningSnapshot, tp: int, engine: ManySeconds) -> tuple[EngineClass, Floats, Floats]:
+def _kind(snapshot: PlanningSnapshot, tp: int, engine: EngineSeconds) -> tuple[EngineClass, Floats, Floats]:
     """The kind of this degree, at the concurrency of most throughput: loads (N,) and critical paths (N,), in seconds."""
     workload = snapshot.workload
     most = rollout_cost(workload, engine, max_sequences=snapshot.max_concurrency).max_concurrency

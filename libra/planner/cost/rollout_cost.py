@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -137,16 +136,6 @@ HEADROOM_FRAC = 0.1
 """Share of the KV left free: contexts in flight are longer at times than on average."""
 
 
-class ManySeconds(EngineSeconds, Protocol):
-    """`EngineSeconds` with its times for arrays."""
-
-    def decode_steps_s(self, num_sequences: ArrayLike, context_tokens: ArrayLike) -> Array:
-        """`decode_step_s` of many steps."""
-
-    def prefills_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
-        """`prefill_s` of many sequences."""
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutCost:
     """Costs of trajectories on engines of one tensor-parallel degree, each array (n,).
@@ -172,7 +161,7 @@ class RolloutCost:
 
 def rollout_cost(
     totals: TrajectoryTotals,
-    engine: ManySeconds,
+    engine: EngineSeconds,
     *,
     concurrency: float | None = None,
     max_sequences: int = MAX_SEQUENCES,
@@ -204,7 +193,7 @@ def rollout_cost(
     )
 
 
-def _prefill_s(totals: TrajectoryTotals, engine: ManySeconds) -> Array:
+def _prefill_s(totals: TrajectoryTotals, engine: EngineSeconds) -> Array:
     """(n,) engine seconds to compute prompts and observations, each once."""
     later = np.maximum(totals.num_turns - 1, 0)
     each = np.divide(totals.observation_tokens, later, out=np.zeros_like(later), where=later > 0)
@@ -213,7 +202,7 @@ def _prefill_s(totals: TrajectoryTotals, engine: ManySeconds) -> Array:
 
 
 def _decoding(
-    totals: TrajectoryTotals, engine: ManySeconds, room: float, mean_context: float, prefill_s: Array
+    totals: TrajectoryTotals, engine: EngineSeconds, room: float, mean_context: float, prefill_s: Array
 ) -> float:
     """Sequences that decode while ``room`` trajectories hold KV, those whose tools run among them."""
     waits_s, tokens = float(totals.tool_wait_s.sum()), float(totals.generated_tokens.sum())
