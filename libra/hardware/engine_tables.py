@@ -36,13 +36,8 @@ class Request(NamedTuple):
 class EngineTables:
     """Tabulated seconds of one kind of engine, shared by all engines of that kind.
 
-    Parameters
-    ----------
-    seconds : EngineSeconds
-    grain_tokens : int
-        Contexts are rounded to the middle of intervals of this many tokens.
-    max_contexts : int or None
-        Most trajectories whose KV it keeps: an engine with slots keeps one context in each; default: as many as fit.
+    Contexts are rounded to the middle of intervals of ``grain_tokens``. ``max_contexts`` are the most trajectories whose KV it
+    keeps: an engine with slots keeps one context in each; by default as many as fit.
     """
 
     def __init__(
@@ -126,7 +121,7 @@ class KeptKv:
         self.tokens += tokens
 
     def drop(self, key: str) -> int:
-        """Give kept KV up; its tokens."""
+        """Release kept KV; returns its tokens."""
         tokens, group = self.entries.pop(key, (0, ""))
         if tokens:
             self.tokens -= tokens

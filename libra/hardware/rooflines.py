@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from libra.hardware.gpus import GPU
 from libra.hardware.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from libra.hardware.tables import ShapeTables
 
 Array = NDArray[np.float64]
 
@@ -187,30 +190,22 @@ def all_reduce_s(gpu: GPU, eff: Efficiencies, num_bytes: ArrayLike, workers: int
 
 GEMMS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
 """Matrix products of a layer: query-key-value, output, gate and up, down."""
-MOVES = ("emb", "input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_act", "add")
+MOVES = tuple(_MOVES)
 """Elementwise operators; ``emb`` once a step, ``add`` twice a layer, the others once a layer."""
 LAYER_COUNTS: Mapping[str, int] = {**dict.fromkeys(GEMMS + MOVES, 1), "emb": 0, "add": 2}
 """How often a layer runs each."""
 
 
-class OperatorCorrection(Protocol):
-    """Measured over predicted seconds of an operator."""
-
-    def ratio(self, operator: str, tp: int, tokens: Array) -> Array:
-        """A factor above 0 for each number of tokens; 1 without measurements."""
-
-
 def gemm_columns_inner(operator: str, shape: ModelShape, tp: int) -> tuple[float, float]:
     """Columns and inner length of a matrix product's shard on one of ``tp`` GPUs."""
     heads, kv = shape.num_heads / tp, shape.kv_heads_per_gpu(tp)
-    sizes = {
+    return {
         "attn_pre_proj": ((heads + 2 * kv) * shape.head_dim, shape.hidden),
         "attn_post_proj": (shape.hidden, heads * shape.head_dim),
         "mlp_up_proj": (2 * shape.ffn / tp, shape.hidden),
         "mlp_down_proj": (shape.hidden, shape.ffn / tp),
         "lm_head": (shape.vocab / tp, shape.hidden),
-    }
-    return sizes[operator]
+    }[operator]
 
 
 def activation_bytes(operator: str, shape: ModelShape, tp: int) -> float:
@@ -229,7 +224,7 @@ def operator_s(
     tp: int,
     operator: str,
     tokens: ArrayLike,
-    correction: OperatorCorrection | None = None,
+    correction: ShapeTables | None = None,
 ) -> Array:
     """Seconds of one operator for ``tokens`` at once, on each of ``tp`` GPUs."""
     num = np.asarray(tokens, float)
@@ -246,12 +241,8 @@ def layer_s(
     shape: ModelShape,
     tp: int,
     tokens: ArrayLike,
-    correction: OperatorCorrection | None = None,
+    correction: ShapeTables | None = None,
 ) -> Array:
     """Seconds of all linear and elementwise operators of one layer, without attention and all-reduce."""
-    parts = [
-        count * operator_s(gpu, eff, shape, tp, operator, tokens, correction)
-        for operator, count in LAYER_COUNTS.items()
-        if count
-    ]
-    return np.asarray(sum(parts))
+    counts = LAYER_COUNTS.items()
+    return np.asarray(sum(n * operator_s(gpu, eff, shape, tp, name, tokens, correction) for name, n in counts if n))

@@ -155,11 +155,6 @@ class Problem:
         """The same problem with some fields replaced."""
         return replace(self, **changes)
 
-    def only(self, keep: NDArray[np.bool_]) -> Self:
-        """The same problem with the kinds for which ``keep`` (K,) is true."""
-        kinds = tuple(kind for kind, kept in zip(self.kinds, keep, strict=True) if kept)
-        return replace(self, kinds=kinds, load_s=self.load_s[keep], alone_s=self.alone_s[keep])
-
 
 def _check_degrees(problem: Problem) -> None:
     degrees, node = sorted(set(problem.tp.tolist())), problem.gpus_per_node

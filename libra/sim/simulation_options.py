@@ -152,10 +152,6 @@ class SimulationOptions:
         """How old what a step consumes may be."""
         return StalenessPolicy(self.eta, self.over_age, self.window, self.in_flight)
 
-    def __post_init__(self) -> None:
-        if self.preempts and self.host is not None:
-            raise ConfigError("preempts: got True with host; a preempted request's KV is dropped, take one of the two")
-
     def step_s(self, batch: int) -> float:
         """Seconds of step ``batch`` with its weight update, as far as that is not ``publish_s``."""
         return self.steps_s[batch] if batch < len(self.steps_s) else self.train_s

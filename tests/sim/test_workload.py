@@ -3,8 +3,8 @@
 import pytest
 from synthetic_workload import synthetic
 
+from benchmarks.virtual.draws import agent_turn_files
 from libra.errors import ConfigError, RunDirectoryError
-from libra.planner.agent_turns import agent_turn_files
 from libra.sim import Workload, draw, load_workload
 from libra.sim.from_run import workload_of_run
 from libra.sim.workload import load_traces
