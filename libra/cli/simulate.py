@@ -13,10 +13,11 @@ from libra.config.load import RunConfig
 from libra.config.model_paths import resolve_model
 from libra.errors import ConfigError
 from libra.planner.from_config import planned_gpu
-from libra.sim import SimulationResult, Simulator, load_workload
 from libra.sim.configured import REPLACED, drawn_workload, layout_of, simulator_of, simulator_of_run
 from libra.sim.from_run import RunSetting, left_out, run_setting
-from libra.sim.workload import Workload
+from libra.sim.simulation_options import SimulationResult
+from libra.sim.simulator import Simulator
+from libra.sim.workload import Workload, load_workload
 
 
 def simulate_run(

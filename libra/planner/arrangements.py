@@ -197,19 +197,19 @@ def blocked(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
         found.append(replace(_arrangement(seats, {*now.training, still[0].name}, []), missing=missing))
     joined = [pair for pair in combinations(rolling, 2) if _alike(*pair)]
     can = [
-        pair
-        for pair in joined
-        if all(s.may_change for s in pair) and _one_node(pair) and not may_have(pair[0].engine, pair[0].tp + pair[1].tp)
+        (one, other)
+        for one, other in joined
+        if one.may_change and other.may_change and one.host == other.host and not may_have(one.engine, 2 * one.tp)
     ]
     if not can and len(rolling) > 1:
-        one, other = next((pair for pair in joined if _one_node(pair)), (rolling[0], rolling[1]))
+        one, other = next((pair for pair in joined if pair[0].host == pair[1].host), (rolling[0], rolling[1]))
         tp = one.tp + other.tp
         if reason := may_have(one.engine, tp):
             missing = f"TP {tp} needs {reason}"
         elif not _alike(one, other):
             kinds = (f"{seat.name} ({kind_of(seat.bucket, seat.tp, seat.tp, seat.slots)})" for seat in (one, other))
             missing = f"TP {tp} needs two rollout workers with equal engines, got {' and '.join(kinds)}"
-        elif not _one_node((one, other)):
+        elif one.host != other.host:
             missing = f"TP {tp} needs two rollout workers of one node, {one.name} is on {one.host} and {other.name} on {other.host}"
         else:
             number = _number_for(in_order, [one, other])
@@ -233,10 +233,6 @@ def _number_for(in_order: Sequence[Seat], wanted: Sequence[Seat]) -> int:
 
 def _alike(one: Seat, other: Seat) -> bool:
     return (one.bucket, one.tp, one.slots) == (other.bucket, other.tp, other.slots)
-
-
-def _one_node(seats: Sequence[Seat]) -> bool:
-    return len({seat.host for seat in seats}) == 1
 
 
 def _order(name: str) -> tuple[int, str]:
