@@ -20,33 +20,18 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """The datasheet of one kind of GPU. Peak figures, without sparsity; efficiencies are in `libra.hardware.rooflines`.
+    """The datasheet of one kind of GPU. Peak figures, without sparsity; efficiencies are in `libra.hardware.rooflines`."""
 
-    Attributes
-    ----------
-    name, full_name : str
-        Short name, e.g. ``"A800-80G"``, and the vendor's.
-    flops_per_s : float
-        Dense bfloat16 (float16 before Ampere) matrix products with float32 accumulation.
-    clock_hz : float
-        Boost clock of the multiprocessors, to which the peak operations refer.
-    num_sms : int
-        Streaming multiprocessors, which compute the tiles of a matrix product.
-    link_bytes_per_s, network_bytes_per_s : float
-        One direction: the sum of a GPU's links to the others of its machine (bytes, half of a "bidirectional" figure), and
-        its share of its machine's network.
-    """
-
-    name: str
-    full_name: str
+    name: str  # e.g. "A800-80G"
+    full_name: str  # the vendor's
     memory_bytes: Positive
     memory_bytes_per_s: Positive
-    flops_per_s: Positive
-    clock_hz: Positive
-    num_sms: AtLeastOne
+    flops_per_s: Positive  # dense bfloat16 (float16 before Ampere) matrix products with float32 accumulation
+    clock_hz: Positive  # boost clock, to which the peak operations refer
+    num_sms: AtLeastOne  # streaming multiprocessors, which compute the tiles of a matrix product
     l2_bytes: Positive
-    link_bytes_per_s: Positive
-    network_bytes_per_s: Positive
+    link_bytes_per_s: Positive  # one direction, to all GPUs of its machine (half of a "bidirectional" figure)
+    network_bytes_per_s: Positive  # one direction, its share of its machine's network
     gpus_per_node: AtLeastOne
 
 

@@ -85,33 +85,19 @@ class EngineOfRun:
 
 @dataclass(frozen=True, slots=True)
 class RunCalibration:
-    """Measurements of a run's hardware; ``source`` is its directory, or the file that has them.
-
-    Attributes
-    ----------
-    model, digest : str
-        The model that its engines serve, and the digest of its shape (`libra.hardware.shapes.shape_digest`; empty: unknown).
-    trainer : RunTrainer or None
-        None after too few steps, which ``train_gpus`` replicas took.
-    update_s, load_s : float
-        Mean seconds from a step's end until its weights are published, and of an engine's pause to load them.
-    tools : QuantumOverhead
-        Outside the tool of each action.
-    gate_s, commit_s : float
-        From a gate to its first trajectory, and from the end of a group's last trajectory to its record.
-    """
+    """Measurements of a run's hardware."""
 
     model: str
-    digest: str
+    digest: str  # of its shape (`libra.hardware.shapes.shape_digest`); empty: unknown
     engines: tuple[EngineOfRun, ...]
-    trainer: RunTrainer | None
+    trainer: RunTrainer | None  # None after too few steps
     train_gpus: int = 1
-    update_s: float = 0.0
-    load_s: float = 0.0
-    tools: QuantumOverhead = NO_OVERHEAD
-    gate_s: float = 0.0
-    commit_s: float = 0.0
-    source: str = ""
+    update_s: float = 0.0  # mean seconds from a step's end until its weights are published
+    load_s: float = 0.0  # mean seconds of an engine's pause to load them
+    tools: QuantumOverhead = NO_OVERHEAD  # outside the tool of each action
+    gate_s: float = 0.0  # from a gate to its first trajectory
+    commit_s: float = 0.0  # from the end of a group's last trajectory to its record
+    source: str = ""  # the run's directory, or the file
 
     @property
     def degrees(self) -> tuple[int, ...]:

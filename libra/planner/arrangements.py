@@ -45,34 +45,20 @@ def kind_of(bucket: str, base_tp: int, tp: int, slots: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A rollout worker as it is.
-
-    Attributes
-    ----------
-    bucket, tp, slots : str, int, int
-        Capacity class (``vllm-tp1-threads1``), degree and slots of an engine on its own GPUs alone, as the worker was started.
-    role : str
-        rollout, train or lent; during a change, the new one.
-    bond : frozenset of str
-        Other workers whose GPUs form one engine with its own.
-    residents : int
-        Trajectories whose KV its engine holds.
-    limits, declared : mapping of TP degree to int, to EngineCapacity
-        Slots that an engine led by it may use (by default all), and the capacities that such engines declared.
-    """
+    """A rollout worker as it is; bucket, degree and slots describe an engine on its own GPUs alone."""
 
     name: str
     host: str
     engine: str
-    bucket: str
+    bucket: str  # capacity class, as ``vllm-tp1-threads1``
     tp: int
-    slots: int
+    slots: int  # as the worker was started
     may_change: bool = False
-    role: str = "rollout"
-    bond: frozenset[str] = frozenset()
-    residents: int = 0
-    limits: Mapping[int, int] = field(default_factory=dict)
-    declared: Mapping[int, EngineCapacity] = field(default_factory=dict)
+    role: str = "rollout"  # or train, lent; during a change, the new one
+    bond: frozenset[str] = frozenset()  # other workers whose GPUs form one engine with its own
+    residents: int = 0  # trajectories whose KV its engine holds
+    limits: Mapping[int, int] = field(default_factory=dict)  # slots that an engine led by it may use, by TP degree
+    declared: Mapping[int, EngineCapacity] = field(default_factory=dict)  # by such engines, by TP degree
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,30 +79,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A split of the GPUs, a layout of the engines, and its predictions.
-
-    Attributes
-    ----------
-    buckets : tuple of Bucket
-        By rising TP degree.
-    spare_gpus, needed_gpus : int
-        GPUs in neither pool, and the fewest with an equally short step in the model without draining.
-    step_s, low_s, high_s : float
-        Predicted step; low without draining, high if the shortest trajectories come first.
-    update_s, beside_s : float
-        New weights, and the part of it that passes beside the next step.
-    bottleneck : str
-        "training", "rollout throughput", "longest trajectory", "teacher" or "services".
-    idle_frac : mapping of cause to share of all GPU-seconds of a step
-        With "busy" they add up to 1.
-    alternatives : tuple of Alternative
-        The three next best, the best first.
-    left_out : mapping of a requested degree that is not possible to the reason
-    teacher_gpus, teacher_s, teacher_on
-        The teacher's own GPUs, its seconds for a batch, and where it computes, in words (empty: a worker of its own).
-    services_gpus, services_s, services_on
-        The same of services that rewards and tools call; 0 GPUs where a teacher has theirs.
-    """
+    """A split of the GPUs, a layout of the engines, and its predictions."""
 
     gpu: str
     model: str
@@ -111,27 +88,27 @@ class Plan:
     eta: int
     num_trajectories: int
     training: Training
-    buckets: tuple[Bucket, ...]
-    spare_gpus: int
-    needed_gpus: int
+    buckets: tuple[Bucket, ...]  # by rising TP degree
+    spare_gpus: int  # in neither pool
+    needed_gpus: int  # the fewest with an equally short step, without draining
     step_s: float
-    low_s: float
-    high_s: float
+    low_s: float  # without draining
+    high_s: float  # if the shortest trajectories come first
     rollout_s: float
     train_s: float
-    update_s: float
-    beside_s: float
-    bottleneck: str
+    update_s: float  # for new weights
+    beside_s: float  # of it, beside the next step
+    bottleneck: str  # a key of `WHY`
     bounds: Bounds
-    idle_frac: Mapping[str, float]
+    idle_frac: Mapping[str, float]  # of all GPU-seconds of a step, by cause; with "busy" they add up to 1
     gpu_hours_per_step: float
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[Alternative, ...]  # the three next best, the best first
     nodes: tuple[NodeGroup, ...]
-    left_out: Mapping[str, str]
-    teacher_gpus: int = 0
-    teacher_s: float = 0.0
-    teacher_on: str = ""
-    services_gpus: int = 0
+    left_out: Mapping[str, str]  # requested degrees that are not possible, with the reason
+    teacher_gpus: int = 0  # its own
+    teacher_s: float = 0.0  # for a batch
+    teacher_on: str = ""  # where it computes; empty: a worker of its own
+    services_gpus: int = 0  # of services that rewards and tools call; 0 where a teacher has theirs
     services_s: float = 0.0
     services_on: str = ""
 

@@ -51,44 +51,20 @@ class EngineClass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Trajectories to place, kinds of engines to place them on, and the trainer's step.
-
-    Attributes
-    ----------
-    num_gpus, gpus_per_node : int
-        The last node may be smaller.
-    kinds : tuple of EngineClass
-        The possible kinds of engines (K).
-    load_s : float array (K, N)
-        Engine-seconds of trajectory i on a full engine of kind k; loads of one engine add up. ``inf``: it does not fit.
-    alone_s : float array (K, N)
-        Least seconds from its first token to its last tool return on that kind: a lower bound of the engine's time.
-    train_gpus, train_s : int array (M,), float array (M,)
-        GPU counts on which training can run, ascending, and seconds of the optimizer step on each.
-    eta : int
-        Staleness bound; 0 is synchronous.
-    update_s : float
-        Seconds from the end of a step until engines serve its weights, during which neither pool works.
-    beside_s : float
-        The part of it that passes beside the next step if one GPU trains and eta is at least 1.
-    fixed_train_gpus : int or None
-        The training pool, if it is given.
-    fixed_engines : mapping of TP degree to number of engines
-        Exactly this many engines of that degree; degrees without an entry are free.
-    """
+    """K kinds of engines, N trajectories to place on them, and the trainer's step on M numbers of GPUs."""
 
     num_gpus: int
-    gpus_per_node: int
+    gpus_per_node: int  # the last node may be smaller
     kinds: tuple[EngineClass, ...]
-    load_s: Floats
-    alone_s: Floats
-    train_gpus: Ints
-    train_s: Floats
-    eta: int = 1
-    update_s: float = 0.0
-    beside_s: float = 0.0
+    load_s: Floats  # (K, N) engine-seconds on a full engine; loads of one engine add up; inf: it does not fit
+    alone_s: Floats  # (K, N) least seconds from first token to last tool return: a lower bound of the engine's time
+    train_gpus: Ints  # (M,) on which training can run, ascending
+    train_s: Floats  # (M,) of the optimizer step on each
+    eta: int = 1  # staleness bound; 0 is synchronous
+    update_s: float = 0.0  # from the end of a step until engines serve its weights, during which neither pool works
+    beside_s: float = 0.0  # of it, beside the next step if one GPU trains and eta is at least 1
     fixed_train_gpus: int | None = None
-    fixed_engines: Mapping[int, int] = field(default_factory=dict)
+    fixed_engines: Mapping[int, int] = field(default_factory=dict)  # exact number by TP degree; others are free
 
     def __post_init__(self) -> None:
         for name in ("load_s", "alone_s", "train_gpus", "train_s"):

@@ -99,20 +99,17 @@ class Replanner:
         resting = since is not None and since <= self.rest_iterations
         accepted = bool(decisive) or (worth and self.confirmed >= self.confirmations and not resting)
         gains = f"gains {gain_s:.1f} s over {remaining} iterations"
-        if decisive:
-            reason = decisive
-        elif accepted:
-            reason = f"{gains} for {cost_s:.1f} s"
-        elif not kinds:
-            reason = "this is what runs"
-        elif gain_frac <= self.least_gain_frac:
-            reason = f"gains {100 * gain_frac:.1f} % of a step, {100 * self.least_gain_frac:.1f} % are required"
-        elif not worth:
-            reason = f"{gains}, {self.cost_factor:g} times the cost of {cost_s:.1f} s are required"
-        elif resting:
-            reason = f"the last change was {since} iterations ago, {self.rest_iterations} must pass"
-        else:
-            reason = f"found {self.confirmed} times in a row, {self.confirmations} are required"
+        refusals = {
+            "this is what runs": not kinds,
+            f"gains {100 * gain_frac:.1f} % of a step, {100 * self.least_gain_frac:.1f} % are required": (
+                gain_frac <= self.least_gain_frac
+            ),
+            f"{gains}, {self.cost_factor:g} times the cost of {cost_s:.1f} s are required": not worth,
+            f"the last change was {since} iterations ago, {self.rest_iterations} must pass": resting,
+            f"found {self.confirmed} times in a row, {self.confirmations} are required": not accepted,
+        }
+        refusal = next((reason for reason, holds in refusals.items() if holds), "")
+        reason = decisive or (f"{gains} for {cost_s:.1f} s" if accepted else refusal)
         if accepted:
             self.last_change, self.confirmed = iteration, 0
         return PlanConsidered(

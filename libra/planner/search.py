@@ -203,33 +203,19 @@ class Rollouts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """The best split and layout of a problem.
-
-    Attributes
-    ----------
-    layout : Placement
-        It may use fewer than ``rollout_gpus``: the rest would gain nothing.
-    lower_s : float
-        No plan has a shorter step.
-    longest_s : float
-        The longest trajectory alone on its best kind: no number of GPUs makes the rollout shorter.
-    binning_frac : float
-        Largest error of the programs over classes, against the trajectories themselves.
-    num_splits, num_programs : int
-        Splits solved, integer and linear programs solved.
-    """
+    """The best split and layout of a problem."""
 
     train_gpus: int
     rollout_gpus: int
-    layout: Placement
+    layout: Placement  # it may use fewer than ``rollout_gpus``: the rest would gain nothing
     train_s: float
     rollout_s: float
     step_s: float
-    lower_s: float
-    longest_s: float
-    binning_frac: float
-    num_splits: int
-    num_programs: int
+    lower_s: float  # no plan has a shorter step
+    longest_s: float  # the longest trajectory alone on its best kind: no number of GPUs makes the rollout shorter
+    binning_frac: float  # largest error of the programs over classes, against the trajectories themselves
+    num_splits: int  # solved
+    num_programs: int  # integer and linear programs solved
 
     @property
     def gap_frac(self) -> float:

@@ -21,43 +21,25 @@ from libra.planner.services import Beside, ServiceModels, beside
 
 @dataclass(frozen=True, slots=True)
 class PlanningSnapshot:
-    """Hardware, model, the trajectories of one step, and the constraints; more fields are explained at `Problem`.
-
-    Attributes
-    ----------
-    tp : tuple of int
-        Degrees an engine may have; degrees that do not divide or do not hold the model are left out.
-    gpus_per_node : int or None
-        By default as in the GPU's datasheet.
-    max_concurrency : int
-        Most trajectories that generate at once on one engine.
-    training_factor : float
-        On the modelled seconds of the trainer.
-    engines : mapping of TP degree to engine, or None
-        Measured engines instead of the datasheet's.
-    trained_frac : float
-        Share of the trajectories that carry a gradient; the others are only generated.
-    services : ServiceModels
-        Services with models, a teacher among them; they may take GPUs.
-    """
+    """Hardware, model, the trajectories of one step, and the constraints; more fields are explained at `Problem`."""
 
     gpu: GPU
     shape: ModelShape
     num_gpus: int
     workload: TrajectoryTotals
-    tp: tuple[int, ...] = (1, 2, 4, 8)
-    gpus_per_node: int | None = None
+    tp: tuple[int, ...] = (1, 2, 4, 8)  # degrees that do not divide or do not hold the model are left out
+    gpus_per_node: int | None = None  # by default as in the GPU's datasheet
     training: Layout = field(default_factory=Layout)
     eta: int = 1
     update_s: float = 0.0
     beside_s: float = 0.0
     fixed_train_gpus: int | None = None
     fixed_engines: Mapping[int, int] = field(default_factory=dict)
-    max_concurrency: int = 256
-    training_factor: float = 1.0
-    engines: Mapping[int, EngineSeconds] | None = None
-    trained_frac: float = 1.0
-    services: ServiceModels = field(default_factory=ServiceModels)
+    max_concurrency: int = 256  # trajectories that generate at once on one engine
+    training_factor: float = 1.0  # on the modelled seconds of the trainer
+    engines: Mapping[int, EngineSeconds] | None = None  # measured ones instead of the datasheet's
+    trained_frac: float = 1.0  # of the trajectories carry a gradient; the others are only generated
+    services: ServiceModels = field(default_factory=ServiceModels)  # a teacher among them; they may take GPUs
 
     @property
     def trained_tokens(self) -> Floats:

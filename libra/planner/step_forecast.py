@@ -45,29 +45,15 @@ class RealisedStep:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Seconds and tokens of an iteration.
+    """Seconds and tokens of an iteration."""
 
-    Attributes
-    ----------
-    rollout_s, train_s : float
-        From the weights that its batch waited for until the batch was complete, waits for training left out; its step.
-    rest_s : float
-        Publishing, or the part of it that exceeds the next step's training where it runs beside that.
-    step_s : float
-        From the end of the iteration before to its own end, less evaluations.
-    tokens : mapping of kind of engine to int
-        Generated for its batch.
-    questions, trained : sequence of (float, float)
-        By group: length of its question, and tokens generated for it, or tokens that carry a gradient.
-    """
-
-    rollout_s: float
+    rollout_s: float  # from the weights that its batch waited for until it was complete, without waits for training
     train_s: float
-    rest_s: float
-    step_s: float
-    tokens: Mapping[str, int]
-    questions: Sequence[tuple[float, float]]
-    trained: Sequence[tuple[float, float]] = ()
+    rest_s: float  # publishing, or the part of it that exceeds the next step's training where it runs beside that
+    step_s: float  # from the end of the iteration before to its own end, less evaluations
+    tokens: Mapping[str, int]  # generated for its batch, by kind of engine
+    questions: Sequence[tuple[float, float]]  # by group: length of its question, and tokens generated for it
+    trained: Sequence[tuple[float, float]] = ()  # by group: length of its question, and tokens that carry a gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,27 +114,17 @@ def capacity_of(engines: Mapping[str, int], engine_s: Mapping[str, tuple[float, 
 
 @dataclass(frozen=True, slots=True)
 class StepForecast:
-    """The measurements of a run's ``num_steps`` steps; `after` adds one.
-
-    Attributes
-    ----------
-    engine_s : mapping of kind to (tokens, engine seconds)
-        Decayed sums: tokens that engines of a kind generated, and the seconds that these engines were present.
-    rollouts : TokenLine
-        Log seconds that one engine of the first kind would have taken, over log tokens.
-    gradients, trainings : TokenLine
-        Tokens that carry a gradient over the length of a question; seconds of a training step over those tokens.
-    """
+    """The measurements of a run's ``num_steps`` steps; `after` adds one."""
 
     num_steps: int = 0
     weight: float = 0.0
     train_s: float = 0.0
     rest_s: float = 0.0
-    engine_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    engine_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # decayed (tokens, seconds) by kind
     questions: TokenLine = field(default_factory=TokenLine)
-    rollouts: TokenLine = field(default_factory=TokenLine)
-    gradients: TokenLine = field(default_factory=TokenLine)
-    trainings: TokenLine = field(default_factory=TokenLine)
+    rollouts: TokenLine = field(default_factory=TokenLine)  # log seconds of a first kind's engine over log tokens
+    gradients: TokenLine = field(default_factory=TokenLine)  # tokens with a gradient over the length of a question
+    trainings: TokenLine = field(default_factory=TokenLine)  # seconds of a training step over those tokens
 
     def after(self, taken: Taken, engines: Mapping[str, int]) -> StepForecast:
         """The forecast with one more finished iteration, for which ``engines`` of each kind generated."""

@@ -86,66 +86,29 @@ def fleet(
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """Settings of a simulation besides workload, engines and policy.
+    """Settings of a simulation besides workload, engines and policy."""
 
-    Attributes
-    ----------
-    eta, over_age, window, in_flight
-        The `StalenessPolicy`.
-    train_s, steps_s, load_s : float, tuple of float, float
-        Seconds of an optimizer step with its weight update, of the first steps if each is known, and of an engine's change
-        to the new weights.
-    publish_s : float
-        Seconds of a version's publication beside the next step, which does not end before
-        (`libra.worker.training.publications`).
-    tool_slots : int or None
-        Actions at once; without a limit actions do not wait in the scheduler.
-    inline_tools : frozenset of str
-        Tools that run within the generation's slot; their trajectory keeps it if no other waits for one. Malformed calls
-        have the empty name.
-    tool_overhead : QuantumOverhead
-        Overhead of actions, if they have slots.
-    gate_s, commit_s : float
-        From a gate to its first trajectory, and from a group's last end to its record.
-    reserve : (int, int) or None
-        KV reserved for a turn: (most generated tokens, most context tokens); by default the tokens that it will have.
-    residuals : Residuals or None
-        Ratios of measured to predicted seconds, from which noise is drawn.
-    chunk_tokens : int or None
-        Most tokens of one quantum (`rollout.chunk_tokens`): a longer turn has several.
-    boundaries : tuple of (TP degree, tokens)
-        As of `libra.policy.placements.BoundariesSet`; empty: none.
-    host : HostPool or None
-        KV in host memory; without it an engine computes the context of a trajectory that comes from another one.
-    keeps_kv : bool
-        KV stays over a change of weights (`rollout.keep_kv`).
-    teacher_token_s : float
-        Seconds of the teacher (`distil.teacher`) per token of a trajectory; a step waits for its groups' scores. 0: there is none.
-    preempts : bool
-        Engines do not reserve KV for whole turns, and preempt (`libra.hardware.virtual_engine`, invariant 3).
-    """
-
-    eta: int = 0
-    train_s: float = 0.0
-    load_s: float = 0.0
-    publish_s: float = 0.0
+    eta: int = 0  # this and ``over_age``, ``window``, ``in_flight`` are the `StalenessPolicy`
+    train_s: float = 0.0  # of an optimizer step with its weight update, beyond the first steps with ``steps_s``
+    load_s: float = 0.0  # of an engine's change to new weights
+    publish_s: float = 0.0  # of a publication beside the next step, which does not end before
     steps_s: tuple[float, ...] = ()
-    tool_slots: int | None = None
-    inline_tools: frozenset[str] = frozenset()
-    tool_overhead: QuantumOverhead = NO_OVERHEAD
-    gate_s: float = 0.0
-    commit_s: float = 0.0
-    reserve: tuple[int, int] | None = None
-    residuals: Residuals | None = None
-    chunk_tokens: int | None = None
-    boundaries: tuple[tuple[int, float], ...] = ()
-    host: HostPool | None = None
-    preempts: bool = False
-    keeps_kv: bool = False
+    tool_slots: int | None = None  # actions at once; without a limit actions do not wait in the scheduler
+    inline_tools: frozenset[str] = frozenset()  # run within the generation's slot; malformed calls have the empty name
+    tool_overhead: QuantumOverhead = NO_OVERHEAD  # of actions, if they have slots
+    gate_s: float = 0.0  # from a gate to its first trajectory
+    commit_s: float = 0.0  # from a group's last end to its record
+    reserve: tuple[int, int] | None = None  # KV reserved for a turn: most generated, most context tokens
+    residuals: Residuals | None = None  # ratios of measured to predicted seconds, from which noise is drawn
+    chunk_tokens: int | None = None  # most tokens of one quantum: a longer turn has several
+    boundaries: tuple[tuple[int, float], ...] = ()  # TP degree, tokens
+    host: HostPool | None = None  # KV in host memory; without it a trajectory that changes engines is computed again
+    preempts: bool = False  # engines do not reserve KV for whole turns (`libra.hardware.virtual_engine`, invariant 3)
+    keeps_kv: bool = False  # KV stays over a change of weights
     over_age: Verdict = Verdict.WAIT
     window: int | None = None
     in_flight: int | None = None
-    teacher_token_s: float = 0.0
+    teacher_token_s: float = 0.0  # of the teacher per token of a trajectory; a step waits for its groups' scores
 
     @property
     def staleness(self) -> StalenessPolicy:
@@ -209,40 +172,24 @@ class SimulationRecord:
 
 
 class SimulationResult(NamedTuple):
-    """Result of one simulation.
+    """Result of one simulation; seconds of iterations are from their gates."""
 
-    Attributes
-    ----------
-    makespan_s : float
-        From the first gate to the end of the last trajectory.
-    group_completion_s : float
-        Mean over groups of the time from its iteration's gate to its last trajectory's end.
-    iteration_s, rollout_s : tuple of float
-        Seconds of each iteration from its gate to the end of training, and to the end of its last trajectory.
-    cached_tokens, recomputed_tokens, fetched_tokens : int
-        Context whose KV was cached; computed context that some engine had computed before; KV fetched from host memory.
-    moves : int
-        Turns that began on another engine than the previous turn.
-    busy_frac : float
-        Share of the engines' seconds in which they were busy, up to the last trajectory's end.
-    """
-
-    makespan_s: float
-    group_completion_s: float
-    iteration_s: tuple[float, ...]
-    rollout_s: tuple[float, ...]
+    makespan_s: float  # from the first gate to the end of the last trajectory
+    group_completion_s: float  # mean over groups, from its iteration's gate to its last trajectory's end
+    iteration_s: tuple[float, ...]  # to the end of training
+    rollout_s: tuple[float, ...]  # to the end of its last trajectory
     trajectories: int
     turns: int
     generated_tokens: int
-    prefilled_tokens: int
-    cached_tokens: int
-    recomputed_tokens: int
-    moves: int
-    busy_frac: float
+    prefilled_tokens: int  # context computed
+    cached_tokens: int  # context whose KV was cached
+    recomputed_tokens: int  # computed context that some engine had computed before
+    moves: int  # turns that began on another engine than the previous turn
+    busy_frac: float  # of the engines' seconds, up to the last trajectory's end
     peak_kv_tokens: dict[str, int]
     dispatched: tuple[Dispatched, ...]
     preempted: int = 0
-    fetched_tokens: int = 0
+    fetched_tokens: int = 0  # KV from host memory
 
     def digest(self) -> str:
         """Hash of every dispatch with its time and place: equal for equal simulations."""
