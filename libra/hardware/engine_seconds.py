@@ -199,30 +199,6 @@ class ModelOnGPU:
         """Seconds of one layer's linear and elementwise operators for ``tokens`` at once."""
         return layer_s(self.gpu, self.efficiencies, self.shape, self.tp, tokens, self.measured)
 
-    def all_reduce_s(self, num_bytes: ArrayLike) -> Array:
-        """Seconds of one all-reduce over the engine's GPUs, which share a node if it has enough of them."""
-        size = np.asarray(num_bytes, float)
-        per_node = min(self.tp, self.gpu.gpus_per_node)
-        if self.measured is not None and self.tp > 1:
-            found = self.measured.all_reduce_s(size, self.tp, per_node)
-            if found is not None:
-                return found
-        return all_reduce_s(self.gpu, self.efficiencies, size, self.tp, per_node)
-
-    def attention_decode_s(self, num_sequences: ArrayLike, mean_context: ArrayLike) -> Array:
-        """Seconds of one layer's attention for one new token each of ``num_sequences`` with ``mean_context`` tokens of KV."""
-        num, mean = np.broadcast_arrays(np.asarray(num_sequences, float), np.asarray(mean_context, float))
-        kv = self.shape.kv_bytes_per_token(self.tp) / self.shape.num_layers
-        seconds = attention_decode_s(self.gpu, self.efficiencies, num, num * mean, kv)
-        return seconds if self.measured is None else seconds * self.measured.decode_ratio(num, mean, self.tp)
-
-    def attention_prefill_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
-        """Seconds of one layer's attention of a chunk of one sequence."""
-        new, past = np.broadcast_arrays(np.asarray(new_tokens, float), np.asarray(past_tokens, float))
-        heads, dim = self.shape.num_heads / self.tp, self.shape.head_dim
-        seconds = attention_prefill_s(self.gpu, self.efficiencies, new, past, heads, dim)
-        return seconds if self.measured is None else seconds * self.measured.prefill_ratio(new, past, self.tp)
-
     @cached_property
     def _linear(self) -> Grid:
         """Seconds of a step without attention and host, by tokens; second axis 1 is a prefill, which has one row of logits."""
@@ -230,8 +206,11 @@ class ModelOnGPU:
 
         top = max(CHUNK_TOKENS, 2048)
         tokens = np.unique(np.r_[1:129, 128:2048:64, 2048 : top + 512 : 512]).astype(float)
-        token_bytes = self.shape.hidden * self.shape.bytes_per_weight
-        per_layer = self.layer_s(tokens) + 2.0 * self.all_reduce_s(tokens * token_bytes)
+        size, per_node = tokens * self.shape.hidden * self.shape.bytes_per_weight, min(self.tp, self.gpu.gpus_per_node)
+        reduce_s = None if self.measured is None else self.measured.all_reduce_s(size, self.tp, per_node)
+        if reduce_s is None:
+            reduce_s = all_reduce_s(self.gpu, self.efficiencies, size, self.tp, per_node)
+        per_layer = self.layer_s(tokens) + 2.0 * reduce_s
         one = operator_s(self.gpu, self.efficiencies, self.shape, self.tp, "emb", tokens, self.measured)
         head = operator_s(self.gpu, self.efficiencies, self.shape, self.tp, "lm_head", np.r_[tokens, 1.0])
         body = self.shape.num_layers * per_layer + one
@@ -241,13 +220,21 @@ class ModelOnGPU:
     @cached_property
     def _decode(self) -> Grid:
         num, mean = np.meshgrid(np.asarray(_BATCHES, float), np.asarray(_CONTEXTS, float), indexing="ij")
-        return Grid(_BATCHES, _CONTEXTS, self.shape.num_layers * _rising_both(self.attention_decode_s(num, mean)))
+        kv_bytes = self.shape.kv_bytes_per_token(self.tp) / self.shape.num_layers
+        seconds = attention_decode_s(self.gpu, self.efficiencies, num, num * mean, kv_bytes)
+        if self.measured is not None:
+            seconds = seconds * self.measured.decode_ratio(num, mean, self.tp)
+        return Grid(_BATCHES, _CONTEXTS, self.shape.num_layers * _rising_both(seconds))
 
     @cached_property
     def _prefill(self) -> Grid:
         news = np.unique(np.r_[1, 16, 32, 64, 96, np.arange(128, CHUNK_TOKENS + 128, 128)]).astype(float)
         new, past = np.meshgrid(news, np.asarray(_PASTS, float), indexing="ij")
-        return Grid(news, _PASTS, self.shape.num_layers * _rising_both(self.attention_prefill_s(new, past)))
+        heads, dim = self.shape.num_heads / self.tp, self.shape.head_dim
+        seconds = attention_prefill_s(self.gpu, self.efficiencies, new, past, heads, dim)
+        if self.measured is not None:
+            seconds = seconds * self.measured.prefill_ratio(new, past, self.tp)
+        return Grid(news, _PASTS, self.shape.num_layers * _rising_both(seconds))
 
 
 def _rising_both(values: Array) -> Array:

@@ -102,17 +102,13 @@ class Counters:
 
 
 class KeptKv:
-    """KV that an engine keeps of trajectories between their turns, oldest first, and the contexts that others may share.
-
-    ``groups`` counts the contexts of each group, running ones too: its prompt is computed once. ``first_with`` has the
-    trajectory that computed a context and still has its KV.
-    """
+    """KV that an engine keeps of trajectories between their turns, oldest first, and the contexts that others may share."""
 
     def __init__(self) -> None:
         self.entries: OrderedDict[str, tuple[int, str]] = OrderedDict()  # tokens, group
         self.tokens = 0
-        self.groups: dict[str, int] = {}
-        self.first_with: dict[int, str] = {}
+        self.groups: dict[str, int] = {}  # contexts of each, running ones too: its prompt is computed once
+        self.first_with: dict[int, str] = {}  # the trajectory that computed a context and still has its KV
         self._context_of: dict[str, int] = {}  # the inverse of first_with
 
     def keep(self, key: str, tokens: int, group: str) -> None:
