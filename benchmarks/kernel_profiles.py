@@ -51,15 +51,7 @@ _GPU_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One operator of one shard: seconds over tokens.
-
-    Attributes
-    ----------
-    operator : str
-    tp : int
-    tokens, seconds : (n,) arrays
-        Tokens strictly increasing.
-    """
+    """One operator of one shard: seconds (n,) over strictly increasing tokens (n,)."""
 
     operator: str
     tp: int
@@ -125,19 +117,12 @@ class CollectiveProfile:
 
 @dataclass(frozen=True, slots=True)
 class TrainingProfile:
-    """Layers of one model in training on one GPU.
-
-    Attributes
-    ----------
-    points : (n, 2) array
-        Sequences of a micro-batch, tensor-parallel degree.
-    forward_s, backward_s, update_s : (n, layers) arrays
-    """
+    """Layers of one model in training on one GPU; seconds are (n, layers)."""
 
     source: str
     gpu: str | None
     model: str
-    points: Array
+    points: Array  # (n, 2) sequences of a micro-batch, tensor-parallel degree
     forward_s: Array
     backward_s: Array
     update_s: Array

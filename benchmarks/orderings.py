@@ -7,9 +7,10 @@ another name of this file.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from math import exp, log, sqrt
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -62,80 +63,22 @@ def state_name(tool: str, status: str, payload_tokens: int) -> str:
     return f"{tool}:{size}:{'failure' if status in FAILED else 'success'}"
 
 
-class Node:
-    """Remaining lengths seen at a prefix of tool returns: all-time mean, and the last ``WINDOW``
-    for P90."""
-
-    __slots__ = ("children", "count", "last", "mean")
-
-    def __init__(self) -> None:
-        self.children: dict[str, Node] = {}
-        self.count = 0
-        self.mean = 0.0
-        self.last: list[int] = []
-
-    def visit(self, remaining: int) -> None:
-        """Add a trajectory that passed this node, and generated ``remaining`` tokens afterwards."""
-        self.count += 1
-        self.mean += (remaining - self.mean) / self.count
-        self.last.append(remaining)
-        del self.last[:-WINDOW]
-
-    def enter(self, states: Iterable[str], remaining: Iterable[int]) -> None:
-        node = self
-        for state, left in zip(states, remaining, strict=True):
-            below = node.children.get(state)
-            if below is None:
-                below = node.children[state] = Node()
-            node = below
-            node.visit(left)
-
-    def p90(self) -> float:
-        ordered = sorted(self.last)
-        at = 0.9 * (len(ordered) - 1)
-        low = int(at)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (at - low) * (ordered[high] - ordered[low])
-
-    def deepest(self, path: Iterable[str]) -> Node:
-        node = self
-        for state in path:
-            child = node.children.get(state)
-            if child is None:
-                break
-            node = child
-        return node
+Tree = dict[str, tuple[int, float, list[int]]]
+"""Remaining lengths seen at each prefix of tool returns (joined by "/"): count, mean, and the last ``WINDOW`` for P90."""
 
 
-def dump(root: Node) -> list[Any]:
-    """Nodes in depth-first order with their parents' numbers; flat, as paths exceed the recursion
-    limit."""
-    out: list[Any] = []
-    open_nodes: list[tuple[int, str, Node]] = [(-1, "", root)]
-    while open_nodes:
-        parent, name, node = open_nodes.pop()
-        number = len(out)
-        out.append([parent, name, node.count, node.mean, list(node.last)])
-        open_nodes += [(number, below, child) for below, child in node.children.items()]
-    return out
-
-
-def load(dumped: Any) -> Node:
-    nodes: list[Node] = []
-    for parent, name, count, mean, last in dumped:
-        node = Node()
-        node.count, node.mean, node.last = int(count), float(mean), [int(left) for left in last]
-        nodes.append(node)
-        if parent >= 0:
-            nodes[parent].children[str(name)] = node
-    return nodes[0]
+def visit(tree: Tree, states: Sequence[str], remaining: Iterable[int]) -> None:
+    """Add a trajectory that passed these states and generated ``remaining`` tokens after each."""
+    for path, left in zip(accumulate(states, "{}/{}".format), remaining, strict=True):
+        count, mean, last = tree.get(path, (0, 0.0, []))
+        tree[path] = (count + 1, mean + (left - mean) / (count + 1), [*last, left][-WINDOW:])
 
 
 THRESHOLDS = {2: (5_000,), 3: (4_000, 12_000), 4: (4_000, 12_000, 30_000)}
 """Longest remaining output of each bucket but the last, by number of buckets."""
 
 
-class Paper:
+class Paper(Saved):
     """The published rule: a prefix tree of tool returns, and a move if mean and P90 fall into one
     bucket.
 
@@ -149,14 +92,17 @@ class Paper:
 
     name: ClassVar[str] = "paper"
 
+    _fifo: Fifo
+    _engines: dict[str, tuple[str, float]]  # bucket and seconds per token, by worker
+    _home: dict[str, str]  # worker, by trajectory
+    _root: Tree
+    _prompts: dict[str, Tree]
+    _alive: dict[str, int]
+    _paths: dict[str, tuple[str, list[str], list[int]]]  # group, states, tokens generated before each
+
     def __init__(self) -> None:
+        super().__init__()
         self._fifo = Fifo()
-        self._engines: dict[str, tuple[str, float]] = {}  # bucket and seconds per token, by worker
-        self._home: dict[str, str] = {}  # worker, by trajectory
-        self._root = Node()
-        self._prompts: dict[str, Node] = {}
-        self._alive: dict[str, int] = {}
-        self._paths: dict[str, tuple[str, list[str], list[int]]] = {}  # group, states, tokens generated before each
 
     def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
         answers = self._fifo.handle(event)
@@ -192,11 +138,8 @@ class Paper:
         group, states, generated = self._paths.pop(key)
         self._home.pop(key, None)
         if completed and states:
-            trees = [self._root]
-            if group:
-                trees.append(self._prompts.setdefault(group, Node()))
-            for node in trees:
-                node.enter(states, (generated[-1] - before for before in generated[: len(states)]))
+            for tree in [self._root, *([self._prompts.setdefault(group, {})] if group else [])]:
+                visit(tree, states, [generated[-1] - before for before in generated[: len(states)]])
         self._alive[group] -= 1
         if not self._alive[group]:
             del self._alive[group]
@@ -210,40 +153,20 @@ class Paper:
         home, _ = self._engines.get(self._home.get(key, ""), ("", 0.0))
         if not home:
             return (Prefer(key, (buckets[0],), "paper: everybody begins in the slowest bucket"),)
-        node = self._prompts.get(group, self._root).deepest(states)
-        if not node.count:
+        tree, known = self._prompts.get(group, self._root), [*accumulate(states, "{}/{}".format)]
+        deepest = next((tree[path] for path in reversed(known) if path in tree), None)
+        if deepest is None:
             return ()
+        _, mean, last = deepest
         edges = THRESHOLDS.get(len(buckets), THRESHOLDS[4])
-        by_mean, by_p90 = bisect_left(edges, node.mean), bisect_left(edges, node.p90())
+        by_mean, by_p90 = bisect_left(edges, mean), bisect_left(edges, float(np.percentile(last, 90)))
         if by_mean != by_p90 or buckets[by_mean] == home:
             return ()
-        return (Prefer(key, (buckets[by_mean],), f"paper: mean {int(node.mean)} and P90 are in one bucket"),)
+        return (Prefer(key, (buckets[by_mean],), f"paper: mean {int(mean)} and P90 are in one bucket"),)
 
     def _slowest_first(self) -> list[str]:
         seconds = dict(reversed(self._engines.values()))  # of the first engine of each bucket
         return sorted(seconds, key=lambda bucket: (-seconds[bucket], bucket))
-
-    def snapshot(self) -> dict[str, Any]:
-        return {
-            "fifo": self._fifo.snapshot(), "home": dict(self._home), "root": dump(self._root),
-            "engines": {worker: list(engine) for worker, engine in self._engines.items()},
-            "prompts": {group: dump(node) for group, node in sorted(self._prompts.items())},
-            "alive": dict(sorted(self._alive.items())),
-            "paths": {key: [group, states, tokens] for key, (group, states, tokens) in sorted(self._paths.items())},
-        }  # fmt: skip
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError for anything else."""
-        self._fifo.restore(snapshot["fifo"])
-        self._engines = {worker: (str(bucket), float(s)) for worker, (bucket, s) in snapshot["engines"].items()}
-        self._home = dict(snapshot["home"])
-        self._root = load(snapshot["root"])
-        self._prompts = {group: load(node) for group, node in snapshot["prompts"].items()}
-        self._alive = {str(group): int(count) for group, count in snapshot["alive"].items()}
-        self._paths = {
-            str(key): (str(group), [str(s) for s in states], [int(t) for t in tokens])
-            for key, (group, states, tokens) in snapshot["paths"].items()
-        }
 
 
 class SeerOrder(Saved):
@@ -301,11 +224,14 @@ class KnownLengths(Forecaster):
     """Forecasts from given total tokens by key, exact or of a given accuracy; unknown keys have
     skill 0."""
 
+    _totals: dict[str, float]
+    _generated: dict[str, int]
+
     def __init__(self, totals: Mapping[str, int] | None = None, *, accuracy: float = 1.0, seed: int = 0) -> None:
+        super().__init__()
         if not 0.0 < accuracy <= 1.0:
             raise ValueError(f"accuracy: got {accuracy}; it is a correlation above 0 and at most 1, e.g. 0.6")
         self._totals = guessed_lengths(dict(sorted((totals or {}).items())), accuracy, seed)
-        self._generated: dict[str, int] = {}
 
     def handle(self, event: Fact) -> None:
         match event:
@@ -325,13 +251,6 @@ class KnownLengths(Forecaster):
             return Forecast(0.0, 0.0, 0.0)
         left = max(total - generated, OUTRUN_FRAC * generated if total < generated else 0.0)
         return Forecast(left, left, 1.0)
-
-    def snapshot(self) -> dict[str, Any]:
-        return {"totals": self._totals, "generated": dict(sorted(self._generated.items()))}
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        self._totals = {str(key): float(total) for key, total in snapshot["totals"].items()}
-        self._generated = {str(key): int(tokens) for key, tokens in snapshot["generated"].items()}
 
 
 def guessed_lengths(totals: Mapping[str, int], accuracy: float, seed: int) -> dict[str, float]:

@@ -43,6 +43,7 @@ from libra.driver.run_session import Session
 from libra.envs import Environment, tool
 from libra.envs.environment import ScriptedTurn
 from libra.facts import Line, QuantumDispatched, TrajectoryEnded, from_dict
+from libra.sim.configured import simulator_of_run
 from libra.sim.from_run import run_setting
 from libra.sim.workload import draw, load_traces
 from libra.store.event_log import EventReader
@@ -180,7 +181,7 @@ def live_over_simulated(directory: Path) -> tuple[float, int]:
     simulated moves."""
     setting = run_setting(directory)
     assert setting.realised is not None, "the run went through"
-    simulated = setting.simulator().run()
+    simulated = simulator_of_run(setting)[0].run()
     return setting.realised.makespan_s / simulated.makespan_s, simulated.moves
 
 

@@ -22,6 +22,7 @@ from libra.facts import Turn
 from libra.policy.role_changes import Role, Stage
 from libra.policy.tail import OpenStep, TurningEngine, TurningRule, price_s
 from libra.policy.waves import GroupId
+from libra.sim.configured import configured_ordering
 from libra.sim.from_run import RunSetting
 from libra.sim.workload import Workload
 
@@ -178,6 +179,8 @@ def simulated_s(
             load_s=calibration.load_s, merge_s=prices.merge_s, drain_s=prices.drain_s, rule=rule,
             update_s=calibration.gate_s + calibration.commit_s, waves=waves if streams else None,
         )  # fmt: skip
-        pipeline = Pipeline(setting.workload, engines, setting.ordering(), DISCIPLINES[system], work, options)
+        pipeline = Pipeline(
+            setting.workload, engines, configured_ordering(setting.record.config), DISCIPLINES[system], work, options
+        )
         found[side] = pipeline.train().step_s()
     return found

@@ -31,51 +31,20 @@ class Roles(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Discipline:
-    """A training system.
-
-    Attributes
-    ----------
-    text : str
-        The system in a few words.
-    etas : tuple of int
-        Staleness bounds for which it is defined.
-    own_batches : bool
-        Batch ``j`` takes the groups of iteration ``j``; False: those that are complete first
-        (`systems.streamed_batches`).
-    streaming : bool
-        A group is trained on as soon as its batch has taken it; False: when the batch is complete.
-    roles : Roles
-    core_trainers : bool
-        Whether some GPUs always train; False: all generate, and train together.
-    order : str
-        Ordering of trajectories (`libra.policy.ORDERINGS`, ``oracle``, or ``seer``).
-    kv_moves : bool
-        A trajectory that changes engines takes its KV along, through host memory; False: it is
-        computed again.
-    static : bool
-        A baseline of the table: no GPU does both.
-    chunk_tokens : int or None
-        Most tokens of a quantum (`rollout.chunk_tokens`); None if a turn is one quantum.
-    preempts : bool
-        Engines do not reserve KV for whole turns, and compute contexts again
-        (`libra.hardware.virtual_engine`).
-    changes_s : (float, float) or None
-        Seconds of a change to training, and back; by default from
-        `libra.policy.tail.TurningRule`.
-    """
+    """A training system."""
 
     text: str
-    etas: tuple[int, ...]
-    own_batches: bool = True
-    streaming: bool = False
+    etas: tuple[int, ...]  # staleness bounds for which it is defined
+    own_batches: bool = True  # batch j takes the groups of iteration j; False: those that are complete first
+    streaming: bool = False  # a group is trained on once its batch has taken it; False: when the batch is complete
     roles: Roles = Roles.SPLIT
-    core_trainers: bool = True
-    order: str = "fifo"
-    kv_moves: bool = False
-    static: bool = False
-    chunk_tokens: int | None = None
-    preempts: bool = False
-    changes_s: tuple[float, float] | None = None
+    core_trainers: bool = True  # some GPUs always train; False: all generate, and train together
+    order: str = "fifo"  # of trajectories (`libra.policy.ORDERINGS`, ``oracle``, or ``seer``)
+    kv_moves: bool = False  # KV goes along through host memory; False: it is computed again
+    static: bool = False  # a baseline of the table: no GPU does both
+    chunk_tokens: int | None = None  # of a quantum; None if a turn is one quantum
+    preempts: bool = False  # engines do not reserve KV for whole turns, and compute contexts again
+    changes_s: tuple[float, float] | None = None  # to training, and back; by default of `TurningRule`
 
 
 DISCIPLINES: Final[Mapping[str, Discipline]] = MappingProxyType({

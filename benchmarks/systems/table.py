@@ -15,8 +15,10 @@ from benchmarks.systems.gpu_seconds import Cause, PipelineResult, Went, lines
 from benchmarks.systems.tuning import DEGREES, STEPS, Cell, Setting, play, step_s
 from libra.config import load_config
 from libra.config.load import RunConfig
+from libra.config.model_paths import resolve_model
 from libra.errors import ConfigError
-from libra.sim.configured import Simulated, drawn_workload, expected_teacher_token_s
+from libra.planner.from_config import planned_gpu
+from libra.sim.configured import drawn_workload, expected_teacher_token_s, layout_of
 from libra.sim.from_run import run_setting
 from libra.sim.workload import Trace, Workload, load_traces
 
@@ -125,13 +127,11 @@ def cell_of(config: RunConfig, from_run: Path | None) -> tuple[Cell, str]:
             traces, source = as_traces(drawn_workload(config)), "synthetic"
         else:
             traces, source = tuple(load_traces(path, seed=config.run.seed)), f"drawn from {path}"
-    choices = Simulated(own.model_copy(update={"planner": config.planner}))
-    layout = sum(tp * count for tp, count in Simulated(own).layout.items()) + own.cluster.train_workers
-    trainer = own.trainer
-    cell = Cell(
-        traces, trainer.group_size, 0.0, trainer.prompts, layout, own.run.eta, gpu=choices.gpu, model=choices.model
-    )
-    return replace(cell, teacher_token_s=expected_teacher_token_s(choices, None, cell.workload(0, 1))), source
+    own, trainer = own.model_copy(update={"planner": config.planner}), own.trainer
+    gpus = sum(tp * count for tp, count in layout_of(own).items()) + own.cluster.train_workers
+    gpu, model = config.planner.gpu or planned_gpu(None).name, str(resolve_model(own.model.path))
+    cell = Cell(traces, trainer.group_size, 0.0, trainer.prompts, gpus, own.run.eta, gpu=gpu, model=model)
+    return replace(cell, teacher_token_s=expected_teacher_token_s(own, None, cell.workload(0, 1))), source
 
 
 def as_traces(workload: Workload) -> tuple[Trace, ...]:

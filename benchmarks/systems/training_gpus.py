@@ -49,24 +49,12 @@ def group_work(sample_s: Mapping[SampleId, float]) -> Mapping[GroupId, GroupWork
 
 @dataclass(slots=True)
 class TrainingGpus:
-    """Work that is left, as a fluid that ``gpus`` GPUs drain evenly.
+    """Work that is left, as a fluid that ``gpus`` GPUs drain evenly."""
 
-    Attributes
-    ----------
-    gpus : int
-        GPUs that train now.
-    backlog_gpu_s : float
-        Work that was added and is not done, as of ``now_s``.
-    not_before_s : float
-        When the longest sequence that was added can be done at the earliest.
-    busy_gpu_s : float
-        Work done.
-    """
-
-    gpus: int
-    backlog_gpu_s: float = 0.0
-    not_before_s: float = 0.0
-    busy_gpu_s: float = 0.0
+    gpus: int  # that train now
+    backlog_gpu_s: float = 0.0  # added and not done, as of ``now_s``
+    not_before_s: float = 0.0  # when the longest sequence that was added can be done at the earliest
+    busy_gpu_s: float = 0.0  # done
     now_s: float = 0.0
 
     def add(self, now_s: float, work: GroupWork) -> None:
@@ -118,34 +106,23 @@ class WavePrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """Settings of a pipeline besides workload, engines and discipline.
-
-    ``update_s``, ``close_s`` and ``merge_s`` are the seconds from the last gradient to new weights
-    on the engines, of the optimizer, and of merging switched GPUs' gradients. ``beside_s`` of
-    ``update_s`` pass beside the next step if a GPU always trains and ``eta`` >= 1
-    (`libra.worker.training.publications`). ``load_s`` stops an engine for new weights; in ``drain_s`` a
-    switching engine ends its work. Without ``waves``, gradients are a fluid that any GPU can share
-    at any moment. ``host`` keeps KV in host memory. ``teacher_token_s`` as in
-    `libra.sim.simulation_options.SimulationOptions`. ``gives_up`` (n, s) stops early once the mean
-    step without the first n must exceed s seconds, with ``num_steps`` only. ``causes=False`` saves
-    time and leaves `PipelineResult.gpu_s` empty.
-    """
+    """Settings of a pipeline besides workload, engines and discipline."""
 
     eta: int = 0
     core_gpus: int = 0
-    update_s: float = 10.0
-    beside_s: float = 0.0
-    close_s: float = 1.0
-    merge_s: float = 3.0
-    load_s: float = 3.0
-    drain_s: float = 0.0
+    update_s: float = 10.0  # from the last gradient to new weights on the engines
+    beside_s: float = 0.0  # of it, beside the next step if a GPU always trains and eta >= 1
+    close_s: float = 1.0  # of the optimizer
+    merge_s: float = 3.0  # of merging switched GPUs' gradients
+    load_s: float = 3.0  # in which an engine stops for new weights
+    drain_s: float = 0.0  # in which a switching engine ends its work
     rule: TurningRule = field(default_factory=TurningRule)
-    waves: WavePrices | None = None
-    host: HostPool | None = None
+    waves: WavePrices | None = None  # None: gradients are a fluid that any GPU can share at any moment
+    host: HostPool | None = None  # KV in host memory
     teacher_token_s: float = 0.0
     num_steps: int | None = None
-    gives_up: tuple[int, float] | None = None
-    causes: bool = True
+    gives_up: tuple[int, float] | None = None  # (n, s): stop once the mean step without the first n must exceed s
+    causes: bool = True  # False saves time and leaves `PipelineResult.gpu_s` empty
 
 
 class StreamedBatches:

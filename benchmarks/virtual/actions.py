@@ -41,8 +41,8 @@ from benchmarks.virtual.action_loads import (
     drawn_tests,
     read_steps,
 )  # fmt: skip
+from benchmarks.virtual.draws import agent_turn_files
 from libra.errors import ConfigError
-from libra.planner.agent_turns import agent_turn_files
 from libra.policy.leases.elastic import SpeedUp
 
 CORES, TRAJECTORIES, FACTORS = 96, 256, (1.0, 2.0)

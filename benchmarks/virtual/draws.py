@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import sqrt
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
 
+from libra.errors import ConfigError
 from libra.sim.workload import Trace, TurnPlan, Workload, draw, workload_of_groups
 
 KINSHIP = 0.55
 """Intra-class correlation of the ranks of lengths, as measured on tau-bench's airline trials."""
 MAX_CONTEXT_TOKENS = 40_960
 """Longest context, as in the Libra paper (arXiv:2606.03077 v2)."""
+
+
+def agent_turn_files(data: Path, option: str = "--data") -> list[Path]:
+    """Every file of agents' turns of a data directory, by name; ConfigError if there is none."""
+    found = sorted((data / "agent_turns").glob("*.csv"))
+    if not found:
+        raise ConfigError(f"{option} {data}: no file {data / 'agent_turns'}/*.csv; give a directory that has one")
+    return found
 
 
 def cut(trace: Trace) -> Trace:

@@ -32,9 +32,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.report import Figure, command_parser, emit
+from benchmarks.virtual.draws import agent_turn_files
 from libra.errors import ConfigError
 from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
-from libra.planner.agent_turns import AgentTurn, agent_turn_files, read_agent_turns
+from libra.planner.agent_turns import AgentTurn, read_agent_turns
 from libra.policy.posterior.forecaster import Forecast, Forecaster, Posterior
 from libra.types import NO_TOOL, Phase, ToolOutcome
 

@@ -36,8 +36,7 @@ from benchmarks.report import Figure, command_parser, emit
 from benchmarks.systems.against import Comparison, compare, race
 from benchmarks.systems.disciplines import DISCIPLINES, disciplines
 from benchmarks.systems.tuning import Cell, Setting, play, step_s
-from benchmarks.virtual.draws import KINSHIP, cut
-from libra.planner.agent_turns import agent_turn_files
+from benchmarks.virtual.draws import KINSHIP, agent_turn_files, cut
 from libra.sim.workload import Trace, TurnPlan, load_traces
 from libra.types import NO_TOOL, ToolStatus
 

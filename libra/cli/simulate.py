@@ -6,15 +6,18 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from libra.config.load import RunConfig
-from libra.observe.run_directory import written
-from libra.sim import SimulationResult, load_workload
-from libra.sim.configured import RunSimulation, Simulated, drawn_workload, simulator_of, simulator_of_setting
+from libra.config.model_paths import resolve_model
+from libra.errors import ConfigError
+from libra.planner.from_config import planned_gpu
+from libra.sim.configured import REPLACED, drawn_workload, layout_of, simulator_of, simulator_of_run
 from libra.sim.from_run import RunSetting, left_out, run_setting
+from libra.sim.simulation_options import SimulationResult
+from libra.sim.simulator import Simulator
+from libra.sim.workload import Workload, load_workload
 
 
 def simulate_run(
@@ -28,75 +31,105 @@ def simulate_run(
 ) -> None:
     """Simulate and print; ConfigError if the workload cannot be read, written or simulated.
 
-    ``overrides``, with which ``config`` was loaded, replace the settings of a recorded run.
+    ``overrides`` are those that ``config`` was loaded with; they replace the settings of a recorded run.
     """
     if from_run is not None and workload is not None:
         raise click.UsageError("--from-run and --workload both name a workload; leave one out")
-    setting = None if from_run is None else run_setting(from_run)
-    if setting is not None:
-        used, source = setting.workload, f"of {setting.record.directory}"
-    elif workload is not None:
-        used, source = load_workload(workload), f"{workload}"
+    if from_run is not None:
+        _simulate_of_run(config, run_setting(from_run), save_workload, as_json, overrides)
+        return
+    if workload is not None:
+        what, source = load_workload(workload), f"{workload}"
     else:
         traces = config.planner.trace
-        used, source = drawn_workload(config), f"drawn from {traces}" if traces else "synthetic"
-    if save_workload is not None:
-        with written(save_workload, "--save-workload") as file:
-            file.write_text(used.to_json())
-    if setting is None:
-        outcome, choices, measured = simulator_of(config, used).run(), Simulated(config), config.planner.calibration
-        layout = " + ".join(f"{count} x tp{tp}" for tp, count in choices.layout.items())
-        engines = f"{Path(choices.model).name} on {choices.gpu}" if measured is None else f"as {measured} measured"
-        lines = [f"{engines}, {layout}; {config.policy.name}", *_lines(outcome)]
-    else:
-        typed = frozenset(override.partition("=")[0].strip() for override in overrides)
-        of_run = simulator_of_setting(config, setting, typed)
-        outcome, missing = of_run.simulator.run(), left_out(setting.record.config)
-        policy = (config if "policy.name" in typed else setting.record.config).policy.name
-        settings = f"overrides: {', '.join(overrides)}; all other settings are" if overrides else "all settings are"
-        lines = [policy, *_engine_lines(setting, of_run), f"{settings} the run's", *filter(None, [missing])]
-        lines += [*_lines(outcome), _compared(setting, outcome)]
-    if not as_json:
-        click.echo(f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); " + "\n".join(lines))
+        what, source = drawn_workload(config), f"drawn from {traces}" if traces else "synthetic"
+    _save(what, save_workload)
+    outcome = simulator_of(config, what).run()
+    layout, calibration = layout_of(config), config.planner.calibration
+    gpu, model = config.planner.gpu or planned_gpu(None).name, str(resolve_model(config.model.path))
+    if as_json:
+        asked = config.simulation.model_dump(mode="json") | {
+            "policy": config.policy.name,
+            "objective": config.policy.objective,
+            "gpu": gpu,
+            "model": model,
+            "calibration": None if calibration is None else str(calibration),
+            "layout": {f"tp{tp}": count for tp, count in layout.items()},
+        }
+        click.echo(json.dumps({"simulation": asked, "source": source, "seed": config.run.seed, **outcome.row()}))
         return
-    if setting is None:
-        simulation = config.simulation.model_dump(mode="json") | choices.as_settings()
-        document = {"simulation": simulation, "source": source}
-    else:
-        document = _document(setting, of_run)
-    click.echo(json.dumps({**document, "seed": config.run.seed, **outcome.row()}))
+    shown = " + ".join(f"{count} x tp{tp}" for tp, count in layout.items())
+    engines = f"{Path(model).name} on {gpu}" if calibration is None else f"as {calibration} measured"
+    head = f"{outcome.trajectories} trajectories, {outcome.turns} turns ({source}); {engines}, {shown}; {config.policy.name}"
+    click.echo("\n".join([head, *_lines(outcome)]))
 
 
-def _engine_lines(setting: RunSetting, of_run: RunSimulation) -> list[str]:
-    if not of_run.measured:
-        return [f"engines: {', '.join(spec.name for spec in of_run.simulator.engines)}, instead of the run's"]
-    counts = Counter(f"tp{spec.tp} with {spec.slots} slots" for spec in of_run.simulator.engines)
+def _save(workload: Workload, path: Path | None) -> None:
+    if path is not None:
+        try:
+            path.write_text(workload.to_json())
+        except OSError as error:
+            raise ConfigError(f"--save-workload {path}: {error.strerror or error}") from error
+
+
+def _simulate_of_run(
+    config: RunConfig, setting: RunSetting, save_workload: Path | None, as_json: bool, overrides: Sequence[str]
+) -> None:
+    """Settings of ``overrides`` that a recorded run cannot take (`REPLACED`) are named as such."""
+    names = {override: override.partition("=")[0].strip() for override in overrides}
+    typed = frozenset(names.values()) & REPLACED
+    _save(setting.workload, save_workload)
+    simulator, is_own = simulator_of_run(setting, config, typed)
+    outcome, realised, source = simulator.run(), setting.realised, setting.record.directory
+    missing = left_out(setting.record.config)
+    if as_json:
+        own = [
+            {"worker": e.worker, "engine": e.engine, "tp": e.tp, "slots": e.slots} for e in setting.calibration.engines
+        ]
+        document = {
+            "source": str(source),
+            "given": sorted(typed),
+            "left_out": missing,
+            "engines": own if is_own else [spec.name for spec in simulator.engines],
+            "realised": None if realised is None else {**realised._asdict(), "rollout_s": list(realised.rollout_s)},
+            "seed": config.run.seed,
+            **outcome.row(),
+        }
+        click.echo(json.dumps(document))
+        return
+    policy = (config if "policy.name" in typed else setting.record.config).policy.name
+    given = ", ".join(override for override, name in names.items() if name in typed)
+    ignored = ", ".join(override for override, name in names.items() if name not in typed)
+    lines = [
+        f"{outcome.trajectories} trajectories, {outcome.turns} turns (of {source}); {policy}",
+        _engine_line(setting, simulator, is_own),
+        f"overrides: {given}; all other settings are the run's" if given else "all settings are the run's",
+        *([f"without effect on a recorded run: {ignored}"] if ignored else []),
+        *([missing] if missing else []),
+        *_lines(outcome),
+        _compared(setting, outcome),
+    ]
+    click.echo("\n".join(lines))
+
+
+def _engine_line(setting: RunSetting, simulator: Simulator, is_own: bool) -> str:
+    if not is_own:
+        return f"engines: {', '.join(spec.name for spec in simulator.engines)}, instead of the run's"
+    counts = Counter(f"tp{spec.tp} with {spec.slots} slots" for spec in simulator.engines)
     engines = " + ".join(f"{count} x {name}" for name, count in counts.items())
     error = max(engine.steps.error_frac for engine in setting.calibration.engines)
     how = f"by their declared capacity (error at most {100 * error:.0f} % of a pass)"
-    return [f"engines of {setting.calibration.model}: {engines}, {how}"]
+    return f"engines of {setting.calibration.model}: {engines}, {how}"
 
 
 def _compared(setting: RunSetting, outcome: SimulationResult) -> str:
-    if (realised := setting.realised) is None:
-        return "the run        was resumed, or stopped during an iteration: no comparison"
-    ratio = f"predicted / realised seconds {outcome.makespan_s / realised.makespan_s:.3f}"
-    return f"the run       {realised.makespan_s:10.1f} s to its last trajectory and {realised.moves} moves; {ratio}"
-
-
-def _document(setting: RunSetting, of_run: RunSimulation) -> dict[str, Any]:
-    engines: list[Any] = [spec.name for spec in of_run.simulator.engines]
-    if of_run.measured:
-        engines = [
-            {name: getattr(engine, name) for name in ("worker", "engine", "tp", "slots")}
-            for engine in setting.calibration.engines
-        ]
     realised = setting.realised
-    return {
-        "source": str(setting.record.directory), "given": list(of_run.given), "left_out": left_out(setting.record.config),
-        "engines": engines,
-        "realised": None if realised is None else {**realised._asdict(), "rollout_s": list(realised.rollout_s)},
-    }  # fmt: skip
+    if realised is None:
+        return "the run        was resumed, or stopped during an iteration: no comparison"
+    return (
+        f"the run       {realised.makespan_s:10.1f} s to its last trajectory and {realised.moves} moves; predicted / realised "
+        f"seconds {outcome.makespan_s / realised.makespan_s:.3f}"
+    )
 
 
 def _lines(outcome: SimulationResult) -> list[str]:

@@ -268,7 +268,7 @@ _TABLE: tuple[tuple[str, str, Reading], ...] = (  # section, keys, who reads the
     ("agent", "venv env timeout_s idle_s concurrency", _run(either(given("agent.function"), given("agent.command")))),
     ("rollout", "tool_format temperature top_p ignore_eos", _run()),
     ("rollout", "max_turns", {"run": (), "simulate": _LENGTHS_GIVEN}),
-    ("rollout", "engine", _of("run", "plan")),
+    ("rollout", "engine", _of("run", "plan", "simulate")),  # which degrees `cluster.engines` may have
     ("rollout", "max_context_tokens", {**_of("run", "plan"), "simulate": _LENGTHS_GIVEN}),
     ("rollout", "kv_cache_gib", _run()),
     ("rollout", "exact_logprobs kv_host_gib speculate", _run(is_("rollout.engine", "transformers"))),

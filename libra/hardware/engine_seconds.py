@@ -12,8 +12,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,23 +37,15 @@ Array = NDArray[np.float64]
 
 
 class Grid:
-    """Values on a rectangular grid: bilinear inside, linear beyond the far edges, constant before the near ones.
+    """Values (x, y) on a rectangular grid: bilinear inside, linear beyond the far edges, constant before the near ones.
 
-    scipy's ``RegularGridInterpolator`` is slower by far for one point, and a simulation reads millions.
-
-    Parameters
-    ----------
-    xs, ys : array
-        Strictly increasing, at least two each.
-    values : (len(xs), len(ys)) array
-        If they rise with x and y on the grid, they also do between its points and beyond it.
+    They rise between and beyond the points if they rise on the grid. scipy's ``RegularGridInterpolator`` is slower by far for one
+    point, and a simulation reads millions.
     """
 
     def __init__(self, xs: ArrayLike, ys: ArrayLike, values: ArrayLike) -> None:
         self._x, self._y = np.asarray(xs, float), np.asarray(ys, float)
         self._v = np.asarray(values, float)
-        assert self._v.shape == (len(self._x), len(self._y)) and min(self._v.shape) >= 2
-        assert np.all(np.diff(self._x) > 0) and np.all(np.diff(self._y) > 0)
         self._xs: list[float] = self._x.tolist()
         self._ys: list[float] = self._y.tolist()
         self._rows: list[list[float]] = self._v.tolist()
@@ -87,17 +80,16 @@ _CONTEXTS = (0, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 655
 _PASTS = (0, 256, 1024, 4096, 16384, 65536, 262144)
 
 
-@dataclass(frozen=True, slots=True)
-class Overhead:
-    """Seconds that host and framework add to the kernels; not a property of the GPU.
+MEMORY_FRAC, RESERVED_BYTES = 0.9, 2.0e9
+"""Share of each GPU's memory that an engine may take, and its part for activations, communication buffers and the runtime."""
+CHUNK_TOKENS = 8192
+"""A longer prefill is computed in chunks of this many tokens."""
 
-    Attributes
-    ----------
-    step_s : float
-        Scheduling, sampling, detokenisation, launching captured graphs of each step. The default is an assumption; `libra
-        calibrate` measures it.
-    worker_s : float
-        Additional seconds for each GPU beyond the first.
+
+class Overhead(NamedTuple):
+    """Seconds that host and framework add to the kernels of a step, and to each for a GPU beyond the first.
+
+    Scheduling, sampling, detokenisation, launching captured graphs. The default is an assumption; `libra calibrate` measures it.
     """
 
     step_s: float = 2.0e-3
@@ -115,29 +107,22 @@ class EngineSeconds(Protocol):
     def kv_capacity_tokens(self) -> int:
         """Tokens whose keys and values fit beside the weights."""
 
-    def decode_step_s(self, num_sequences: int, context_tokens: int) -> float:
+    def decode_step_s(self, num_sequences: int, context_tokens: float) -> float:
         """Seconds of one step that gives each of ``num_sequences`` one token; ``context_tokens`` is the sum over all of them."""
 
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
         """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` that are in the KV cache."""
 
+    def decode_steps_s(self, num_sequences: ArrayLike, context_tokens: ArrayLike) -> Array:
+        """`decode_step_s` of many steps; the arguments broadcast."""
+
+    def prefills_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
+        """`prefill_s` of many sequences, one after another; the arguments broadcast."""
+
 
 @dataclass(frozen=True)
 class ModelOnGPU:
-    """`EngineSeconds` of one model on one engine of ``tp`` GPUs; `engine_seconds` builds it.
-
-    Attributes
-    ----------
-    measured : ShapeTables or None
-        Tables that correct the rooflines; None if nothing was measured on this GPU.
-    memory_frac, reserved_bytes : float
-        Share of each GPU's memory that the engine may take, and the part of it for activations, communication buffers and
-        the runtime.
-    chunk_tokens : int
-        A longer prefill is computed in chunks of this many tokens.
-    kv_capacity_tokens : int
-        Tokens whose keys and values fit beside the weights.
-    """
+    """`EngineSeconds` of one model on an engine of ``tp`` GPUs: rooflines, corrected by the tables ``measured`` of its GPU."""
 
     gpu: GPU
     shape: ModelShape
@@ -145,47 +130,40 @@ class ModelOnGPU:
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     measured: ShapeTables | None = None
     overhead: Overhead = field(default_factory=Overhead)
-    memory_frac: float = 0.9
-    reserved_bytes: float = 2.0e9
-    chunk_tokens: int = 8192
-    kv_capacity_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.shape.check_tp(self.tp)
-        if not 0 < self.memory_frac <= 1:
-            raise ConfigError(f"memory_frac: got {self.memory_frac}; give a number above 0 and at most 1")
-        free = self.free_bytes
-        if free <= 0:
-            need = (self.shape.weight_bytes(1)) / (self.memory_frac * self.gpu.memory_bytes - self.reserved_bytes)
+        if self.free_bytes <= 0:
+            allowed = MEMORY_FRAC * self.gpu.memory_bytes
+            need = self.shape.weight_bytes(1) / (allowed - RESERVED_BYTES)
             raise ConfigError(
                 f"{self.shape.name} on {self.gpu.name} with tp={self.tp}: weights take "
-                f"{self.shape.weight_bytes(self.tp) / 1e9:.1f} GB of a GPU, "
-                f"{self.memory_frac * self.gpu.memory_bytes / 1e9:.1f} GB are allowed, {self.reserved_bytes / 1e9:.1f} GB of "
-                f"them reserved; choose tp above {need:.1f}"
+                f"{self.shape.weight_bytes(self.tp) / 1e9:.1f} GB of a GPU, {allowed / 1e9:.1f} GB are allowed, "
+                f"{RESERVED_BYTES / 1e9:.1f} GB of them reserved; choose tp above {need:.1f}"
             )
-        object.__setattr__(self, "kv_capacity_tokens", int(free // self.shape.kv_bytes_per_token(self.tp)))
-        object.__setattr__(self, "_linear", self._linear_grid())
-        object.__setattr__(self, "_decode", self._decode_grid())
-        object.__setattr__(self, "_prefill", self._prefill_grid())
+
+    @property
+    def free_bytes(self) -> float:
+        """Bytes of each GPU available for keys and values; negative if the weights do not fit."""
+        return MEMORY_FRAC * self.gpu.memory_bytes - self.shape.weight_bytes(self.tp) - RESERVED_BYTES
+
+    @cached_property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens whose keys and values fit beside the weights."""
+        return int(self.free_bytes // self.shape.kv_bytes_per_token(self.tp))
 
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of one token's keys and values on all GPUs of the engine together."""
         return int(self.shape.kv_bytes_per_token(self.tp)) * self.tp
 
-    @property
-    def free_bytes(self) -> float:
-        """Bytes of each GPU available for keys and values; negative if the weights do not fit."""
-        allowed = self.memory_frac * self.gpu.memory_bytes
-        return allowed - self.shape.weight_bytes(self.tp) - self.reserved_bytes
-
-    @property
+    @cached_property
     def host_s(self) -> float:
         """Host overhead of each step."""
         return self.overhead.step_s + self.overhead.worker_s * (self.tp - 1)
 
     def decode_step_s(self, num_sequences: int, context_tokens: float) -> float:
-        """Seconds of one step that gives each of ``num_sequences`` one token; ``context_tokens`` is the sum over all of them."""
+        """See `EngineSeconds`."""
         if num_sequences < 1:
             return 0.0
         attention = self._decode.at(num_sequences, context_tokens / num_sequences)
@@ -201,18 +179,17 @@ class ModelOnGPU:
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
         """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` that are in the KV cache."""
         seconds = 0.0
-        for done in range(0, new_tokens, self.chunk_tokens):
-            chunk = min(new_tokens - done, self.chunk_tokens)
+        for done in range(0, new_tokens, CHUNK_TOKENS):
+            chunk = min(new_tokens - done, CHUNK_TOKENS)
             seconds += self._linear.at(chunk, 1.0) + self._prefill.at(chunk, past_tokens + done) + self.host_s
         return seconds
 
     def prefills_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
         """`prefill_s` of many sequences, one after another; the arguments broadcast."""
         new, past = np.broadcast_arrays(np.asarray(new_tokens, float), np.asarray(past_tokens, float))
-        seconds = np.zeros(new.shape)
-        done = np.zeros(new.shape)
+        seconds, done = np.zeros(new.shape), np.zeros(new.shape)
         while np.any(done < new):
-            chunk = np.minimum(new - done, self.chunk_tokens)
+            chunk = np.minimum(new - done, CHUNK_TOKENS)
             one = self._linear.at_many(chunk, 1.0) + self._prefill.at_many(chunk, past + done) + self.host_s
             seconds += np.where(chunk > 0, one, 0.0)
             done = done + chunk
@@ -222,56 +199,42 @@ class ModelOnGPU:
         """Seconds of one layer's linear and elementwise operators for ``tokens`` at once."""
         return layer_s(self.gpu, self.efficiencies, self.shape, self.tp, tokens, self.measured)
 
-    def all_reduce_s(self, num_bytes: ArrayLike) -> Array:
-        """Seconds of one all-reduce over the engine's GPUs, which share a node if it has enough of them."""
-        size = np.asarray(num_bytes, float)
-        per_node = min(self.tp, self.gpu.gpus_per_node)
-        if self.measured is not None and self.tp > 1:
-            found = self.measured.all_reduce_s(size, self.tp, per_node)
-            if found is not None:
-                return found
-        return all_reduce_s(self.gpu, self.efficiencies, size, self.tp, per_node)
-
-    def attention_decode_s(self, num_sequences: ArrayLike, mean_context: ArrayLike) -> Array:
-        """Seconds of one layer's attention for one new token each of ``num_sequences`` with ``mean_context`` tokens of KV."""
-        num, mean = np.broadcast_arrays(np.asarray(num_sequences, float), np.asarray(mean_context, float))
-        kv = self.shape.kv_bytes_per_token(self.tp) / self.shape.num_layers
-        seconds = attention_decode_s(self.gpu, self.efficiencies, num, num * mean, kv)
-        return seconds if self.measured is None else seconds * self.measured.decode_ratio(num, mean, self.tp)
-
-    def attention_prefill_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
-        """Seconds of one layer's attention of a chunk of one sequence."""
-        new, past = np.broadcast_arrays(np.asarray(new_tokens, float), np.asarray(past_tokens, float))
-        heads, dim = self.shape.num_heads / self.tp, self.shape.head_dim
-        seconds = attention_prefill_s(self.gpu, self.efficiencies, new, past, heads, dim)
-        return seconds if self.measured is None else seconds * self.measured.prefill_ratio(new, past, self.tp)
-
-    def _linear_grid(self) -> Grid:
+    @cached_property
+    def _linear(self) -> Grid:
         """Seconds of a step without attention and host, by tokens; second axis 1 is a prefill, which has one row of logits."""
         from scipy.optimize import isotonic_regression  # takes most of a second to import
 
-        top = max(self.chunk_tokens, 2048)
+        top = max(CHUNK_TOKENS, 2048)
         tokens = np.unique(np.r_[1:129, 128:2048:64, 2048 : top + 512 : 512]).astype(float)
-        token_bytes = self.shape.hidden * self.shape.bytes_per_weight
-        per_layer = self.layer_s(tokens) + 2.0 * self.all_reduce_s(tokens * token_bytes)
+        size, per_node = tokens * self.shape.hidden * self.shape.bytes_per_weight, min(self.tp, self.gpu.gpus_per_node)
+        reduce_s = None if self.measured is None else self.measured.all_reduce_s(size, self.tp, per_node)
+        if reduce_s is None:
+            reduce_s = all_reduce_s(self.gpu, self.efficiencies, size, self.tp, per_node)
+        per_layer = self.layer_s(tokens) + 2.0 * reduce_s
         one = operator_s(self.gpu, self.efficiencies, self.shape, self.tp, "emb", tokens, self.measured)
         head = operator_s(self.gpu, self.efficiencies, self.shape, self.tp, "lm_head", np.r_[tokens, 1.0])
         body = self.shape.num_layers * per_layer + one
         decode, prefill = (isotonic_regression(body + logits).x for logits in (head[:-1], head[-1]))
         return Grid(tokens, [0.0, 1.0], np.stack([decode, prefill], axis=1))
 
-    def _decode_grid(self) -> Grid:
+    @cached_property
+    def _decode(self) -> Grid:
         num, mean = np.meshgrid(np.asarray(_BATCHES, float), np.asarray(_CONTEXTS, float), indexing="ij")
-        return Grid(_BATCHES, _CONTEXTS, self.shape.num_layers * _rising_both(self.attention_decode_s(num, mean)))
+        kv_bytes = self.shape.kv_bytes_per_token(self.tp) / self.shape.num_layers
+        seconds = attention_decode_s(self.gpu, self.efficiencies, num, num * mean, kv_bytes)
+        if self.measured is not None:
+            seconds = seconds * self.measured.decode_ratio(num, mean, self.tp)
+        return Grid(_BATCHES, _CONTEXTS, self.shape.num_layers * _rising_both(seconds))
 
-    def _prefill_grid(self) -> Grid:
-        news = np.unique(np.r_[1, 16, 32, 64, 96, np.arange(128, self.chunk_tokens + 128, 128)]).astype(float)
+    @cached_property
+    def _prefill(self) -> Grid:
+        news = np.unique(np.r_[1, 16, 32, 64, 96, np.arange(128, CHUNK_TOKENS + 128, 128)]).astype(float)
         new, past = np.meshgrid(news, np.asarray(_PASTS, float), indexing="ij")
-        return Grid(news, _PASTS, self.shape.num_layers * _rising_both(self.attention_prefill_s(new, past)))
-
-    _linear: Grid = field(init=False, repr=False, compare=False)
-    _decode: Grid = field(init=False, repr=False, compare=False)
-    _prefill: Grid = field(init=False, repr=False, compare=False)
+        heads, dim = self.shape.num_heads / self.tp, self.shape.head_dim
+        seconds = attention_prefill_s(self.gpu, self.efficiencies, new, past, heads, dim)
+        if self.measured is not None:
+            seconds = seconds * self.measured.prefill_ratio(new, past, self.tp)
+        return Grid(news, _PASTS, self.shape.num_layers * _rising_both(seconds))
 
 
 def _rising_both(values: Array) -> Array:
@@ -287,31 +250,13 @@ def engine_seconds(
     tables: Tables | Literal["shipped"] | None = "shipped",
     **settings: Any,
 ) -> ModelOnGPU:
-    """The seconds of ``model`` on an engine of ``tp`` GPUs.
+    """The seconds of ``model`` on an engine of ``tp`` GPUs, a name ("A800-80G") or the path of a datasheet.
 
-    Parameters
-    ----------
-    gpu : str or GPU
-        A name ("A800-80G"), or the path of a datasheet.
-    model : str, Path, mapping or ModelShape
-        A directory with ``config.json``, such a file or its fields, or a known name ("Qwen/Qwen3-14B").
-    tp : int
-        Tensor-parallel degree.
-    tables : Tables, "shipped" or None
-        Measurements of this GPU: tables of `libra calibrate`; "shipped", the package's own if it has some; None, rooflines
-        only.
-    **settings
-        Fields of `ModelOnGPU`: ``memory_frac``, ``overhead``, ``efficiencies``, ``measured``, ...
+    ``model`` is a directory with ``config.json``, such a file or its fields, or a known name ("Qwen/Qwen3-14B"); ``tables`` are
+    those of `libra calibrate`, the package's own if it has some, or None for rooflines only; ``settings`` are fields of
+    `ModelOnGPU`. ConfigError for an unknown GPU, heads that ``tp`` does not divide, or weights that do not fit; ModelError for an
+    unknown model, or one that is not dense.
 
-    Raises
-    ------
-    ConfigError
-        Unknown GPU, heads that ``tp`` does not divide, or weights that do not fit.
-    ModelError
-        Unknown model, or one that is not dense.
-
-    Examples
-    --------
     >>> engine = engine_seconds("A800-80G", "Qwen3-14B", tp=2)
     >>> engine.decode_step_s(32, 32 * 4096) > engine.decode_step_s(1, 4096)
     True

@@ -36,13 +36,8 @@ class Request(NamedTuple):
 class EngineTables:
     """Tabulated seconds of one kind of engine, shared by all engines of that kind.
 
-    Parameters
-    ----------
-    seconds : EngineSeconds
-    grain_tokens : int
-        Contexts are rounded to the middle of intervals of this many tokens.
-    max_contexts : int or None
-        Most trajectories whose KV it keeps: an engine with slots keeps one context in each; default: as many as fit.
+    Contexts are rounded to the middle of intervals of ``grain_tokens``. ``max_contexts`` are the most trajectories whose KV it
+    keeps: an engine with slots keeps one context in each; by default as many as fit.
     """
 
     def __init__(
@@ -107,17 +102,13 @@ class Counters:
 
 
 class KeptKv:
-    """KV that an engine keeps of trajectories between their turns, oldest first, and the contexts that others may share.
-
-    ``groups`` counts the contexts of each group, running ones too: its prompt is computed once. ``first_with`` has the
-    trajectory that computed a context and still has its KV.
-    """
+    """KV that an engine keeps of trajectories between their turns, oldest first, and the contexts that others may share."""
 
     def __init__(self) -> None:
         self.entries: OrderedDict[str, tuple[int, str]] = OrderedDict()  # tokens, group
         self.tokens = 0
-        self.groups: dict[str, int] = {}
-        self.first_with: dict[int, str] = {}
+        self.groups: dict[str, int] = {}  # contexts of each, running ones too: its prompt is computed once
+        self.first_with: dict[int, str] = {}  # the trajectory that computed a context and still has its KV
         self._context_of: dict[str, int] = {}  # the inverse of first_with
 
     def keep(self, key: str, tokens: int, group: str) -> None:
@@ -126,7 +117,7 @@ class KeptKv:
         self.tokens += tokens
 
     def drop(self, key: str) -> int:
-        """Give kept KV up; its tokens."""
+        """Release kept KV; returns its tokens."""
         tokens, group = self.entries.pop(key, (0, ""))
         if tokens:
             self.tokens -= tokens

@@ -2,56 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
 
+import msgspec
 import yaml
 
 from libra.errors import ConfigError, nearest_name
 
 _FOLDER = Path(__file__).parent / "gpus"
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """The datasheet of one kind of GPU. Peak figures, without sparsity; efficiencies are in `libra.hardware.rooflines`.
+    """The datasheet of one kind of GPU. Peak figures, without sparsity; efficiencies are in `libra.hardware.rooflines`."""
 
-    Attributes
-    ----------
-    name, full_name : str
-        Short name, e.g. ``"A800-80G"``, and the vendor's.
-    flops_per_s : float
-        Dense bfloat16 (float16 before Ampere) matrix products with float32 accumulation.
-    clock_hz : float
-        Boost clock of the multiprocessors, to which the peak operations refer.
-    num_sms : int
-        Streaming multiprocessors, which compute the tiles of a matrix product.
-    link_bytes_per_s, network_bytes_per_s : float
-        One direction: the sum of a GPU's links to the others of its machine (bytes, half of a "bidirectional" figure), and
-        its share of its machine's network.
-    """
-
-    name: str
-    full_name: str
-    memory_bytes: float
-    memory_bytes_per_s: float
-    flops_per_s: float
-    clock_hz: float
-    num_sms: int
-    l2_bytes: float
-    link_bytes_per_s: float
-    network_bytes_per_s: float
-    gpus_per_node: int
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("name", "full_name") and not value > 0:
-                raise ConfigError(f"GPU {self.name}: {field.name}: got {value!r}; give a number above 0")
+    name: str  # e.g. "A800-80G"
+    full_name: str  # the vendor's
+    memory_bytes: Positive
+    memory_bytes_per_s: Positive
+    flops_per_s: Positive  # dense bfloat16 (float16 before Ampere) matrix products with float32 accumulation
+    clock_hz: Positive  # boost clock, to which the peak operations refer
+    num_sms: AtLeastOne  # streaming multiprocessors, which compute the tiles of a matrix product
+    l2_bytes: Positive
+    link_bytes_per_s: Positive  # one direction, to all GPUs of its machine (half of a "bidirectional" figure)
+    network_bytes_per_s: Positive  # one direction, its share of its machine's network
+    gpus_per_node: AtLeastOne
 
 
 def _key(name: str) -> str:
@@ -72,11 +53,9 @@ def read_gpu(path: str | Path) -> GPU:
     if not isinstance(values, dict) or set(values) != names:
         got = sorted(values) if isinstance(values, dict) else values
         raise ConfigError(f"{path}: got fields {got}; a GPU file has exactly {', '.join(sorted(names))}")
-    kinds: dict[str, type] = {"name": str, "full_name": str, "num_sms": int, "gpus_per_node": int}
     try:
-        numbers: dict[str, Any] = {key: kinds.get(key, float)(value) for key, value in values.items()}
-        return GPU(**numbers)
-    except (TypeError, ValueError) as error:
+        return msgspec.convert(values, GPU, strict=False)
+    except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
@@ -105,27 +84,23 @@ def load_gpu(name: str) -> GPU:
 
 SHIPPED: Final = Path(__file__).with_name("prices.yaml")
 """The prices that come with Libra."""
-_ENTRY: Final = {"price", "source", "date"}
-_FILE: Final = {"currency", "core_hour", "gpu_hour"}
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
+class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Price of one hour of one unit, where it is from, and when it was read there."""
 
-    price: float
+    price: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
     source: str
     date: date
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
+class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of prices; ``core_hour`` is None where it has none. GPUs have the names of the datasheets, or any other."""
 
-    path: Path
     currency: str
-    core_hour: Price | None
-    gpu_hour: Mapping[str, Price]
+    core_hour: Price | None = None
+    gpu_hour: dict[str, Price] = {}
+    path: Path = SHIPPED
 
     def of(self, gpu: str) -> Price | None:
         """Price per GPU-hour of the GPU with this name, letters' case and ``-`` or ``_`` aside; None if the file has none."""
@@ -138,31 +113,12 @@ def load_prices(path: Path | None = None) -> Prices:
     path = SHIPPED if path is None else path
     example = f"copy {SHIPPED} and change the numbers"
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        found = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Prices)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--prices {path}: cannot be read as YAML ({error}); {example}") from error
-    if not isinstance(values, dict) or not set(values) <= _FILE or not isinstance(values.get("currency"), str):
-        got = ", ".join(map(str, values)) if isinstance(values, dict) else type(values).__name__
-        raise ConfigError(f"--prices {path}: has {got}; allowed are currency, core_hour and gpu_hour; {example}")
-    gpus = values.get("gpu_hour") or {}
-    if not isinstance(gpus, dict):
-        raise ConfigError(f"--prices {path}: gpu_hour: got {gpus!r}; give an entry for each GPU; {example}")
-    core = values.get("core_hour")
-    return Prices(
-        path,
-        values["currency"],
-        None if core is None else _price(path, "core_hour", core),
-        {str(name): _price(path, f"gpu_hour.{name}", entry) for name, entry in gpus.items()},
-    )
-
-
-def _price(path: Path, where: str, entry: Any) -> Price:
-    if not isinstance(entry, dict) or set(entry) != _ENTRY:
-        got = ", ".join(map(str, entry)) if isinstance(entry, dict) else repr(entry)
-        raise ConfigError(f"--prices {path}: {where}: got {got}; it has price, source and date")
-    number, day = entry["price"], entry["date"]
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
-        raise ConfigError(f"--prices {path}: {where}.price: got {number!r}; give a number from 0 on")
-    if not isinstance(day, date):
-        raise ConfigError(f"--prices {path}: {where}.date: got {day!r}; give a date as 2026-11-09")
-    return Price(float(number), str(entry["source"]), day)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"--prices {path}: {error}; it has currency, core_hour and gpu_hour, whose entries have price (0 or more), source and "
+            f"date (as 2026-11-09); {example}"
+        ) from error
+    return msgspec.structs.replace(found, path=path)

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from libra.hardware.gpus import GPU
 from libra.hardware.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from libra.hardware.tables import ShapeTables
 
 Array = NDArray[np.float64]
 
@@ -28,64 +31,33 @@ class Efficiencies:
     The defaults were fitted to A100 matrix products and elementwise operators of Llama-2-7b, Llama-2-70b and Llama-3-8B
     (microsoft/vidur, MIT) and A800 attention of Llama-2-7b (NetX-lab/Frontier, MIT); the all-reduce to the A100's one-node
     tables.
-
-    Attributes
-    ----------
-    gemm_launch_s : float
-        Matrix products: fixed seconds.
-    gemm_flops_frac, gemm_small_frac : float
-        Fraction of peak operations inside a tile of at least 128 x 128, and of half that size; each further halving has the
-        same factor.
-    gemm_depth : float
-        Cost of starting and ending a tile, as an inner length.
-    gemm_wave : float
-        Exponent of rounding tiles up to whole waves of all multiprocessors: 1 if all tiles took equally long.
-    gemm_bytes_frac, gemm_bytes_half : float
-        Reached fraction of memory bandwidth, and the bytes at which half of it is reached.
-    gemm_sharpness : float
-        Exponent that joins operations and memory (infinite: the slower of the two).
-    move_launch_s : float
-        Elementwise operators: fixed seconds.
-    move_bytes_frac : float
-        Fraction of memory bandwidth that the best of them reaches; assumed, not fitted: on the measured GPU the multiprocessors
-        bound most of them.
-    move_emb, move_norm, move_rope, move_act, move_add : float
-        Bytes that one multiprocessor handles per cycle: most of these kernels are slower than the memory.
-    move_l2 : float
-        Bytes per cycle of one multiprocessor from the second-level cache, if the activation fits in it.
-    decode_launch_s, decode_bytes_frac, decode_min_tokens : float
-        Attention of one new token: fixed seconds, fraction of memory bandwidth, tokens of KV that even a short sequence costs.
-    prefill_launch_s, prefill_flops_frac, prefill_tile : float
-        Attention of a chunk: fixed seconds, fraction of peak operations inside a tile, query rows of a tile.
-    hop_s, link_frac, link_half_bytes : float
-        All-reduce: seconds of each of log2(workers) steps, fraction of the links, bytes at which half of it is reached.
     """
 
-    gemm_launch_s: float = 4.31e-06
-    gemm_flops_frac: float = 0.769
-    gemm_small_frac: float = 0.662
-    gemm_depth: float = 36.0
-    gemm_wave: float = 0.378
-    gemm_bytes_frac: float = 0.878
-    gemm_bytes_half: float = 6e05
-    gemm_sharpness: float = 2.34
-    move_launch_s: float = 2.98e-06
-    move_bytes_frac: float = 0.9
-    move_emb: float = 2.19
+    gemm_launch_s: float = 4.31e-06  # matrix products: fixed seconds
+    gemm_flops_frac: float = 0.769  # of peak operations inside a tile of at least 128 x 128
+    gemm_small_frac: float = 0.662  # in half of it; each further halving has the same factor
+    gemm_depth: float = 36.0  # cost of starting and ending a tile, as an inner length
+    gemm_wave: float = 0.378  # exponent of rounding tiles up to whole waves: 1 if all tiles took equally long
+    gemm_bytes_frac: float = 0.878  # reached of memory bandwidth
+    gemm_bytes_half: float = 6e05  # bytes at which half of it is reached
+    gemm_sharpness: float = 2.34  # exponent that joins operations and memory (infinite: the slower of the two)
+    move_launch_s: float = 2.98e-06  # elementwise operators: fixed seconds
+    move_bytes_frac: float = 0.9  # of memory bandwidth that the best of them reaches; assumed, not fitted
+    move_emb: float = 2.19  # this and the next four: bytes that one multiprocessor handles per cycle
     move_norm: float = 5.71
     move_rope: float = 7.03
     move_act: float = 7.26
     move_add: float = 37.6
-    move_l2: float = 43.1
-    decode_launch_s: float = 1.72e-05
-    decode_bytes_frac: float = 0.91
-    decode_min_tokens: float = 61.2
-    prefill_launch_s: float = 2.27e-05
-    prefill_flops_frac: float = 0.502
-    prefill_tile: float = 128.0
-    hop_s: float = 2.0e-6
-    link_frac: float = 0.6
-    link_half_bytes: float = 5.4e6
+    move_l2: float = 43.1  # bytes per cycle from the second-level cache, if the activation fits in it
+    decode_launch_s: float = 1.72e-05  # attention of one new token: fixed seconds
+    decode_bytes_frac: float = 0.91  # of memory bandwidth
+    decode_min_tokens: float = 61.2  # tokens of KV that even a short sequence costs
+    prefill_launch_s: float = 2.27e-05  # attention of a chunk: fixed seconds
+    prefill_flops_frac: float = 0.502  # of peak operations inside a tile
+    prefill_tile: float = 128.0  # query rows of a tile
+    hop_s: float = 2.0e-6  # all-reduce: each of log2(workers) steps
+    link_frac: float = 0.6  # of the links
+    link_half_bytes: float = 5.4e6  # bytes at which half of it is reached
 
 
 _TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (128, 64), (64, 128), (64, 64))
@@ -187,30 +159,22 @@ def all_reduce_s(gpu: GPU, eff: Efficiencies, num_bytes: ArrayLike, workers: int
 
 GEMMS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
 """Matrix products of a layer: query-key-value, output, gate and up, down."""
-MOVES = ("emb", "input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_act", "add")
+MOVES = tuple(_MOVES)
 """Elementwise operators; ``emb`` once a step, ``add`` twice a layer, the others once a layer."""
 LAYER_COUNTS: Mapping[str, int] = {**dict.fromkeys(GEMMS + MOVES, 1), "emb": 0, "add": 2}
 """How often a layer runs each."""
 
 
-class OperatorCorrection(Protocol):
-    """Measured over predicted seconds of an operator."""
-
-    def ratio(self, operator: str, tp: int, tokens: Array) -> Array:
-        """A factor above 0 for each number of tokens; 1 without measurements."""
-
-
 def gemm_columns_inner(operator: str, shape: ModelShape, tp: int) -> tuple[float, float]:
     """Columns and inner length of a matrix product's shard on one of ``tp`` GPUs."""
     heads, kv = shape.num_heads / tp, shape.kv_heads_per_gpu(tp)
-    sizes = {
+    return {
         "attn_pre_proj": ((heads + 2 * kv) * shape.head_dim, shape.hidden),
         "attn_post_proj": (shape.hidden, heads * shape.head_dim),
         "mlp_up_proj": (2 * shape.ffn / tp, shape.hidden),
         "mlp_down_proj": (shape.hidden, shape.ffn / tp),
         "lm_head": (shape.vocab / tp, shape.hidden),
-    }
-    return sizes[operator]
+    }[operator]
 
 
 def activation_bytes(operator: str, shape: ModelShape, tp: int) -> float:
@@ -229,7 +193,7 @@ def operator_s(
     tp: int,
     operator: str,
     tokens: ArrayLike,
-    correction: OperatorCorrection | None = None,
+    correction: ShapeTables | None = None,
 ) -> Array:
     """Seconds of one operator for ``tokens`` at once, on each of ``tp`` GPUs."""
     num = np.asarray(tokens, float)
@@ -246,12 +210,8 @@ def layer_s(
     shape: ModelShape,
     tp: int,
     tokens: ArrayLike,
-    correction: OperatorCorrection | None = None,
+    correction: ShapeTables | None = None,
 ) -> Array:
     """Seconds of all linear and elementwise operators of one layer, without attention and all-reduce."""
-    parts = [
-        count * operator_s(gpu, eff, shape, tp, operator, tokens, correction)
-        for operator, count in LAYER_COUNTS.items()
-        if count
-    ]
-    return np.asarray(sum(parts))
+    counts = LAYER_COUNTS.items()
+    return np.asarray(sum(n * operator_s(gpu, eff, shape, tp, name, tokens, correction) for name, n in counts if n))

@@ -10,7 +10,7 @@ are predicted from it, which gives the reported error.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,15 +34,10 @@ KIND = "libra run calibration"
 class QuantumOverhead(NamedTuple):
     """Seconds of a quantum outside engine and tool, during which its trajectory holds a slot; one sample of each is drawn.
 
-    Attributes
-    ----------
-    transport_s : tuple of float
-        From dispatch to the start on the worker, and from its end to the scheduler's receipt of the report.
-    worker_s : tuple of float
-        On the worker, around the engine or the tool: waiting for a pass to end, text to tokens and back, writing the record.
-    idle_frac, in_flight : float
-        Share of the samples that is left when nothing else is in flight, and the mean number of quanta in flight: scheduler
-        and workers serve quanta one after the other, so the last ones of an iteration are the fastest.
+    ``transport_s`` is from dispatch to the start on the worker, and from its end to the scheduler's receipt of the report;
+    ``worker_s`` on the worker, around the engine or the tool. ``idle_frac`` of the samples is left when nothing else is in flight,
+    ``in_flight`` the mean number of quanta in flight: scheduler and workers serve quanta one after the other, so the last ones of
+    an iteration are the fastest.
     """
 
     transport_s: tuple[float, ...] = (0.0,)
@@ -61,18 +56,10 @@ NO_OVERHEAD = QuantumOverhead()
 
 @dataclass(frozen=True, slots=True)
 class EngineOfRun:
-    """One engine of a run.
+    """One engine of a run, of kind ``engine`` (``transformers``, ``vllm``).
 
-    Attributes
-    ----------
-    worker, engine, bucket : str
-        Its worker, its kind (``transformers``, ``vllm``) and its bucket.
-    tp, slots, kv_tokens : int
-    steps : StepSeconds
-    wall_over_passes : float
-        Wall seconds of its turns over those by ``steps``.
-    overhead : QuantumOverhead
-        Outside the engine, of each generation.
+    ``wall_over_passes`` are wall seconds of its turns over those by ``steps``; ``overhead`` is outside the engine, of each
+    generation.
     """
 
     worker: str
@@ -98,38 +85,19 @@ class EngineOfRun:
 
 @dataclass(frozen=True, slots=True)
 class RunCalibration:
-    """Measurements of a run's hardware.
-
-    Attributes
-    ----------
-    model, digest : str
-        The model that its engines serve, and the digest of its shape (`libra.hardware.shapes.shape_digest`; empty: unknown).
-    engines : tuple of EngineOfRun
-    trainer : RunTrainer or None
-        None after too few steps.
-    train_gpus : int
-        Replicas of the training group.
-    update_s, load_s : float
-        Mean seconds from a step's end until its weights are published, and of an engine's pause to load them.
-    tools : QuantumOverhead
-        Outside the tool of each action.
-    gate_s, commit_s : float
-        From a gate to its first trajectory, and from the end of a group's last trajectory to its record.
-    source : str
-        The run's directory.
-    """
+    """Measurements of a run's hardware."""
 
     model: str
-    digest: str
+    digest: str  # of its shape (`libra.hardware.shapes.shape_digest`); empty: unknown
     engines: tuple[EngineOfRun, ...]
-    trainer: RunTrainer | None
+    trainer: RunTrainer | None  # None after too few steps
     train_gpus: int = 1
-    update_s: float = 0.0
-    load_s: float = 0.0
-    tools: QuantumOverhead = NO_OVERHEAD
-    gate_s: float = 0.0
-    commit_s: float = 0.0
-    source: str = ""
+    update_s: float = 0.0  # mean seconds from a step's end until its weights are published
+    load_s: float = 0.0  # mean seconds of an engine's pause to load them
+    tools: QuantumOverhead = NO_OVERHEAD  # outside the tool of each action
+    gate_s: float = 0.0  # from a gate to its first trajectory
+    commit_s: float = 0.0  # from the end of a group's last trajectory to its record
+    source: str = ""  # the run's directory, or the file
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -164,62 +132,44 @@ class RunCalibration:
         return json.dumps({"kind": KIND, "schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
 
 
-def calibration_from_json(text: str, where: str) -> RunCalibration:
-    """The calibration in a text; ConfigError if it is not one, or has another schema."""
-    again = "write it again: libra calibrate RUN --save FILE"
+def read_calibration(path: Path, where: str) -> RunCalibration:
+    """Read a calibration file; a ConfigError begins with ``where``, and has the file's schema or the impossible number."""
+    again, at = "write it again: libra calibrate RUN --save FILE", f"{where}: {path}"
     try:
-        values = msgspec.json.decode(text)
+        values = msgspec.json.decode(path.read_bytes())
         if not isinstance(values, dict) or values.pop("kind", None) != KIND:
-            raise ConfigError(f"{where}: not a calibration of a run; {again}")
+            raise ConfigError(f"{at}: not a calibration of a run; {again}")
         if (schema := values.pop("schema", None)) != SCHEMA:
-            raise ConfigError(f"{where}: has schema {schema!r}, and this Libra reads {SCHEMA}; {again}")
-        found = msgspec.convert(values, RunCalibration)
+            raise ConfigError(f"{at}: has schema {schema!r}, and this Libra reads {SCHEMA}; {again}")
+        found = replace(msgspec.convert(values, RunCalibration), source=str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"{at} cannot be read: {error.strerror or error}; write one with libra calibrate RUN --save FILE"
+        ) from error
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{where}: cannot be read as a calibration ({error}); {again}") from error
-    _check(found, where, again)
+        raise ConfigError(f"{at}: cannot be read as a calibration ({error}); {again}") from error
+    if not found.engines:
+        raise ConfigError(f"{at}: has no engine; {again}")
+    for engine in found.engines:
+        steps = engine.steps
+        coefficients = (steps.fixed_s, steps.sequence_s, steps.context_token_s)
+        if not (
+            min(engine.tp, engine.slots, engine.kv_tokens) >= 1 and engine.wall_over_passes > 0 < sum(coefficients)
+        ):
+            raise ConfigError(
+                f"{at}: engine {engine.worker}: {engine}; tp, slots, kv_tokens, wall_over_passes and the sum of its seconds are "
+                f"above 0; {again}"
+            )
+        _check_seconds(at, *coefficients, steps.prefill_token_s, engine.overhead)
+    _check_seconds(at, found.update_s, found.load_s, found.gate_s, found.commit_s, found.tools)
     return found
 
 
-def read_calibration(path: Path, where: str) -> RunCalibration:
-    """Read a calibration file; a ConfigError begins with ``where``."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"{where}: {path} cannot be read: {reason}; write one with libra calibrate RUN --save FILE"
-        ) from error
-    return replace(calibration_from_json(text, f"{where}: {path}"), source=str(path))
-
-
-def _check(found: RunCalibration, where: str, again: str) -> None:
-    """ConfigError for impossible numbers."""
-    if not found.engines:
-        raise ConfigError(f"{where}: has no engine; {again}")
-    for engine in found.engines:
-        steps = engine.steps
-        coefficients = (steps.fixed_s, steps.sequence_s, steps.context_token_s, steps.prefill_token_s)
-        whole = (engine.tp, engine.slots, engine.kv_tokens)
-        if not _finite((*coefficients, *_numbers(engine.overhead))) or not sum(coefficients[:3]) > 0.0:
-            raise ConfigError(
-                f"{where}: engine {engine.worker}: seconds {coefficients}; finite, not negative, and not all 0"
-            )
-        if min(whole) < 1 or not engine.wall_over_passes > 0.0:
-            raise ConfigError(
-                f"{where}: engine {engine.worker}: tp, slots, kv_tokens {whole} and wall_over_passes "
-                f"{engine.wall_over_passes}; all are above 0"
-            )
-    others = (found.update_s, found.load_s, *_numbers(found.tools), found.gate_s, found.commit_s)
-    if not _finite(others):
-        raise ConfigError(f"{where}: seconds {others}; finite, and not negative")
-
-
-def _numbers(overhead: QuantumOverhead) -> tuple[float, ...]:
-    return (*overhead.transport_s, *overhead.worker_s, overhead.idle_frac, overhead.in_flight)
-
-
-def _finite(seconds: Iterable[float]) -> bool:
-    return all(0.0 <= value < float("inf") for value in seconds)
+def _check_seconds(where: str, *values: float | QuantumOverhead) -> None:
+    for value in values:
+        parts = (*value[0], *value[1], *value[2:]) if isinstance(value, QuantumOverhead) else (value,)
+        if not all(0.0 <= part < float("inf") for part in parts):
+            raise ConfigError(f"{where}: seconds {value}; finite, and not negative")
 
 
 Array = NDArray[np.float64]
@@ -247,10 +197,6 @@ def fit_trainer(seconds: ArrayLike, tokens: ArrayLike) -> RunTrainer | None:
     spent, num = np.asarray(seconds, float), np.asarray(tokens, float)
     if len(spent) < 4:
         return None
-    if not (np.all(spent > 0) and np.all(num > 0)):
-        raise ConfigError(
-            f"training steps: seconds and tokens must be above 0, got {spent.min()} s, {num.min()} tokens"
-        )
     start = np.array([0.1 * float(spent.min()), 0.9 * float(np.median(spent / num))])
 
     def fitted(chosen: slice) -> Array:
@@ -281,17 +227,9 @@ def fit_positive(
 ) -> Array:
     """Constants above 0 that make ``residuals`` small under Huber's loss: a local minimum near ``start``, never worse than it.
 
-    Parameters
-    ----------
-    residuals : callable
-        (p,) constants to (n,) residuals, usually log(predicted / measured).
-    outlier : float
-        Residual beyond which the loss grows linearly.
-    tether : float
-        Penalty of moving one constant by a factor e, as a residual at every point: it holds constants that the points do not
-        determine near ``start``.
-    ceiling : (p,) array, optional
-        Upper bounds.
+    ``residuals`` takes (p,) constants and gives (n,) residuals, usually log(predicted / measured); the loss grows linearly beyond
+    ``outlier``. ``tether`` is the penalty of moving one constant by a factor e, as a residual at every point: it holds constants
+    that the points do not determine near ``start``. ``ceiling`` (p,) are upper bounds.
     """
     from scipy.optimize import least_squares  # takes most of a second to import; only fits need it
 

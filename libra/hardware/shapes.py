@@ -20,16 +20,8 @@ DENSE_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 class ModelShape:
     """Sizes of a dense decoder with grouped-query attention and a gated feed-forward network.
 
-    Attributes
-    ----------
-    name : str
-    num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn, vocab : int
-    tied : bool
-        Input and output embeddings are one matrix.
-    bytes_per_weight : int
-        Width of weights, activations and KV; 2 for bfloat16.
-    qk_norm : bool
-        Queries and keys are normalised per head (Qwen3); training stores activations for that.
+    ``tied``: input and output embeddings are one matrix. ``bytes_per_weight``: width of weights, activations and KV. ``qk_norm``:
+    queries and keys are normalised per head (Qwen3), for which training stores activations.
     """
 
     name: str
@@ -77,13 +69,7 @@ class ModelShape:
 
 
 def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
-    """The shape in the fields of a ``config.json``.
-
-    Raises
-    ------
-    ModelError
-        Not a dense model of `DENSE_TYPES`, or a size is missing.
-    """
+    """The shape in the fields of a ``config.json``; ModelError if it is not a model of `DENSE_TYPES`, or a size is missing."""
     kind = config.get("model_type")
     label = name or str(config.get("_name_or_path") or kind)
     experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]

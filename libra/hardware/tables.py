@@ -12,7 +12,6 @@ The residuals that the tables leave are the simulator's noise.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -117,15 +117,11 @@ class ShapeTables:
 
     def ratio(self, operator: str, tp: int, tokens: Array) -> Array:
         """Measured over predicted seconds of an operator."""
-        key = (operator, tp)
+        key, at = (operator, tp), np.log(np.maximum(np.asarray(tokens, float), 1.0))
         if key not in self._found:
             self._found[key] = _near(self.tables.linear, operator, operator_sizes(operator, self.shape, tp))
-        curves = self._found[key]
-        log_tokens = np.log(np.maximum(np.asarray(tokens, float), 1.0))
-        total = np.zeros_like(log_tokens)
-        for weight, curve in curves:
-            total = total + weight * np.interp(log_tokens, curve.log_tokens, curve.log_ratio)
-        return np.asarray(np.exp(total))
+        total = sum(weight * np.interp(at, curve.log_tokens, curve.log_ratio) for weight, curve in self._found[key])
+        return np.asarray(np.exp(total + np.zeros_like(at)))
 
     def decode_ratio(self, num_sequences: Array, mean_context: Array, tp: int) -> Array:
         """Measured over predicted attention of a decode step."""
@@ -204,9 +200,9 @@ def read_tables(path: str | Path) -> Tables:
             prefill=tuple(RatioRows(**_fields(rows)) for rows in document["prefill"]),
             all_reduce=tuple(AllReduceTable(**_fields(table)) for table in document["all_reduce"]),
         )
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(
             f"{path}: not a table of measured ratios ({error}); make one with python -m benchmarks.kernel_tables FILES --save FILE"
         ) from error
@@ -227,21 +223,12 @@ def shipped_tables(gpu_name: str) -> Tables | None:
     return read_tables(path) if path.is_file() else None
 
 
-_FILE = Path(__file__).parent / "tables" / "residuals.json"
-
-
 @dataclass(frozen=True, slots=True)
 class Residuals:
     """Distributions of log(measured / predicted), as evenly spaced quantiles, from the smallest to the largest."""
 
     decode: tuple[float, ...]
     prefill: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        for name in ("decode", "prefill"):
-            values = getattr(self, name)
-            if len(values) < 2 or any(b < a for a, b in itertools.pairwise(values)):
-                raise ConfigError(f"residuals.{name}: got {values!r}; allowed are at least two quantiles in order")
 
     def decode_factor(self, rng: np.random.Generator, num_steps: int = 1) -> float:
         """Factor on the seconds of ``num_steps`` decode steps in a row, whose deviations are independent."""
@@ -264,5 +251,4 @@ def _mean_factor(quantiles: tuple[float, ...], rng: np.random.Generator, num: in
 @cache
 def shipped_residuals() -> Residuals:
     """The package's residuals (A100 and A800, Llama models)."""
-    document = json.loads(_FILE.read_text())
-    return Residuals(tuple(document["decode"]), tuple(document["prefill"]))
+    return msgspec.json.decode((_FOLDER / "residuals.json").read_bytes(), type=Residuals)

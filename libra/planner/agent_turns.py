@@ -1,7 +1,7 @@
 """Files of recorded agents, one row per turn: the one reader of planner, simulator and benchmarks.
 
 Columns: ``source, model, task, sample, turn, tool, status, payload_chars, prompt_tokens, completion_tokens, llm_s, tool_s, gap_s``;
-each reader names those it requires, the others may be missing or empty. A data directory has its files in ``agent_turns``.
+each reader names those it requires, the others may be missing or empty.
 Words of ``status`` become `libra.types.ToolOutcome` by `AGENT_TURNS`; an unknown word is an error: a forecaster that
 misread it would learn nothing.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,18 +61,10 @@ class Recorded(NamedTuple):
     turns: tuple[AgentTurn, ...]
 
 
-def agent_turn_files(data: Path, option: str = "--data") -> list[Path]:
-    """Every file of agents' turns of a data directory, by name; ConfigError if there is none."""
-    found = sorted((data / "agent_turns").glob("*.csv"))
-    if not found:
-        raise ConfigError(f"{option} {data}: no file {data / 'agent_turns'}/*.csv; give a directory that has one")
-    return found
-
-
 def read_agent_turns(path: Path, required: Sequence[str], where: str = "traces") -> list[Recorded]:
     """The trajectories of one file, in its order; ``where`` names the option in errors.
 
-    Raises ConfigError if it cannot be read, a required column is missing, a field is not a number, or a status is not a word of the
+    ConfigError if it cannot be read, a required column is missing, a field is not a number, or a status is not a word of the
     format; and, where ``status`` is required, if a turn that is not the last of its trajectory has none.
     """
     try:
@@ -87,66 +79,55 @@ def read_agent_turns(path: Path, required: Sequence[str], where: str = "traces")
 def agent_turns(lines: Iterable[str], required: Sequence[str], where: str) -> list[Recorded]:
     """`read_agent_turns` of lines."""
     reader = csv.DictReader(lines)
-    missing = [name for name in required if name not in (reader.fieldnames or ())]
-    if missing:
+    if missing := [name for name in required if name not in (reader.fieldnames or ())]:
         raise ConfigError(
             f"{where}: columns {', '.join(missing)} are missing; it has {', '.join(reader.fieldnames or ())}, and a trace has "
             f"{', '.join(required)}, one row per turn"
         )
-    found: dict[tuple[str, str, str, str], list[AgentTurn]] = {}
+    found: dict[tuple[str, ...], list[AgentTurn]] = {}
     for row in reader:
-        source, model, task, sample = (row.get(name) or "" for name in ("source", "model", "task", "sample"))
         try:
             turn = _turn(row)
         except ValueError as error:
-            raise ConfigError(f"{where}, line {reader.line_num}, task {task!r}: {error}") from error
-        found.setdefault((source, model, task, sample), []).append(turn)
+            raise ConfigError(f"{where}, line {reader.line_num}, task {row.get('task')!r}: {error}") from error
+        found.setdefault(tuple(row.get(name) or "" for name in Recorded._fields[:4]), []).append(turn)
     recorded = [Recorded(*names, tuple(sorted(turns, key=lambda turn: turn.number))) for names, turns in found.items()]
-    if "status" in required:
-        for one in recorded:
-            _check_outcomes(one, where)
+    for one in recorded if "status" in required else ():
+        for turn, following in pairwise(one.turns):
+            if turn.status == NO_TOOL:
+                ends = " or ".join(repr(word) for word, outcome in AGENT_TURNS.items() if outcome == NO_TOOL)
+                raise ConfigError(
+                    f"{where}, task {one.task!r}, sample {one.sample!r}, turn {turn.number}: status {ends}, which is for the last "
+                    f"turn; this one is followed by turn {following.number}"
+                )
     return recorded
 
 
-def _check_outcomes(one: Recorded, where: str) -> None:
-    """ConfigError if a trajectory continues after a turn without a tool."""
-    for turn, following in pairwise(one.turns):
-        if turn.status == NO_TOOL:
-            ends = " or ".join(repr(word) for word, outcome in AGENT_TURNS.items() if outcome == NO_TOOL)
-            raise ConfigError(
-                f"{where}, task {one.task!r}, sample {one.sample!r}, turn {turn.number}: status {ends}, which is for the last "
-                f"turn; this one is followed by turn {following.number}"
-            )
+def _number(row: dict[str, str], name: str) -> float | None:
+    text = (row.get(name) or "").strip()
+    try:
+        value = float(text) if text else None
+    except ValueError:
+        value = nan
+    if value is not None and not isfinite(value):
+        raise ValueError(f"{name} {text!r} is not a number")
+    return value
 
 
 def _turn(row: dict[str, str]) -> AgentTurn:
-    def number(name: str) -> float | None:
-        text = (row.get(name) or "").strip()
-        if not text:
-            return None
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not isfinite(value):
-            raise ValueError(f"{name} {text!r} is not a number")
-        return value
-
-    prompt = number("prompt_tokens")
-    word = row.get("status") or ""
+    prompt, word = _number(row, "prompt_tokens"), row.get("status") or ""
     if word not in AGENT_TURNS:
         raise ValueError(
             f"status {word!r} is not a word of this format; it has {', '.join(known or 'nothing' for known in AGENT_TURNS)}; a new "
             "word needs a place in libra/planner/agent_turns.py"
         )
-    status = AGENT_TURNS[word]
-    ends = status == NO_TOOL and "status" in row
+    ends = AGENT_TURNS[word] == NO_TOOL and "status" in row
     return AgentTurn(
-        int(number("turn") or 0),
+        int(_number(row, "turn") or 0),
         None if prompt is None else int(prompt),
-        int(number("completion_tokens") or 0),
+        int(_number(row, "completion_tokens") or 0),
         "" if ends else row.get("tool") or "",
-        status,
-        int(number("payload_chars") or 0) // CHARS_PER_TOKEN,
-        *(number(name) for name in ("llm_s", "tool_s", "gap_s")),
+        AGENT_TURNS[word],
+        int(_number(row, "payload_chars") or 0) // CHARS_PER_TOKEN,
+        *(_number(row, name) for name in ("llm_s", "tool_s", "gap_s")),
     )

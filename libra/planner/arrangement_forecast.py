@@ -23,12 +23,10 @@ import numpy as np
 from libra.config import RunConfig
 from libra.errors import ConfigError, ModelError
 from libra.hardware import EngineSeconds, engine_seconds, known_gpus
-from libra.hardware.run_calibration import read_calibration
-from libra.hardware.shapes import shape_digest
 from libra.planner.arrangements import Arrangement, Engine, MayHave, Seat, arranged
 from libra.planner.cost import TrajectoryTotals
 from libra.planner.drain import EvaluatedEngine, rollout_seconds
-from libra.planner.from_config import DEFAULT_GPU, FIELD, shape_of
+from libra.planner.from_config import DEFAULT_GPU, FIELD, configured_calibration, shape_of
 from libra.planner.step_forecast import Batch, ExpectedStep, StepForecast, TrainingForecast
 from libra.types import EngineCapacity, StepSeconds
 
@@ -54,10 +52,7 @@ class RunFacts:
 def run_facts(config: RunConfig, workers_gpu: str = "") -> RunFacts:
     """The facts of a run of ``config`` on workers with this GPU (empty: none, or not known).
 
-    Raises
-    ------
-    ConfigError
-        ``planner.calibration`` cannot be read, or is of another model.
+    ConfigError if ``planner.calibration`` cannot be read, or is of another model.
     """
     return RunFacts(
         config.cluster.train_workers,
@@ -72,13 +67,8 @@ def run_facts(config: RunConfig, workers_gpu: str = "") -> RunFacts:
 def why_not(config: RunConfig, engine: str, tp: int) -> str:
     """Why engines of a kind cannot have a TP degree in a run of ``config``; empty: they can."""
     if tp > 1 and engine != "vllm":
-        own = ":" in engine
-        why = (
-            "a plan does not change the degree of engines of your own"
-            if own
-            else "transformers engines have no tensor parallelism"
-        )
-        return f"rollout.engine=vllm, {why}"
+        own, built_in = "a plan does not change the degree of engines of your own", "have no tensor parallelism"
+        return f"rollout.engine=vllm, {own if ':' in engine else f'transformers engines {built_in}'}"
     if tp not in config.planner.tp:
         return f"planner.tp with {tp} in it, it is {list(config.planner.tp)}"
     try:
@@ -92,15 +82,7 @@ def why_not(config: RunConfig, engine: str, tp: int) -> str:
 
 def ratio_of(config: RunConfig, workers_gpu: str = "") -> Ratio:
     """The ratio between degrees, of the first source that has both; ConfigError as `run_facts`."""
-    path, named = config.planner.calibration, config.planner.gpu
-    calibration = None
-    if path is not None:
-        calibration = read_calibration(path, FIELD)
-        try:
-            digest = shape_digest(shape_of(config))
-        except ModelError:
-            digest = ""
-        calibration.check_model(config.model.path, digest, FIELD)
+    calibration, named = configured_calibration(config), config.planner.gpu
     sheet = named or (workers_gpu if workers_gpu in known_gpus() else DEFAULT_GPU)
 
     @cache
@@ -115,7 +97,7 @@ def ratio_of(config: RunConfig, workers_gpu: str = "") -> Ratio:
         two: EngineSeconds | None
         if calibration is not None and {tp, other} <= set(calibration.degrees):
             one, two = (calibration.of_tp(degree, FIELD).seconds for degree in (tp, other))
-            source = f"what {path} measured"
+            source = f"what {calibration.source} measured"
         else:
             one, two, source = modelled(tp), modelled(other), f"the cost model of {sheet}"
         if one is None or two is None:
@@ -129,20 +111,15 @@ def ratio_of(config: RunConfig, workers_gpu: str = "") -> Ratio:
 
 @dataclass(frozen=True, slots=True)
 class EndedIteration:
-    """The facts of a finished iteration that replanning needs.
-
-    ``seats`` are the rollout workers as they are now. Without ``lengths`` (None) neither memory nor degrees are compared.
-    ``step_s`` is the time from end to end without evaluations, ``remaining`` the iterations to come. With ``overlap``
-    batches are generated while steps are taken.
-    """
+    """The facts of a finished iteration that replanning needs."""
 
     iteration: int
-    seats: Collection[Seat]
+    seats: Collection[Seat]  # the rollout workers as they are now
     batch: Batch
-    lengths: TrajectoryTotals | None
-    step_s: float
-    remaining: int
-    overlap: bool
+    lengths: TrajectoryTotals | None  # without them neither memory nor degrees are compared
+    step_s: float  # from end to end without evaluations
+    remaining: int  # iterations to come
+    overlap: bool  # batches are generated while steps are taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,14 +226,12 @@ class ArrangementForecast:
     def evaluated_s(self, engines: tuple[Engine, ...]) -> float | None:
         """Seconds of this batch on these engines; None if the passes of one are not known."""
         if engines not in self.evaluated:
-            steps = [self.steps_of(engine)[0] for engine in engines]
-            known = [step for step in steps if step is not None]
-            if self.ended.lengths is None or not engines or len(known) < len(steps):
-                self.evaluated[engines] = None
-            else:
-                pairs = zip(known, engines, strict=True)
-                these = [EvaluatedEngine(step, engine.slots, self.kv_tokens(engine)) for step, engine in pairs]
-                self.evaluated[engines] = rollout_seconds(self.ended.lengths, these)
+            lengths, steps = self.ended.lengths, [(self.steps_of(engine)[0], engine) for engine in engines]
+            these = [
+                EvaluatedEngine(step, each.slots, self.kv_tokens(each)) for step, each in steps if step is not None
+            ]
+            known = bool(engines) and len(these) == len(engines)
+            self.evaluated[engines] = rollout_seconds(lengths, these) if lengths is not None and known else None
         return self.evaluated[engines]
 
     def boundaries(self, option: Arrangement) -> dict[str, float]:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from libra.planner.plan import Plan
 from libra.types import EngineCapacity
 
 ROLES, REBUCKET, SLOTS = "roles", "rebucket", "slots"
@@ -38,15 +37,6 @@ class Deployed:
     engines: Mapping[int, int]
     concurrency: Mapping[int, int]
 
-    @classmethod
-    def of(cls, plan: Plan) -> Deployed:
-        """The layout of a plan."""
-        return cls(
-            plan.training.gpus,
-            {bucket.tp: bucket.engines for bucket in plan.buckets},
-            {bucket.tp: bucket.concurrency for bucket in plan.buckets},
-        )
-
 
 def kind_of(bucket: str, base_tp: int, tp: int, slots: int) -> str:
     """Name of equal engines: their bucket, with ``tp`` in place of the degree it names, and their slots."""
@@ -55,36 +45,20 @@ def kind_of(bucket: str, base_tp: int, tp: int, slots: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A rollout worker as it is.
-
-    Attributes
-    ----------
-    bucket : str
-        Capacity class of its engine on its own GPUs alone, as ``vllm-tp1-threads1``.
-    tp, slots : int
-        Degree and slots of the same engine, as the worker was started.
-    role : str
-        rollout, train or lent; during a change, the new one.
-    bond : frozenset of str
-        Other workers whose GPUs form one engine with its own.
-    residents : int
-        Trajectories whose KV its engine holds.
-    limits, declared : mapping of TP degree to int, to EngineCapacity
-        Slots that an engine led by it may use (a degree without an entry: all), and what such engines declared.
-    """
+    """A rollout worker as it is; bucket, degree and slots describe an engine on its own GPUs alone."""
 
     name: str
     host: str
     engine: str
-    bucket: str
+    bucket: str  # capacity class, as ``vllm-tp1-threads1``
     tp: int
-    slots: int
+    slots: int  # as the worker was started
     may_change: bool = False
-    role: str = "rollout"
-    bond: frozenset[str] = frozenset()
-    residents: int = 0
-    limits: Mapping[int, int] = field(default_factory=dict)
-    declared: Mapping[int, EngineCapacity] = field(default_factory=dict)
+    role: str = "rollout"  # or train, lent; during a change, the new one
+    bond: frozenset[str] = frozenset()  # other workers whose GPUs form one engine with its own
+    residents: int = 0  # trajectories whose KV its engine holds
+    limits: Mapping[int, int] = field(default_factory=dict)  # slots that an engine led by it may use, by TP degree
+    declared: Mapping[int, EngineCapacity] = field(default_factory=dict)  # by such engines, by TP degree
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,16 +183,19 @@ def blocked(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
         found.append(replace(_arrangement(seats, {*now.training, still[0].name}, []), missing=missing))
     joined = [pair for pair in combinations(rolling, 2) if _alike(*pair)]
     can = [
-        pair for pair in joined if all(s.may_change for s in pair) and _one_node(pair) and not _why_not(pair, may_have)
+        (one, other)
+        for one, other in joined
+        if one.may_change and other.may_change and one.host == other.host and not may_have(one.engine, 2 * one.tp)
     ]
     if not can and len(rolling) > 1:
-        one, other = next((pair for pair in joined if _one_node(pair)), (rolling[0], rolling[1]))
+        one, other = next((pair for pair in joined if pair[0].host == pair[1].host), (rolling[0], rolling[1]))
         tp = one.tp + other.tp
-        if reason := _why_not((one, other), may_have):
+        if reason := may_have(one.engine, tp):
             missing = f"TP {tp} needs {reason}"
         elif not _alike(one, other):
-            missing = f"TP {tp} needs two rollout workers with equal engines, got {_said(one)} and {_said(other)}"
-        elif not _one_node((one, other)):
+            kinds = (f"{seat.name} ({kind_of(seat.bucket, seat.tp, seat.tp, seat.slots)})" for seat in (one, other))
+            missing = f"TP {tp} needs two rollout workers with equal engines, got {' and '.join(kinds)}"
+        elif one.host != other.host:
             missing = f"TP {tp} needs two rollout workers of one node, {one.name} is on {one.host} and {other.name} on {other.host}"
         else:
             number = _number_for(in_order, [one, other])
@@ -235,10 +212,6 @@ def blocked(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
     return found
 
 
-def _why_not(pair: Sequence[Seat], may_have: MayHave) -> str:
-    return may_have(pair[0].engine, sum(seat.tp for seat in pair))
-
-
 def _number_for(in_order: Sequence[Seat], wanted: Sequence[Seat]) -> int:
     """Value of ``cluster.hybrid_workers`` with which these seats may change: the first workers do."""
     return max(in_order.index(seat) for seat in wanted) + 1
@@ -246,14 +219,6 @@ def _number_for(in_order: Sequence[Seat], wanted: Sequence[Seat]) -> int:
 
 def _alike(one: Seat, other: Seat) -> bool:
     return (one.bucket, one.tp, one.slots) == (other.bucket, other.tp, other.slots)
-
-
-def _one_node(seats: Sequence[Seat]) -> bool:
-    return len({seat.host for seat in seats}) == 1
-
-
-def _said(seat: Seat) -> str:
-    return f"{seat.name} ({kind_of(seat.bucket, seat.tp, seat.tp, seat.slots)})"
 
 
 def _order(name: str) -> tuple[int, str]:

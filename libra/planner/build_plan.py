@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,8 +47,7 @@ class Candidate:
 def plan(snapshot: PlanningSnapshot, planner: Planner | None = None) -> Plan:
     """The plan for a snapshot; an alternative to the search's optimum wins if it drains faster.
 
-    The memo of ``planner`` has the layouts of the same workload from earlier calls. PlanError if nothing fits; the message
-    names the constraint and what to change.
+    PlanError if nothing fits; the message names the constraint and what to change.
     """
     planner = planner or Planner()
     formulation = formulate(snapshot)
@@ -71,12 +71,11 @@ def compare(
     snapshot: PlanningSnapshot, other: PlanningSnapshot, name: str, planner: Planner | None = None
 ) -> Alternative:
     """Why ``other``, the snapshot with something fixed, has a longer step than ``snapshot``; ``name`` is the fixed setting."""
-    planner = planner or Planner()
-    candidates = []
+    planner, candidates = planner or Planner(), []
     for which in (snapshot, other):
         formulation = formulate(which)
-        paces, found = _paces(which, formulation), planner.search(formulation.problem)
-        candidates.append(evaluated(name, which, formulation, paces, found))
+        found = planner.search(formulation.problem)
+        candidates.append(evaluated(name, which, formulation, _paces(which, formulation), found))
     return comparison(candidates[1], candidates[0])
 
 
@@ -86,42 +85,32 @@ def _paces(snapshot: PlanningSnapshot, formulation: Formulation) -> list[Pace]:
     return [Pace.of(snapshot.workload, engine, each_s) for engine, each_s in engines]
 
 
+def _of_degrees(problem: Problem, degrees: Ints | int) -> Problem:
+    """The problem where only engines of these degrees take trajectories."""
+    return problem.having(load_s=np.where(np.isin(problem.tp, degrees)[:, None], problem.load_s, np.inf))
+
+
 def _others(problem: Problem, found: Found, drain: float, planner: Planner) -> list[tuple[str, Found]]:
     """Alternatives: loads with the draining of the first layout, one degree for all, a smaller or larger trainer."""
     asked = [("balanced with draining", problem.having(load_s=problem.load_s * drain))]
-    degrees = sorted(set(problem.tp.tolist()))
+    degrees, counts, now = sorted(set(problem.tp.tolist())), problem.train_gpus.tolist(), found.train_gpus
     if len(degrees) > 1 and not problem.fixed_engines:
-        asked += [(f"TP{degree} for all engines", problem.only(problem.tp == degree)) for degree in degrees]
+        asked += [(f"TP{degree} for all engines", _of_degrees(problem, degree)) for degree in degrees]
     if problem.fixed_train_gpus is None:
-        for count in (found.train_gpus // 2, *_neighbours(problem, found.train_gpus), found.train_gpus * 2):
-            if count != found.train_gpus and count in problem.train_gpus:
-                asked.append((f"{count} GPUs for training", problem.having(fixed_train_gpus=count)))
+        at = counts.index(now)
+        near = {now // 2, *counts[max(at - 1, 0) : at + 2], now * 2} & set(counts) - {now}
+        asked += [(f"{count} GPUs for training", problem.having(fixed_train_gpus=count)) for count in sorted(near)]
     answers = []
     for name, other in asked:
-        try:
-            answers.append((name, _retimed(problem, _renamed(problem, other, planner.search(other)))))
-        except PlanError:
-            continue  # infeasible: no alternative
+        with suppress(PlanError):  # infeasible: not an alternative
+            answers.append((name, _retimed(problem, planner.search(other))))
     return answers
-
-
-def _neighbours(problem: Problem, train_gpus: int) -> list[int]:
-    at = int(np.searchsorted(problem.train_gpus, train_gpus))
-    return [int(problem.train_gpus[i]) for i in (at - 1, at + 1) if 0 <= i < len(problem.train_gpus)]
-
-
-def _renamed(problem: Problem, other: Problem, found: Found) -> Found:
-    """The search result with kinds as numbered in ``problem``."""
-    number = {kind: k for k, kind in enumerate(problem.kinds)}
-    names = np.array([number[kind] for kind in other.kinds], dtype=np.int64)
-    return replace(found, layout=replace(found.layout, kind_of=names[found.layout.kind_of]))
 
 
 def _retimed(problem: Problem, found: Found) -> Found:
     """The search result with the seconds of ``problem``, if it was found for other loads."""
     layout = placement_of(problem, found.layout.kind_of, found.layout.engine_of)
-    train_s = float(problem.train_s[problem.train_gpus == found.train_gpus][0])
-    step_s = float(problem.step_s(found.train_gpus, train_s, layout.time_s))
+    step_s = float(problem.step_s(found.train_gpus, found.train_s, layout.time_s))
     return replace(found, layout=layout, rollout_s=layout.time_s, step_s=step_s)
 
 
@@ -129,16 +118,10 @@ def evaluated(
     name: str, snapshot: PlanningSnapshot, formulation: Formulation, paces: list[Pace], found: Found
 ) -> Candidate:
     """A search result with its spare GPUs in use, and its buckets evaluated with draining."""
-    problem = formulation.problem
-    placement = found.layout
+    problem, placement, waited_s = formulation.problem, found.layout, formulation.beside.waited_s
     if not problem.fixed_engines:
-        one_kind = problem.only(np.isin(problem.tp, np.unique(problem.tp[placement.kind_of])))
-        kept = np.flatnonzero(np.isin(problem.tp, one_kind.tp))
-        inner = replace(placement, kind_of=np.searchsorted(kept, placement.kind_of))
-        more = filled(one_kind, inner, found.rollout_gpus)
-        placement = replace(more, kind_of=kept[more.kind_of])
+        placement = filled(_of_degrees(problem, problem.tp[placement.kind_of]), placement, found.rollout_gpus)
     buckets, slow_s = _buckets(snapshot, formulation, paces, placement)
-    waited_s = formulation.beside.waited_s
     rollout_s, slow_s = max(waited_s, *(bucket.rollout_s for bucket in buckets)), max(waited_s, slow_s)
     step_s = float(problem.step_s(found.train_gpus, found.train_s, rollout_s))
     return Candidate(name, found, placement, buckets, rollout_s, slow_s, step_s)
@@ -195,8 +178,7 @@ def _boundaries(
     problem: Problem, kinds: Ints, tokens: Floats, present: list[int]
 ) -> dict[int, tuple[float, float | None]]:
     """Range of generated tokens for each kind, so that each has its load in the layout."""
-    rows = np.arange(len(tokens))
-    cost = problem.tp[kinds] * problem.load_s[kinds, rows]
+    cost = problem.tp[kinds] * problem.load_s[kinds, np.arange(len(tokens))]
     order = np.argsort(tokens, kind="stable")
     total = np.cumsum(cost[order])
     share, low = 0.0, 0.0
@@ -211,28 +193,30 @@ def _boundaries(
     return {k: bounds.get(k, (low, None)) for k in present}
 
 
+def _limit(candidate: Candidate, waited_for: str = "teacher and services") -> str:
+    """The bottleneck of a step: `libra.planner.plan.WHY` explains it."""
+    last = max(candidate.buckets, key=lambda bucket: bucket.rollout_s)
+    if candidate.found.train_s > candidate.rollout_s:
+        return "training"
+    if candidate.rollout_s > last.rollout_s:
+        return waited_for
+    return "rollout throughput" if last.load_frac > 0.75 else "longest trajectory"
+
+
 def comparison(candidate: Candidate, chosen: Candidate) -> Alternative:
     """The step of a candidate, and why it is not chosen."""
-    slower = candidate.step_s / chosen.step_s - 1
-    found = candidate.found
+    slower, found = candidate.step_s / chosen.step_s - 1, candidate.found
     last = max(candidate.buckets, key=lambda bucket: bucket.rollout_s)
-    if found.train_s > candidate.rollout_s:
-        gpus = f"{found.train_gpus} GPU{'s' if found.train_gpus != 1 else ''}"
-        reason = f"training on {gpus} takes {found.train_s:.1f} s, rollout {candidate.rollout_s:.1f} s"
-    elif candidate.rollout_s > last.rollout_s:
-        reason = (
-            f"teacher and services take {candidate.rollout_s:.1f} s for the batch; training takes {found.train_s:.1f} s"
-        )
-    elif last.load_frac > 0.75:
-        reason = (
-            f"rollout on {candidate.placement.kind_of.size} engines has too little throughput: TP{last.tp} engines are busy "
-            f"{100 * last.load_frac:.0f} % of {last.rollout_s:.1f} s; training takes {found.train_s:.1f} s"
-        )
-    else:
-        reason = (
-            f"its longest trajectories take {last.rollout_s:.1f} s on TP{last.tp}, whose engines are busy "
-            f"{100 * last.load_frac:.0f} % of it; training takes {found.train_s:.1f} s"
-        )
+    busy, trains = f"busy {100 * last.load_frac:.0f} %", f"training takes {found.train_s:.1f} s"
+    reason = {
+        "training": f"training on {found.train_gpus} GPU{'s' * (found.train_gpus != 1)} takes {found.train_s:.1f} s, rollout "
+        f"{candidate.rollout_s:.1f} s",
+        "teacher and services": f"teacher and services take {candidate.rollout_s:.1f} s for the batch; {trains}",
+        "rollout throughput": f"rollout on {candidate.placement.kind_of.size} engines has too little throughput: TP{last.tp} "
+        f"engines are {busy} of {last.rollout_s:.1f} s; {trains}",
+        "longest trajectory": f"its longest trajectories take {last.rollout_s:.1f} s on TP{last.tp}, whose engines are {busy} of "
+        f"it; {trains}",
+    }[_limit(candidate)]
     if slower < -DRAIN_MARGIN_FRAC:
         reason = f"faster, but excluded by the settings of the plan: {reason}"
     elif slower <= DRAIN_MARGIN_FRAC:
@@ -281,7 +265,7 @@ def _plan(
         train_s=mine.train_s,
         update_s=problem.update_s,
         beside_s=float(problem.beside(train)),
-        bottleneck=_bottleneck(chosen, formulation.beside.waited_for),
+        bottleneck=_limit(chosen, formulation.beside.waited_for),
         bounds=Bounds(
             found.lower_s,
             found.gap_frac,
@@ -313,18 +297,8 @@ def _plan(
     )
 
 
-def _bottleneck(chosen: Candidate, waited_for: str) -> str:
-    last = max(chosen.buckets, key=lambda bucket: bucket.rollout_s)
-    if chosen.found.train_s > chosen.rollout_s:
-        return "training"
-    if chosen.rollout_s > last.rollout_s:
-        return waited_for
-    return "rollout throughput" if last.load_frac > 0.75 else "longest trajectory"
-
-
 def _idle(problem: Problem, chosen: Candidate, spare: int, others: Mapping[str, tuple[int, float]]) -> dict[str, float]:
-    """Shares of the GPU-seconds of a step by cause; they add up to 1. ``others``: GPUs of neither pool, 0 or 1, and their seconds,
-    by what they are idle for."""
+    """Shares of the GPU-seconds of a step by cause, which add up to 1; ``others``: GPUs of neither pool and their seconds."""
     all_s = (problem.num_gpus + sum(gpus for gpus, _ in others.values())) * chosen.step_s
     train, used = chosen.found.train_gpus, chosen.placement.gpus(problem)
     busy = float((problem.tp[chosen.placement.kind_of] * chosen.placement.load_s).sum()) + train * chosen.found.train_s

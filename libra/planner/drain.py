@@ -17,33 +17,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from libra.errors import PlanError
-from libra.hardware.engine_seconds import MeasuredEngine
-from libra.planner.cost import ManySeconds, TrajectoryTotals
+from libra.hardware.engine_seconds import EngineSeconds, MeasuredEngine
+from libra.planner.cost import TrajectoryTotals
 from libra.planner.planning_problem import Floats, Ints
 from libra.types import StepSeconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pace:
-    """One kind of engine and a workload on it.
-
-    Attributes
-    ----------
-    tokens, prefill_s, wait_s, context_tokens, alone_s : float arrays (N,)
-        Generated tokens, seconds of prefill, seconds with tools, mean context, seconds alone.
-    engine : EngineSeconds with times for arrays
-    """
+    """One kind of engine and a workload on it: generated tokens, seconds of prefill and with tools, mean context, and seconds
+    alone of each trajectory, (N,)."""
 
     tokens: Floats
     prefill_s: Floats
     wait_s: Floats
     context_tokens: Floats
     alone_s: Floats
-    engine: ManySeconds
+    engine: EngineSeconds
 
     @classmethod
-    def of(cls, workload: TrajectoryTotals, engine: ManySeconds, alone_s: Floats) -> Pace:
+    def of(cls, workload: TrajectoryTotals, engine: EngineSeconds, alone_s: Floats) -> Pace:
         """The pace of a workload; ``alone_s`` (N,) is the uncorrected time of each trajectory alone."""
         context = workload.mean_context_tokens
         decode_s = workload.generated_tokens * engine.decode_steps_s(1, context)
@@ -117,10 +110,7 @@ def rollout_seconds(batch: TrajectoryTotals, engines: Sequence[EvaluatedEngine])
     """Seconds until all trajectories of a batch are generated, each on one of these engines.
 
     The longest is placed first, each where it would end first if engines stayed as full as they will be.
-    PlanError without an engine, or with one that has no slot.
     """
-    if not engines or any(engine.slots < 1 for engine in engines):
-        raise PlanError(f"a batch is evaluated on engines with at least one slot each, got {list(engines)}")
     context, tokens = batch.mean_context_tokens, batch.generated_tokens
     paces, loads_s = list[Pace](), list[Floats]()
     for engine in engines:

@@ -11,6 +11,7 @@ smaller last node first, and whole nodes after it.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -227,41 +228,27 @@ class NodeGroup:
 
 
 def placed(num_gpus: int, gpus_per_node: int, train_gpus: int, engines: Mapping[int, int]) -> tuple[NodeGroup, ...]:
-    """Nodes by content, the trainer's first.
-
-    Raises
-    ------
-    PlanError
-        More GPUs are needed than given, or a degree does not divide the node.
-    """
+    """Nodes by content, the trainer's first; PlanError if there are too few GPUs, or a degree does not divide the node."""
     wanted = train_gpus + sum(tp * number for tp, number in engines.items())
     if wanted > num_gpus:
         raise PlanError(
             f"planner.num_gpus: {wanted} GPUs are needed, {num_gpus} are available; type planner.num_gpus={wanted}"
         )
     full, rest = divmod(num_gpus, gpus_per_node)
-    free = ([rest] if rest else []) + [gpus_per_node] * full
-    trained = [0] * len(free)
-    left = train_gpus
-    for node in range(len(free)):
-        trained[node] = min(left, free[node])
-        free[node] -= trained[node]
-        left -= trained[node]
-    held: list[dict[int, int]] = [{} for _ in free]
-    for tp in sorted(engines, reverse=True):
-        missing = engines[tp]
-        for node in range(len(free)):
-            here = min(missing, free[node] // tp)
-            if here:
-                held[node][tp] = here
-                free[node] -= here * tp
-                missing -= here
-        if missing:
+    missing, nodes = (
+        dict(sorted(engines.items(), reverse=True)),
+        Counter[tuple[int, tuple[tuple[int, int], ...], int]](),
+    )
+    for size in ([rest] if rest else []) + [gpus_per_node] * full:
+        trained = min(train_gpus, size)
+        train_gpus, free, held = train_gpus - trained, size - trained, dict[int, int]()
+        for tp in missing:
+            if here := min(missing[tp], free // tp):
+                held[tp], missing[tp], free = here, missing[tp] - here, free - here * tp
+        nodes[trained, tuple(sorted(held.items())), free] += 1
+    for tp, number in missing.items():
+        if number:
             raise PlanError(
-                f"TP{tp}: {missing} engines find no node of {gpus_per_node} GPUs with room; degrees have to nest"
+                f"TP{tp}: {number} engines find no node of {gpus_per_node} GPUs with room; degrees have to nest"
             )
-    groups: dict[tuple[int, tuple[tuple[int, int], ...], int], int] = {}
-    for node in range(len(free)):
-        content = (trained[node], tuple(sorted(held[node].items())), free[node])
-        groups[content] = groups.get(content, 0) + 1
-    return tuple(NodeGroup(number, train, dict(held), room) for (train, held, room), number in groups.items())
+    return tuple(NodeGroup(number, trained, dict(held), free) for (trained, held, free), number in nodes.items())

@@ -7,7 +7,6 @@ the seconds of the run's own steps over those that the model gives to its layout
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -36,47 +35,47 @@ from libra.seals import parsed_json
 FIELD = "planner.calibration"
 
 
-def calibrated(
-    snapshot: PlanningSnapshot, path: Path, model: str, *, requested: Sequence[int], update_s: float | None
-) -> tuple[PlanningSnapshot, str]:
-    """``snapshot`` with the calibration in ``path``, and sentences on the source of its seconds.
+def calibrated(snapshot: PlanningSnapshot, found: RunCalibration, config: RunConfig) -> tuple[PlanningSnapshot, str]:
+    """``snapshot`` with the calibration that `planner.calibration` names, and sentences on the source of its seconds.
 
-    Degrees of ``snapshot.tp`` that were not measured are left out. ConfigError if the file cannot be read or is of another
-    model than ``model`` (``model.path``); PlanError if it has none of the degrees, or lacks one of ``requested``, which were
-    named. ``update_s`` of the configuration replaces the measured one.
+    Degrees that were not measured are left out; PlanError if none was, or not one that section `planner` names.
     """
-    found = read_calibration(path, FIELD)
-    found.check_model(model, shape_digest(snapshot.shape), FIELD)
+    section = config.planner
     missing = [tp for tp in snapshot.tp if tp not in found.degrees]
     known = ", ".join(f"TP{tp}" for tp in found.degrees)
-    if unknown := [tp for tp in requested if tp not in found.degrees]:
+    requested = {*section.fixed_engines, *(section.tp if tuple(section.tp) != DEFAULT_TP else ())}
+    if unknown := sorted(requested - set(found.degrees)):
         raise PlanError(
-            f"planner.tp, planner.fixed_engines: ask for engines of {', '.join(f'TP{tp}' for tp in unknown)}, and {path} measured "
-            f"{known} only; ask for {known}, or calibrate from a run that has such an engine"
+            f"planner.tp, planner.fixed_engines: ask for engines of {', '.join(f'TP{tp}' for tp in unknown)}, and {found.source} "
+            f"measured {known} only; ask for {known}, or calibrate from a run that has such an engine"
         )
     if len(missing) == len(snapshot.tp):
         raise PlanError(
-            f"{FIELD}: {path} measured engines of {known}, and planner.tp with rollout.engine leave "
+            f"{FIELD}: {found.source} measured engines of {known}, and planner.tp with rollout.engine leave "
             f"{', '.join(f'TP{tp}' for tp in snapshot.tp)}; calibrate from a run that has such an engine"
         )
     degrees = tuple(tp for tp in snapshot.tp if tp in found.degrees)
+    measured = (
+        {"update_s": found.update_s + found.load_s, "beside_s": found.update_s} if section.update_s is None else {}
+    )
     made = replace(
         snapshot,
         tp=degrees,
         engines={tp: found.of_tp(tp, FIELD).seconds for tp in degrees},
-        update_s=found.update_s + found.load_s if update_s is None else update_s,
-        beside_s=found.update_s if update_s is None else update_s,
         training_factor=training_factor(snapshot, found),
+        **measured,
     )
-    left = ", ".join(f"TP{tp}" for tp in missing)
-    basis = (
-        f"Seconds of engines and training are as {path} measured; memory is from the datasheet of {snapshot.gpu.name}."
-    )
-    if found.trainer is None:
+    if found.trainer is not None:
         basis = (
-            f"Seconds of engines are as {path} measured. It has too few steps to fit training: its seconds and "
+            f"Seconds of engines and training are as {found.source} measured; memory is from the datasheet of "
+            f"{snapshot.gpu.name}."
+        )
+    else:
+        basis = (
+            f"Seconds of engines are as {found.source} measured. It has too few steps to fit training: its seconds and "
             f"its memory are from the datasheet of {snapshot.gpu.name}; calibrate from a run of more iterations."
         )
+    left = ", ".join(f"TP{tp}" for tp in missing)
     return made, f"{basis}\nNot planned, since it did not measure them: engines of {left}." if missing else basis
 
 
@@ -98,9 +97,6 @@ def training_factor(snapshot: PlanningSnapshot, found: RunCalibration) -> float:
     modelled = training_table(sheet, snapshot.shape, tokens, [gpus], snapshot.training)[gpus]
     return found.trainer.step_s(float(tokens.sum())) / modelled.step_s
 
-
-RUNNABLE_TP: dict[str, tuple[int, ...] | None] = {"transformers": (1,), "vllm": None}
-"""TP degrees that an engine (`rollout.engine`) can run; one without an entry runs any."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of one number of `model.dtype` and `model.master_dtype`."""
@@ -131,18 +127,15 @@ def snapshot_of(
     """
     section = config.planner
     update_s = DEFAULT_UPDATE_S if section.update_s is None else section.update_s
-    degrees = section.tp
-    notes = []
+    degrees, note = section.tp, ""
     if not what_if:
         degrees = check_runnable(config)
-        left = [str(tp) for tp in section.tp if tp not in degrees]
-        if left:
+        if left := [str(tp) for tp in section.tp if tp not in degrees]:
             more = "; rollout.engine=vllm has them" if config.rollout.engine == "transformers" else ""
-            notes.append(
+            note = (
                 f"Not planned, since rollout.engine={config.rollout.engine} has none: engines of TP {', '.join(left)}{more}, and "
                 "--what-if plans with them."
             )
-    note = "".join(notes)
     num = config.trainer.prompts * config.trainer.group_size
     if turns is None:
         workload, cut = batch_of(config, num=num, turns=section.lengths["turns"])
@@ -164,11 +157,9 @@ def snapshot_of(
         trained_frac=section.lengths["trained_frac"],
         services=services_of(config, on_cores=on_cores),
     )
-    if section.calibration is None:
+    if (found := configured_calibration(config)) is None:
         return snapshot, note
-    requested = [*section.fixed_engines, *(section.tp if tuple(section.tp) != DEFAULT_TP else ())]
-    path, model = section.calibration, config.model.path
-    measured, basis = calibrated(snapshot, path, model, requested=requested, update_s=section.update_s)
+    measured, basis = calibrated(snapshot, found, config)
     return measured, "\n".join(sentence for sentence in (note, basis) if sentence)
 
 
@@ -200,45 +191,55 @@ def trainer_layout(config: RunConfig, workload: TrajectoryTotals) -> Layout:
 
 
 def check_runnable(config: RunConfig) -> list[int]:
-    """TP degrees of `planner.tp` that engines of this run can have.
-
-    Raises
-    ------
-    PlanError
-        Section ``planner`` requires engines that `rollout.engine` cannot run.
-    """
+    """TP degrees of `planner.tp` that `rollout.engine` can run; PlanError if section ``planner`` requires others."""
     section, engine = config.planner, config.rollout.engine
-    runnable = RUNNABLE_TP.get(engine, (1,))
-    degrees = [tp for tp in section.tp if runnable is None or tp in runnable]
-    if not degrees:
+    if engine == "vllm":
+        return list(section.tp)
+    runs = f"rollout.engine={engine} runs TP degrees [1] only"
+    if 1 not in section.tp:
         raise PlanError(
-            f"planner.tp: rollout.engine={engine} runs TP degrees {list(runnable or ())} only, got {list(section.tp)}; type "
-            f"planner.tp={list(runnable or ())}, or --what-if with libra plan"
+            f"planner.tp: {runs}, got {list(section.tp)}; type planner.tp=[1], or --what-if with libra plan"
         )
-    wrong = [
-        tp for tp, number in section.fixed_engines.items() if number and runnable is not None and tp not in runnable
-    ]
-    if wrong:
+    if wrong := [tp for tp, number in section.fixed_engines.items() if number and tp != 1]:
         raise PlanError(
-            f"planner.fixed_engines: rollout.engine={engine} runs TP degrees {list(runnable or ())} only, got {wrong}; leave "
-            "them out, or type --what-if with libra plan"
+            f"planner.fixed_engines: {runs}, got {wrong}; leave them out, or type --what-if with libra plan"
         )
-    return degrees
+    return [1]
 
 
 def shape_of(config: RunConfig) -> ModelShape:
     """Sizes of the model that a configuration trains; ModelError if they are not known here."""
-    return _sizes(config.model.path)
+    return known_shape(config.model.path)
 
 
-def _sizes(path: str) -> ModelShape:
+def known_shape(model: str, where: str = "") -> ModelShape:
+    """Sizes of a model, known or resolved to a directory; a ModelError begins with ``where``."""
     try:
-        return load_shape(path)
+        return load_shape(model)
     except ModelError:
-        found = resolve_model(path)
-        if isinstance(found, str):
-            raise
-        return load_shape(found)
+        pass  # not a known name, nor a directory as it stands
+    try:
+        return load_shape(resolve_model(model))
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}" if where else str(error)) from error
+
+
+def digest_of(model: str) -> str:
+    """Digest of the sizes of a model; empty if they are not known here, or it is not a dense model."""
+    try:
+        return shape_digest(known_shape(model))
+    except (ModelError, ConfigError):
+        return ""
+
+
+def configured_calibration(config: RunConfig) -> RunCalibration | None:
+    """The file of `planner.calibration`, if there is one; ConfigError if it cannot be read, or is of another model."""
+    path = config.planner.calibration
+    if path is None:
+        return None
+    found = read_calibration(path, FIELD)
+    found.check_model(config.model.path, digest_of(config.model.path), FIELD)
+    return found
 
 
 def services_of(config: RunConfig, *, on_cores: bool = False) -> ServiceModels:
@@ -247,14 +248,14 @@ def services_of(config: RunConfig, *, on_cores: bool = False) -> ServiceModels:
     teacher, path, asked = None, teacher_model(config), asked_models(config)
     if path is not None:
         weight_bytes, waits = DTYPE_BYTES[config.model.dtype], config.distil.wait_s > 0
-        shape = _known_sizes(path, "distil.teacher")
+        shape = known_shape(path, "distil.teacher")
         teacher = ServiceModel(config.distil.service or "", shape, weight_bytes=weight_bytes, waits=waits)
     if not asked and (teacher is None or not teacher.name):
         return ServiceModels((), teacher, of_others=least_of_others(config))
     late, found = late_services(config) if asked else set(), []
     for name, model in asked.items():
         entry = config.services.named[name]
-        shape, passes = _known_sizes(model, f"services.named: {name!r}"), PASSES.get(entry.function, 0)
+        shape, passes = known_shape(model, f"services.named: {name!r}"), PASSES.get(entry.function, 0)
         found.append(ServiceModel(name, shape, passes, _number_bytes(model), name not in late))
     gib = config.services.device_gib
     return ServiceModels(
@@ -265,13 +266,6 @@ def services_of(config: RunConfig, *, on_cores: bool = False) -> ServiceModels:
         least_of_others(config),
         on_cores or config.cluster.device == "cpu",
     )
-
-
-def _known_sizes(model: str, where: str) -> ModelShape:
-    try:
-        return _sizes(model)
-    except ModelError as error:
-        raise ModelError(f"{where}: {error}") from error
 
 
 def _number_bytes(model: str) -> int:
@@ -285,21 +279,17 @@ def _number_bytes(model: str) -> int:
 
 
 def _without_gpu(config: RunConfig) -> str:
-    """What keeps a teacher or services among jobs of Slurm from the GPU that a plan gives them, or empty."""
-    taught, models = config.distil.teacher is not None, service_models(config)
-    if not taught and not models:
-        return ""
+    """Why a teacher or services among jobs of Slurm do not have the GPU that a plan gives them; empty if they do."""
+    teaches, models = config.distil.teacher is not None, service_models(config)
     rollout, train, tool = (config.slurm.of_role(role).gpus for role in ("rollout", "train", "tool"))
-    if tool or not (rollout or train):
+    if not (teaches or models) or tool or not (rollout or train):
         return ""
-    if not taught:
-        return (
-            f"slurm.jobs.tool.gpus: 0, and among jobs of Slurm services ({', '.join(models)}) are with the tool workers, "
-            "where they would answer on CPU cores; the plan assumes a GPU: type slurm.jobs.tool.gpus=1."
-        )
+    what = "the teacher is with the first tool worker, where it would score"
+    if not teaches:
+        what = f"services ({', '.join(models)}) are with the tool workers, where they would answer"
     return (
-        "slurm.jobs.tool.gpus: 0, and among jobs of Slurm the teacher is with the first tool worker, where it would score on CPU "
-        "cores; the plan assumes a GPU: type slurm.jobs.tool.gpus=1."
+        f"slurm.jobs.tool.gpus: 0, and among jobs of Slurm {what} on CPU cores; the plan assumes a GPU: type "
+        "slurm.jobs.tool.gpus=1."
     )
 
 

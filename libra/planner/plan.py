@@ -11,11 +11,10 @@ from libra.planner.engine_packing import NodeGroup
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The engines of one TP degree, and the trajectories assigned to them.
+    """The engines of one TP degree, and the trajectories of [``from_tokens``, ``to_tokens``) generated tokens assigned to them.
 
-    Trajectories of [``from_tokens``, ``to_tokens``) generated tokens belong here, so that every bucket has its share of the
-    load; the last bucket has no end (None). ``concurrency`` trajectories should generate at once on each engine, which is
-    busy for ``load_frac`` of ``rollout_s`` on average, and whose KV they fill to ``kv_used_frac``.
+    ``concurrency`` trajectories should generate at once on each engine, which is busy for ``load_frac`` of ``rollout_s`` on
+    average, and whose KV they fill to ``kv_used_frac``.
     """
 
     tp: int
@@ -51,17 +50,10 @@ class Training:
 class Bounds:
     """Lower bounds that no plan can beat, in seconds.
 
-    Attributes
-    ----------
-    step_s : float
-        Proven for every split, layout and assignment of whole trajectories, of the model without draining.
-    gap_frac, chosen_frac : float
-        Steps over it, less 1: the best found in that model, and this plan's, which may drain faster.
-    binning_frac : float
-        Largest error of the programs over classes of trajectories; not part of the gap.
-    longest_s, throughput_s, training_s : float
-        The longest trajectory alone on its best engine, tools included; all GPU-seconds of the rollout spread evenly over
-        its GPUs; training on its pool.
+    ``step_s`` is proven for every split, layout and assignment of whole trajectories, without draining; ``gap_frac`` and
+    ``chosen_frac`` are steps over it, less 1: the best found in that model, and this plan's. ``binning_frac`` is the largest error
+    of the programs over classes. The others: the longest trajectory alone on its best engine, tools included; all GPU-seconds of
+    the rollout spread evenly over its GPUs; training on its pool.
     """
 
     step_s: float
@@ -87,30 +79,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A split of the GPUs, a layout of the engines, and its predictions.
-
-    Attributes
-    ----------
-    buckets : tuple of Bucket
-        By rising TP degree.
-    spare_gpus, needed_gpus : int
-        GPUs in neither pool, and the fewest with an equally short step in the model without draining.
-    step_s, low_s, high_s : float
-        Predicted step; low without draining, high if the shortest trajectories come first.
-    update_s, beside_s : float
-        New weights, and the part of it that passes beside the next step.
-    bottleneck : str
-        "training", "rollout throughput", "longest trajectory", "teacher" or "services".
-    idle_frac : mapping of cause to share of all GPU-seconds of a step
-        With "busy" they add up to 1.
-    alternatives : tuple of Alternative
-        The three next best, the best first.
-    left_out : mapping of a requested degree that is not possible to the reason
-    teacher_gpus, teacher_s, teacher_on
-        The teacher's own GPUs, its seconds for a batch, and where it computes, in words (empty: a worker of its own).
-    services_gpus, services_s, services_on
-        The same of services that rewards and tools call; 0 GPUs where a teacher has theirs.
-    """
+    """A split of the GPUs, a layout of the engines, and its predictions."""
 
     gpu: str
     model: str
@@ -119,27 +88,27 @@ class Plan:
     eta: int
     num_trajectories: int
     training: Training
-    buckets: tuple[Bucket, ...]
-    spare_gpus: int
-    needed_gpus: int
+    buckets: tuple[Bucket, ...]  # by rising TP degree
+    spare_gpus: int  # in neither pool
+    needed_gpus: int  # the fewest with an equally short step, without draining
     step_s: float
-    low_s: float
-    high_s: float
+    low_s: float  # without draining
+    high_s: float  # if the shortest trajectories come first
     rollout_s: float
     train_s: float
-    update_s: float
-    beside_s: float
-    bottleneck: str
+    update_s: float  # for new weights
+    beside_s: float  # of it, beside the next step
+    bottleneck: str  # a key of `WHY`
     bounds: Bounds
-    idle_frac: Mapping[str, float]
+    idle_frac: Mapping[str, float]  # of all GPU-seconds of a step, by cause; with "busy" they add up to 1
     gpu_hours_per_step: float
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[Alternative, ...]  # the three next best, the best first
     nodes: tuple[NodeGroup, ...]
-    left_out: Mapping[str, str]
-    teacher_gpus: int = 0
-    teacher_s: float = 0.0
-    teacher_on: str = ""
-    services_gpus: int = 0
+    left_out: Mapping[str, str]  # requested degrees that are not possible, with the reason
+    teacher_gpus: int = 0  # its own
+    teacher_s: float = 0.0  # for a batch
+    teacher_on: str = ""  # where it computes; empty: a worker of its own
+    services_gpus: int = 0  # of services that rewards and tools call; 0 where a teacher has theirs
     services_s: float = 0.0
     services_on: str = ""
 
@@ -155,12 +124,10 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as dicts, lists, numbers and strings, every field by its name."""
-        values = asdict(self)
-        values["rollout_gpus"] = self.rollout_gpus
-        return values
+        return asdict(self) | {"rollout_gpus": self.rollout_gpus}
 
 
-_WHY = {
+WHY = {
     "training": "it takes longer than generating, so that a GPU is worth more there",
     "rollout throughput": "engines are busy nearly all the time; more of them would shorten the step",
     "teacher": "it takes this long to score the batch; a smaller one or distil.wait_s=0 would help, more GPUs would not",
@@ -177,8 +144,8 @@ def text(plan: Plan, regime: str) -> str:
         f"Plan for {plan.model} on {plan.num_gpus} x {plan.gpu}: {plan.num_trajectories} trajectories a step, "
         f"rollout and training {steps}",
         "",
-        f"  training {_gpus(training.gpus)}  {_layout(plan)}, done after {_s(plan.train_s)}; fullest GPU "
-        f"{training.memory_bytes / 1e9:.0f} GB, {training.headroom_bytes / 1e9:.0f} GB free",
+        f"  training {_gpus(training.gpus)}  {'one copy' if training.gpus == 1 else training.layout}, done after "
+        f"{_s(plan.train_s)}; fullest GPU {training.memory_bytes / 1e9:.0f} GB, {training.headroom_bytes / 1e9:.0f} GB free",
         f"  rollout  {_gpus(plan.rollout_gpus)}  {number} engine{'s' * (number > 1)}, done after {_s(plan.rollout_s)}",
         *(_bucket_line(bucket, len(plan.buckets) == 1) for bucket in plan.buckets),
     ]
@@ -196,14 +163,14 @@ def text(plan: Plan, regime: str) -> str:
         "",
         f"  one step    {_s(plan.step_s)}, {_update(plan)}; {plan.gpu_hours_per_step:.2g} GPU-hours",
         f"              {_s(plan.low_s)} if engines never drained, {_s(plan.high_s)} if the shortest trajectories come first",
-        f"  bottleneck  {plan.bottleneck}: {_WHY[plan.bottleneck]}",
+        f"  bottleneck  {plan.bottleneck}: {WHY[plan.bottleneck]}",
         f"  regime      {regime}",
         "  GPU time    "
         + ", ".join(f"{100 * share:.0f} % {cause}" for cause, share in plan.idle_frac.items() if share >= 0.005),
     ]
     if plan.needed_gpus < plan.num_gpus - plan.spare_gpus:
         lines.append(f"  fewer GPUs  {plan.needed_gpus} would do, were there no draining; the others shorten it")
-    lines += ["", "No plan is faster than", *_bound_lines(plan)]
+    lines += ["", "No plan is faster than", *_bound_lines(plan.bounds)]
     if plan.alternatives:
         lines += ["", "Next best, and why not", *map(alternative_line, plan.alternatives)]
     if plan.left_out:
@@ -212,7 +179,7 @@ def text(plan: Plan, regime: str) -> str:
 
 
 def teacher_words(plan: Plan) -> str:
-    """What the teacher of a plan does, where it is, and what is assumed of that."""
+    """The teacher of a plan: its seconds, its place, and the assumption about it."""
     words = f"scores the batch in {_s(plan.teacher_s)}, while others are generated"
     return f"{words}; {plan.teacher_on}" if plan.teacher_on else words
 
@@ -227,10 +194,6 @@ def _update(plan: Plan) -> str:
 
 def _gpus(number: int) -> str:
     return f"{number:>6} GPU{'s' if number != 1 else ' '}"
-
-
-def _layout(plan: Plan) -> str:
-    return "one copy" if plan.training.gpus == 1 else plan.training.layout
 
 
 def _bucket_line(bucket: Bucket, alone: bool) -> str:
@@ -251,18 +214,14 @@ def _node_words(group: NodeGroup) -> str:
     return f"{group.num_nodes} with {' + '.join(parts)}"
 
 
-def _bound_lines(plan: Plan) -> list[str]:
-    bounds = plan.bounds
-    gap = (
-        f"the best found is {100 * bounds.gap_frac:.3f} % above"
-        if bounds.gap_frac >= 5e-6
-        else "the best found is as fast"
-    )
+def _bound_lines(bounds: Bounds) -> list[str]:
+    gap = "as fast" if bounds.gap_frac < 5e-6 else f"{100 * bounds.gap_frac:.3f} % above"
     return [
         f"  {_s(bounds.longest_s):>9}  the longest trajectory alone on its best engine, tools included",
         f"  {_s(bounds.throughput_s):>9}  all generating, evenly over the rollout's GPUs",
         f"  {_s(bounds.training_s):>9}  training on its GPUs",
-        f"  {_s(bounds.step_s):>9}  any split and any engines: proven for whole trajectories, were there no draining; {gap}",
+        f"  {_s(bounds.step_s):>9}  any split and any engines: proven for whole trajectories, were there no draining; the best "
+        f"found is {gap}",
     ]
 
 

@@ -1,7 +1,6 @@
 """Conversion between a plan and the settings that start it: training workers, engines, slots and micro-batches.
 
-1. After `with_plan`, the deployment of a configuration (`configured_deployment`) equals the plan (`Deployed.of`) in
-   degrees, engines per degree, concurrency and training workers.
+1. After `with_plan`, a configuration equals the plan in degrees, engines per degree, concurrency and training workers.
 2. A plan is for one model shape and one kind of hardware; `check_planned` refuses any other and names both.
 """
 
@@ -15,7 +14,6 @@ from libra.config.planner import PlannedEngines, PlannedLayout
 from libra.errors import PlanError
 from libra.hardware import ModelShape
 from libra.hardware.shapes import shape_digest
-from libra.planner.arrangements import Deployed
 from libra.planner.build_plan import plan as make_plan
 from libra.planner.cost import training_table
 from libra.planner.plan import Plan, alternative_line, teacher_words
@@ -103,20 +101,6 @@ def with_plan(config: RunConfig, layout: PlannedLayout) -> RunConfig:
         values["policy"] |= {"boundaries_tokens": layout.route}
     values["planner"] |= {"layout": "configured", "planned": layout}
     return config_from_dict(values)
-
-
-def configured_deployment(config: RunConfig) -> Deployed:
-    """The deployment of ``config``: training workers, and engines and concurrency by degree (the mean if they differ)."""
-    cluster, slots = config.cluster, dict[int, list[int]]()
-    for group in cluster.engines:
-        slots.setdefault(group.tp, []).extend([group.slots or config.rollout.slots] * group.count)
-    if not slots:
-        slots[config.rollout.tp] = [config.rollout.slots] * cluster.rollout_workers
-    return Deployed(
-        cluster.train_workers,
-        {tp: len(each) for tp, each in sorted(slots.items())},
-        {tp: max(round(sum(each) / len(each)), 1) for tp, each in sorted(slots.items())},
-    )
 
 
 def check_planned(layout: PlannedLayout, shape: ModelShape, gpu: str, num_gpus: int) -> None:

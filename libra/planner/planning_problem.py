@@ -12,29 +12,20 @@ At eta >= 1 a single training worker publishes beside its next step, which chang
 (`libra.worker.training.publications`). Of the update only what exceeds the next step's training then counts, and engines wait for
 what is not published beside it; but ``eta + 1`` batches are under way at most: step >= (rollout + training + update) / (eta + 1).
 
-Invariants
-----------
 1. Every array is float64 or int64, read-only, and finite but for ``inf``: this kind cannot take it.
 2. TP degrees divide one another and the node size. Then engines fit into whole nodes whenever their GPUs fit in number, if
    training fills the partly filled node first: `libra.planner.engine_packing` builds that placement.
-
-Lower bound
------------
-A proven bound of the rollout's seconds for every number of GPUs at once, without binning trajectories. If
-the rollout is done after T seconds, trajectory i ran on a kind k with ``least_s[k, i] <= T``, and took
-``tp[k] load_s[k, i]`` GPU-seconds there. So the GPU-seconds F T of F GPUs are at least
-
-    W(T) = sum over i of min over k with least_s[k, i] <= T of tp[k] load_s[k, i],
-
-a falling step function. The smallest T with W(T) <= F T is the bound: it is the linear relaxation over
-layouts and assignments, solved in closed form.
+3. `GpuSeconds` bounds the rollout's seconds on every number of GPUs, without binning. If the rollout is done after T seconds,
+   trajectory i ran on a kind k with ``least_s[k, i] <= T``, and took ``tp[k] load_s[k, i]`` GPU-seconds there, so that F T is at
+   least W(T) = sum over i of min over those k of tp[k] load_s[k, i], a falling step function. The smallest T with W(T) <= F T is
+   the linear relaxation over layouts and assignments.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -60,57 +51,27 @@ class EngineClass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Trajectories to place, kinds of engines to place them on, and the trainer's step.
-
-    Attributes
-    ----------
-    num_gpus, gpus_per_node : int
-        The last node may be smaller.
-    kinds : tuple of EngineClass
-        The possible kinds of engines (K).
-    load_s : float array (K, N)
-        Engine-seconds of trajectory i on a full engine of kind k; loads of one engine add up. ``inf``: it does not fit.
-    alone_s : float array (K, N)
-        Least seconds from its first token to its last tool return on that kind: a lower bound of the engine's time.
-    train_gpus, train_s : int array (M,), float array (M,)
-        GPU counts on which training can run, ascending, and seconds of the optimizer step on each.
-    eta : int
-        Staleness bound; 0 is synchronous.
-    update_s : float
-        Seconds from the end of a step until engines serve its weights, during which neither pool works.
-    beside_s : float
-        The part of it that passes beside the next step if one GPU trains and eta is at least 1.
-    fixed_train_gpus : int or None
-        The training pool, if it is given.
-    fixed_engines : mapping of TP degree to number of engines
-        Exactly this many engines of that degree; degrees without an entry are free.
-    """
+    """K kinds of engines, N trajectories to place on them, and the trainer's step on M numbers of GPUs."""
 
     num_gpus: int
-    gpus_per_node: int
+    gpus_per_node: int  # the last node may be smaller
     kinds: tuple[EngineClass, ...]
-    load_s: Floats
-    alone_s: Floats
-    train_gpus: Ints
-    train_s: Floats
-    eta: int = 1
-    update_s: float = 0.0
-    beside_s: float = 0.0
+    load_s: Floats  # (K, N) engine-seconds on a full engine; loads of one engine add up; inf: it does not fit
+    alone_s: Floats  # (K, N) least seconds from first token to last tool return: a lower bound of the engine's time
+    train_gpus: Ints  # (M,) on which training can run, ascending
+    train_s: Floats  # (M,) of the optimizer step on each
+    eta: int = 1  # staleness bound; 0 is synchronous
+    update_s: float = 0.0  # from the end of a step until engines serve its weights, during which neither pool works
+    beside_s: float = 0.0  # of it, beside the next step if one GPU trains and eta is at least 1
     fixed_train_gpus: int | None = None
-    fixed_engines: Mapping[int, int] = field(default_factory=dict)
+    fixed_engines: Mapping[int, int] = field(default_factory=dict)  # exact number by TP degree; others are free
 
     def __post_init__(self) -> None:
-        for name, dtype in (
-            ("load_s", np.float64),
-            ("alone_s", np.float64),
-            ("train_gpus", np.int64),
-            ("train_s", np.float64),
-        ):
-            array = np.array(getattr(self, name), dtype=dtype)
+        for name in ("load_s", "alone_s", "train_gpus", "train_s"):
+            array = np.array(getattr(self, name), dtype=np.int64 if name == "train_gpus" else np.float64)
             array.setflags(write=False)
             object.__setattr__(self, name, array)
         object.__setattr__(self, "kinds", tuple(EngineClass(*kind) for kind in self.kinds))
-        _check_shapes(self)
         _check_degrees(self)
 
     @property
@@ -170,68 +131,26 @@ class Problem:
         """The same problem with some fields replaced."""
         return replace(self, **changes)
 
-    def only(self, keep: NDArray[np.bool_]) -> Self:
-        """The same problem with the kinds for which ``keep`` (K,) is true."""
-        kinds = tuple(kind for kind, kept in zip(self.kinds, keep, strict=True) if kept)
-        return replace(self, kinds=kinds, load_s=self.load_s[keep], alone_s=self.alone_s[keep])
-
-
-def _check_shapes(problem: Problem) -> None:
-    shape = (len(problem.kinds), problem.load_s.shape[-1] if problem.load_s.ndim else 0)
-    for name in ("load_s", "alone_s"):
-        array = getattr(problem, name)
-        if array.shape != shape or not array.size:
-            raise PlanError(
-                f"{name}: got an array of shape {array.shape}; expected (kinds, trajectories) = {shape}, not empty"
-            )
-        if np.isnan(array).any() or (array <= 0 if name == "load_s" else array < 0).any():
-            raise PlanError(f"{name}: holds NaN, or seconds that are not positive; inf is for what a kind cannot take")
-    if problem.train_gpus.ndim != 1 or problem.train_gpus.shape != problem.train_s.shape:
-        raise PlanError(
-            f"train_gpus {problem.train_gpus.shape} and train_s {problem.train_s.shape}: one number each per GPU count"
-        )
-    if (np.diff(problem.train_gpus) <= 0).any() or (problem.train_gpus < 1).any():
-        raise PlanError(f"train_gpus: got {problem.train_gpus.tolist()}; counts ascend and are at least 1")
-    if not (problem.train_s > 0).all():
-        raise PlanError("train_s: seconds of a step are positive, or inf where it cannot run")
-    for entry in fields(problem):
-        value = getattr(problem, entry.name)
-        if entry.name.startswith(("num_", "min_", "gpus_")) and value < 1:
-            raise PlanError(f"{entry.name}: got {value}; at least 1")
-    if problem.eta < 0 or not 0 <= problem.update_s < np.inf:
-        raise PlanError(f"eta: got {problem.eta}, update_s: got {problem.update_s}; neither is negative")
-    if not 0 <= problem.beside_s <= problem.update_s:
-        raise PlanError(f"beside_s: got {problem.beside_s}; a part of update_s, {problem.update_s}")
-
 
 def _check_degrees(problem: Problem) -> None:
-    degrees = sorted(set(problem.tp.tolist()) | {problem.gpus_per_node})
-    for small, large in pairwise(degrees):
-        if large % small or large > problem.gpus_per_node:
+    degrees, node = sorted(set(problem.tp.tolist())), problem.gpus_per_node
+    for small, large in pairwise(sorted({*degrees, node})):
+        if large % small or large > node:
             raise PlanError(
-                f"TP degrees {sorted(set(problem.tp.tolist()))} on nodes of {problem.gpus_per_node} GPUs: {small} and {large} "
-                f"do not nest, or an engine spans nodes; type degrees out of {_divisors(problem.gpus_per_node)} "
-                "each of which divides the next"
+                f"TP degrees {degrees} on nodes of {node} GPUs: {small} and {large} do not nest, or an engine spans nodes; type "
+                f"degrees out of {[d for d in range(1, node + 1) if node % d == 0]} each of which divides the next"
             )
-    unknown = set(problem.fixed_engines) - set(problem.tp.tolist())
-    if unknown:
+    if unknown := sorted(set(problem.fixed_engines) - set(degrees)):
         raise PlanError(
-            f"planner.fixed_engines: TP {', '.join(map(str, sorted(unknown)))} is not a degree that can be planned here; type "
-            f"one of {', '.join(map(str, sorted(set(problem.tp.tolist()))))}"
+            f"planner.fixed_engines: TP {', '.join(map(str, unknown))} is not a degree that can be planned here; type one of "
+            f"{', '.join(map(str, degrees))}"
         )
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def splits_of(problem: Problem) -> Ints:
     """Indices into ``Problem.train_gpus`` of the splits that may be chosen, ascending.
 
-    Raises
-    ------
-    PlanError
-        None may; the message names the constraint to relax, and by how much.
+    PlanError if there is none: the message names the constraint to relax, and by how much.
     """
     takes = np.isfinite(problem.least_s)
     smallest = int(np.where(takes, problem.tp[:, None], problem.gpus_per_node).min(axis=0).max())
@@ -259,32 +178,24 @@ def splits_of(problem: Problem) -> Ints:
             f"planner.num_gpus: got {problem.num_gpus}; training needs at least {least_train}, and {why_needed}; type "
             f"planner.num_gpus={least_train + needed}"
         )
-    pinned = problem.fixed_train_gpus
-    if pinned is not None:
-        return _pinned(problem, pinned, needed, why_needed)
-    return np.flatnonzero(runs & (problem.train_gpus <= problem.num_gpus - needed))
-
-
-def _pinned(problem: Problem, pinned: int, needed: int, why_needed: str) -> Ints:
-    at = np.flatnonzero((problem.train_gpus == pinned) & np.isfinite(problem.train_s))
-    counts = problem.train_gpus[np.isfinite(problem.train_s)].tolist()
-    if not len(at):
+    counts, pinned = problem.train_gpus[runs].tolist(), problem.fixed_train_gpus
+    fit = problem.train_gpus <= problem.num_gpus - needed
+    if pinned is None:
+        return np.flatnonzero(runs & fit)
+    if pinned not in counts:
         near = min(counts, key=lambda count: abs(count - pinned))
+        shown = ", ".join(map(str, counts)) if len(counts) <= 8 else f"{counts[0]}, {counts[1]}, ..., {counts[-1]}"
         raise PlanError(
             f"planner.fixed_train_gpus: training does not run on {pinned} GPUs (memory, or groups that do not divide); it runs on "
-            f"{_some(counts)}; type planner.fixed_train_gpus={near}"
+            f"{shown}; type planner.fixed_train_gpus={near}"
         )
     if pinned + needed > problem.num_gpus:
-        fit = [count for count in counts if count + needed <= problem.num_gpus]
         raise PlanError(
             f"planner.fixed_train_gpus: {pinned} of {problem.num_gpus} GPUs leave {problem.num_gpus - pinned} for rollout, but "
-            f"{why_needed}; type planner.fixed_train_gpus={max(fit)}, or planner.num_gpus={pinned + needed}"
+            f"{why_needed}; type planner.fixed_train_gpus={problem.train_gpus[runs & fit].max()}, or "
+            f"planner.num_gpus={pinned + needed}"
         )
-    return at
-
-
-def _some(counts: list[int]) -> str:
-    return ", ".join(map(str, counts)) if len(counts) <= 8 else f"{counts[0]}, {counts[1]}, ..., {counts[-1]}"
+    return np.flatnonzero(problem.train_gpus == pinned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,13 +225,7 @@ class GpuSeconds:
 
 
 def gpu_seconds(problem: Problem) -> GpuSeconds:
-    """W of a problem.
-
-    Raises
-    ------
-    PlanError
-        A trajectory fits no kind of engine.
-    """
+    """W of a problem; PlanError if a trajectory fits no kind of engine."""
     least_s = problem.least_s
     order = np.argsort(least_s, axis=0, kind="stable")
     at_s = np.take_along_axis(least_s, order, axis=0)

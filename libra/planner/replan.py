@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from libra.errors import PlanError
 from libra.facts import Fact, PlanAccepted, PlanConsidered
 from libra.planner.arrangement_forecast import (
     MAX_DEMAND,
@@ -56,15 +55,9 @@ which costs nothing if engines are alike."""
 class Replanner:
     """Compares layouts with the present one; keeps the cost of changes and how often an option has won.
 
-    Attributes
-    ----------
-    first_cost_s : float
-        Assumed until a change of a kind was measured: 10.8 s from training to rollout and 8.0 s back (Libra,
-        arXiv:2606.03077 v2). The first change of slots is assumed to cost nothing.
-    least_gain_frac, cost_factor : float
-        Least gain per step, as a share of it, and least gain over the remaining iterations, as a multiple of the cost.
-    confirmations, rest_iterations : int
-        Consecutive comparisons that must find a gain, and iterations after a change without another one.
+    ``first_cost_s`` is assumed until a change of a kind was measured: 10.8 s from training to rollout and 8.0 s back (Libra,
+    arXiv:2606.03077 v2); the first change of slots is assumed to cost nothing. ``least_gain_frac`` is the least gain per step, as a
+    share of it, ``cost_factor`` the least gain over the remaining iterations, as a multiple of the cost.
     """
 
     first_cost_s: float = 18.8
@@ -76,12 +69,6 @@ class Replanner:
     confirmed: int = 0
     last_change: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.confirmations < 1 or self.rest_iterations < 0 or self.cost_factor < 1 or self.least_gain_frac < 0:
-            raise PlanError(
-                f"replanner: got {self}; confirmations and cost_factor are at least 1, the others are not negative"
-            )
-
     def cost_s(self, kinds: Collection[str] = (ROLES,)) -> float:
         """Expected cost of a change of these kinds: for each the mean of past ones, or the assumption for the first."""
         assumed = {SLOTS: 0.0}
@@ -92,8 +79,6 @@ class Replanner:
 
     def changed(self, cost_s: float, kind: str = ROLES) -> None:
         """Record what the last accepted change of a kind cost, in seconds of the run."""
-        if not cost_s >= 0:
-            raise PlanError(f"cost of a change: got {cost_s} s; it is not negative")
         self.costs_s.setdefault(kind, []).append(cost_s)
 
     def weigh(
@@ -114,20 +99,17 @@ class Replanner:
         resting = since is not None and since <= self.rest_iterations
         accepted = bool(decisive) or (worth and self.confirmed >= self.confirmations and not resting)
         gains = f"gains {gain_s:.1f} s over {remaining} iterations"
-        if decisive:
-            reason = decisive
-        elif accepted:
-            reason = f"{gains} for {cost_s:.1f} s"
-        elif not kinds:
-            reason = "this is what runs"
-        elif gain_frac <= self.least_gain_frac:
-            reason = f"gains {100 * gain_frac:.1f} % of a step, {100 * self.least_gain_frac:.1f} % are required"
-        elif not worth:
-            reason = f"{gains}, {self.cost_factor:g} times the cost of {cost_s:.1f} s are required"
-        elif resting:
-            reason = f"the last change was {since} iterations ago, {self.rest_iterations} must pass"
-        else:
-            reason = f"found {self.confirmed} times in a row, {self.confirmations} are required"
+        refusals = {
+            "this is what runs": not kinds,
+            f"gains {100 * gain_frac:.1f} % of a step, {100 * self.least_gain_frac:.1f} % are required": (
+                gain_frac <= self.least_gain_frac
+            ),
+            f"{gains}, {self.cost_factor:g} times the cost of {cost_s:.1f} s are required": not worth,
+            f"the last change was {since} iterations ago, {self.rest_iterations} must pass": resting,
+            f"found {self.confirmed} times in a row, {self.confirmations} are required": not accepted,
+        }
+        refusal = next((reason for reason, holds in refusals.items() if holds), "")
+        reason = decisive or (f"{gains} for {cost_s:.1f} s" if accepted else refusal)
         if accepted:
             self.last_change, self.confirmed = iteration, 0
         return PlanConsidered(
@@ -178,13 +160,12 @@ def oom_safe(now: ArrangementScore, options: Sequence[ArrangementScore]) -> Arra
 
 @dataclass(frozen=True, slots=True)
 class SplitDecision:
-    """A decision after an iteration.
+    """A decision after an iteration; if nothing was accepted, ``chosen`` equals ``now`` and ``kinds`` is empty.
 
-    ``considered`` lacks the seconds of the iteration and its contexts. ``chosen`` equals ``now``, and ``kinds`` is empty, if
-    nothing was accepted. ``context_tokens`` is the mean context expected of the first iteration that a change made now can
-    affect. ``boundaries_tokens`` has the boundary of each degree of the chosen arrangement except the largest (empty for one
-    degree or unknown lengths); ``blocked`` are arrangements that would pay off but are not possible, each with its gain as
-    a share of the step.
+    ``context_tokens`` is the mean context expected of the first iteration that a change made now can affect.
+    ``boundaries_tokens`` has the boundary of each degree of the chosen arrangement except the largest (empty for one degree or
+    unknown lengths); ``blocked`` are arrangements that would pay off but are not possible, each with its gain as a share of the
+    step.
     """
 
     considered: PlanConsidered

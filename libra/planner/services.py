@@ -52,16 +52,8 @@ class ServiceModel:
 class ServiceModels:
     """The services of a run that have models: those that rewards and tools ask, and a teacher.
 
-    Attributes
-    ----------
-    room_bytes : float or None
-        Most that weights may take of the device of one worker (``services.device_gib``); None if not configured.
-    workers : int
-        Tool workers that share the device; each has copies of its own there.
-    of_others : int
-        The fewest GPUs that engines, training and a teacher of its own take.
-    on_cores : bool
-        Workers have no GPUs.
+    Weights may take at most ``room_bytes`` (``services.device_gib``, if configured) of the device of one worker, which tool
+    ``workers`` with copies of their own share. Engines, training and a teacher of its own take at least ``of_others`` GPUs.
     """
 
     models: tuple[ServiceModel, ...] = ()
@@ -96,32 +88,33 @@ class ServiceModels:
     def check(self, gpu: GPU, num_gpus: int) -> None:
         """PlanError if a model does not fit into its room, all that may be there do not fit on the device, or a teacher
         of its own takes one GPU too many."""
-        place = self.place(num_gpus)
+        place, many = self.place(num_gpus), self.workers > 1
         if self.teacher is not None:
             self._check_teacher(self.teacher, gpu, num_gpus, on_gpu=not self.teaches or place is not Place.CORES)
         if not self.models or (place is Place.CORES and self.room_bytes is None):
             return
-        room = gpu.memory_bytes * GPU_FRAC / self.workers if self.room_bytes is None else self.room_bytes
-        fewer = ", or cluster.tool_workers=1, which then has all of it" if self.workers > 1 else ""
-        for model in self.models:
-            if model.num_bytes <= room:
-                continue
-            if self.room_bytes is None:
-                share = f" for each of {self.workers} tool workers that share a GPU" if self.workers > 1 else ""
-                has = f"services.named: {room / 2**30:.3g} GiB{share}"
-                advice = f"a smaller model, or a planner.gpu with more memory{fewer}"
-            else:
-                has = f"services.device_gib: {room / 2**30:.3g}"
-                advice = f"services.device_gib={enough_gib(model.num_bytes)} or more"
+        fewer = ", or cluster.tool_workers=1, which then has all of it" if many else ""
+        largest = max(self.models, key=lambda model: model.num_bytes)
+        room, has = self.room_bytes, f"services.device_gib: {(self.room_bytes or 0.0) / 2**30:.3g}"
+        advice = f"services.device_gib={enough_gib(largest.num_bytes)} or more"
+        if room is None:
+            room = gpu.memory_bytes * GPU_FRAC / self.workers
+            share = f" for each of {self.workers} tool workers that share a GPU" if many else ""
+            has, advice = (
+                f"services.named: {room / 2**30:.3g} GiB{share}",
+                "a smaller model, or a planner.gpu with more memory",
+            )
+            advice += fewer
+        if largest.num_bytes > room:
             raise PlanError(
-                f"{has}, and the weights of {model.shape.name}, the model of service {model.name!r}, take "
-                f"{model.num_bytes / 2**30:.3g} GiB; type {advice}"
+                f"{has}, and the weights of {largest.shape.name}, the model of service {largest.name!r}, take "
+                f"{largest.num_bytes / 2**30:.3g} GiB; type {advice}"
             )
         needed = self.resident_bytes()
         if self.room_bytes is not None and place is Place.TOOLS and needed > gpu.memory_bytes:
             raise PlanError(
-                f"services.device_gib: {room / 2**30:.3g} on each of {self.workers} tool workers that share a GPU lets weights "
-                f"take {needed / 2**30:.3g} GiB of its {gpu.memory_bytes / 2**30:.3g} GiB; type services.device_gib="
+                f"{has} on each of {self.workers} tool workers that share a GPU lets weights take {needed / 2**30:.3g} GiB of its "
+                f"{gpu.memory_bytes / 2**30:.3g} GiB; type services.device_gib="
                 f"{GPU_FRAC * gpu.memory_bytes / self.workers / 2**30:.3g}{fewer}"
             )
 
@@ -176,17 +169,8 @@ class ServiceModels:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What a teacher and services take beside engines and training.
-
-    Attributes
-    ----------
-    teacher_s, services_s : float
-        Seconds of their devices for a batch.
-    waited_s, waited_for : float, str
-        No rollout ends earlier, because of the ``teacher`` or the ``services``.
-    trainer_s, trainer_bytes : float
-        Seconds and bytes taken from a training worker's GPU.
-    """
+    """Seconds of the devices of a teacher and of services for a batch, before which (``waited_s``) no rollout ends because of
+    the ``teacher`` or the ``services`` (``waited_for``), and seconds and bytes taken from a training worker's GPU."""
 
     teacher_s: float = 0.0
     services_s: float = 0.0

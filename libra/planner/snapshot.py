@@ -9,61 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import numpy as np
 
 from libra.errors import ConfigError, PlanError
-from libra.hardware import GPU, ModelShape, engine_seconds
+from libra.hardware import GPU, EngineSeconds, ModelShape, engine_seconds
 from libra.planner.cost import Layout, TrainingCost, TrajectoryTotals, rollout_cost, training_table
-from libra.planner.cost.rollout_cost import ManySeconds
 from libra.planner.planning_problem import EngineClass, Floats, Problem
 from libra.planner.services import Beside, ServiceModels, beside
 
 
 @dataclass(frozen=True, slots=True)
 class PlanningSnapshot:
-    """Hardware, model, the next batch, and the constraints; more fields are explained at `Problem`.
-
-    Attributes
-    ----------
-    workload : TrajectoryTotals
-        The trajectories of one step.
-    tp : tuple of int
-        Degrees an engine may have; degrees that do not divide or do not hold the model are left out.
-    gpus_per_node : int or None
-        By default as in the GPU's datasheet.
-    training : Layout
-        The trainer's.
-    max_concurrency : int
-        Most trajectories that generate at once on one engine.
-    training_factor : float
-        On the modelled seconds of the trainer.
-    engines : mapping of TP degree to engine, or None
-        Measured engines instead of the datasheet's.
-    trained_frac : float
-        Share of the trajectories that carry a gradient; the others are only generated.
-    services : ServiceModels
-        Services with models, a teacher among them; they may take GPUs.
-    """
+    """Hardware, model, the trajectories of one step, and the constraints; more fields are explained at `Problem`."""
 
     gpu: GPU
     shape: ModelShape
     num_gpus: int
     workload: TrajectoryTotals
-    tp: tuple[int, ...] = (1, 2, 4, 8)
-    gpus_per_node: int | None = None
+    tp: tuple[int, ...] = (1, 2, 4, 8)  # degrees that do not divide or do not hold the model are left out
+    gpus_per_node: int | None = None  # by default as in the GPU's datasheet
     training: Layout = field(default_factory=Layout)
     eta: int = 1
     update_s: float = 0.0
     beside_s: float = 0.0
     fixed_train_gpus: int | None = None
     fixed_engines: Mapping[int, int] = field(default_factory=dict)
-    max_concurrency: int = 256
-    training_factor: float = 1.0
-    engines: Mapping[int, ManySeconds] | None = None
-    trained_frac: float = 1.0
-    services: ServiceModels = field(default_factory=ServiceModels)
+    max_concurrency: int = 256  # trajectories that generate at once on one engine
+    training_factor: float = 1.0  # on the modelled seconds of the trainer
+    engines: Mapping[int, EngineSeconds] | None = None  # measured ones instead of the datasheet's
+    trained_frac: float = 1.0  # of the trajectories carry a gradient; the others are only generated
+    services: ServiceModels = field(default_factory=ServiceModels)  # a teacher among them; they may take GPUs
 
     @property
     def trained_tokens(self) -> Floats:
@@ -84,23 +60,13 @@ class PlanningSnapshot:
 class Formulation:
     """A problem, and the costs behind its numbers.
 
-    Attributes
-    ----------
-    problem : Problem
-    engines : mapping of TP degree to engine
-        In the order of ``Problem.kinds``.
-    training : mapping of GPU count to TrainingCost
-        Including those that do not fit.
-    left_out : mapping of TP degree to the reason
-        Requested degrees that are not possible.
-    alone_s : float array (K, N)
-        As of the problem, but without the wait for a teacher or services.
-    beside : Beside
-        GPUs and seconds of teacher and services.
+    ``engines`` are by TP degree, in the order of ``Problem.kinds``; ``training`` by GPU count, also if it does not fit;
+    ``left_out`` has the reason of each requested degree that is not possible; ``alone_s`` (K, N) is the problem's without the
+    wait for a teacher or services.
     """
 
     problem: Problem
-    engines: Mapping[int, ManySeconds]
+    engines: Mapping[int, EngineSeconds]
     training: Mapping[int, TrainingCost]
     left_out: Mapping[int, str]
     alone_s: Floats
@@ -113,28 +79,35 @@ class Formulation:
 
 
 def formulate(snapshot: PlanningSnapshot) -> Formulation:
-    """The problem of a snapshot.
-
-    Raises
-    ------
-    PlanError
-        No degree holds the model, or no GPU the teacher or a service.
-    """
+    """The problem of a snapshot; PlanError if no degree holds the model, or no GPU the teacher or a service."""
     engines, left_out = _engines(snapshot)
     if not engines:
         reasons = "; ".join(f"TP{tp}: {reason}" for tp, reason in left_out.items())
         raise PlanError(f"planner.tp: no degree of {list(snapshot.tp)} holds the model; {reasons}")
     kinds, loads, alones = zip(*(_kind(snapshot, tp, engine) for tp, engine in engines.items()), strict=True)
-    training, others = _training(snapshot), _beside(snapshot)
-    _check_trainer(training, others, snapshot)
+    services, training = snapshot.services, _training(snapshot)
+    others = beside(
+        services, snapshot.gpu, snapshot.num_gpus, snapshot.workload, snapshot.training, snapshot.training_factor
+    )
+    headroom = np.array([cost.headroom_bytes for cost in training.values()])
+    if 0 <= headroom.max() < others.trainer_bytes:
+        teacher = (services.teacher,) if services.teaches else ()
+        names = ", ".join(model.name for model in (*teacher, *services.models) if model is not None)
+        raise PlanError(
+            f"services.named: the weights of {names} take {others.trainer_bytes / 2**30:.3g} GiB on the GPU of a training worker, "
+            f"where {headroom.max() / 2**30:.3g} GiB are free; type planner.num_gpus={snapshot.num_gpus + 1}, which gives them a "
+            "GPU, a services.device_gib that leaves one out at a time, or a smaller model"
+        )
+    steps_s = np.where(headroom >= others.trainer_bytes, [cost.step_s for cost in training.values()], np.inf)
     problem = Problem(
-        num_gpus=snapshot.num_gpus - sum(snapshot.services.gpus(snapshot.num_gpus)),
+        num_gpus=snapshot.num_gpus - sum(services.gpus(snapshot.num_gpus)),
         gpus_per_node=snapshot.node_gpus,
         kinds=kinds,
         load_s=np.stack(loads),
         alone_s=np.maximum(np.stack(alones), others.waited_s),
         train_gpus=np.array(list(training), dtype=np.int64),
-        train_s=_train_s(snapshot, training, others.trainer_s, others.trainer_bytes),
+        # Without overlapping steps the trainer idles while services use its GPU.
+        train_s=steps_s * snapshot.training_factor + (others.trainer_s if snapshot.eta else 0.0),
         eta=snapshot.eta,
         update_s=snapshot.update_s,
         beside_s=snapshot.beside_s,
@@ -144,52 +117,23 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
     return Formulation(problem, engines, training, left_out, np.stack(alones), others)
 
 
-def _beside(snapshot: PlanningSnapshot) -> Beside:
-    given = snapshot.gpu, snapshot.num_gpus, snapshot.workload, snapshot.training, snapshot.training_factor
-    return beside(snapshot.services, *given)
-
-
-def _check_trainer(training: Mapping[int, TrainingCost], others: Beside, snapshot: PlanningSnapshot) -> None:
-    """PlanError if training fits on its GPUs, and not beside the services on one of them."""
-    if not others.trainer_bytes:
-        return
-    most = max(cost.headroom_bytes for cost in training.values())
-    if 0 <= most < others.trainer_bytes:
-        teacher = (snapshot.services.teacher,) if snapshot.services.teaches else ()
-        names = ", ".join(model.name for model in (*teacher, *snapshot.services.models) if model is not None)
-        raise PlanError(
-            f"services.named: the weights of {names} take {others.trainer_bytes / 2**30:.3g} GiB on the GPU of a training worker, "
-            f"where {most / 2**30:.3g} GiB are free; type planner.num_gpus={snapshot.num_gpus + 1}, which gives them a GPU, a "
-            "services.device_gib that leaves one out at a time, or a smaller model"
-        )
-
-
-def _train_s(
-    snapshot: PlanningSnapshot, training: Mapping[int, TrainingCost], beside_s: float, beside_bytes: float
-) -> Floats:
-    """Seconds of an optimizer step by GPU count, infinite where it does not fit, beside a teacher or services on the same GPU that
-    take so many seconds and bytes. Without overlapping steps the trainer idles meanwhile."""
-    seconds = [cost.step_s if cost.headroom_bytes >= beside_bytes else np.inf for cost in training.values()]
-    return np.array(seconds) * snapshot.training_factor + (beside_s if snapshot.eta else 0.0)
-
-
-def _engines(snapshot: PlanningSnapshot) -> tuple[dict[int, ManySeconds], dict[int, str]]:
+def _engines(snapshot: PlanningSnapshot) -> tuple[dict[int, EngineSeconds], dict[int, str]]:
     if snapshot.engines is not None:
         return {tp: snapshot.engines[tp] for tp in snapshot.tp if tp in snapshot.engines}, {}
-    engines: dict[int, ManySeconds] = {}
+    engines: dict[int, EngineSeconds] = {}
     left_out: dict[int, str] = {}
     for tp in snapshot.tp:
         if tp > snapshot.node_gpus:
             left_out[tp] = f"a node has {snapshot.node_gpus} GPUs"
             continue
         try:
-            engines[tp] = cast("ManySeconds", engine_seconds(snapshot.gpu, snapshot.shape, tp))
+            engines[tp] = engine_seconds(snapshot.gpu, snapshot.shape, tp)
         except ConfigError as error:
             left_out[tp] = str(error)
     return engines, left_out
 
 
-def _kind(snapshot: PlanningSnapshot, tp: int, engine: ManySeconds) -> tuple[EngineClass, Floats, Floats]:
+def _kind(snapshot: PlanningSnapshot, tp: int, engine: EngineSeconds) -> tuple[EngineClass, Floats, Floats]:
     """The kind of this degree, at the concurrency of most throughput: loads (N,) and critical paths (N,), in seconds."""
     workload = snapshot.workload
     most = rollout_cost(workload, engine, max_sequences=snapshot.max_concurrency).max_concurrency

@@ -21,8 +21,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from libra.errors import PlanError
-
 HALF_LIFE_STEPS = 3.0
 """Iterations after which an observation counts half: lengths change within ten iterations, a shared machine faster."""
 FIRST_WEIGHT = 0.3
@@ -47,37 +45,15 @@ class RealisedStep:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Seconds and tokens of an iteration.
+    """Seconds and tokens of an iteration."""
 
-    Attributes
-    ----------
-    rollout_s, train_s : float
-        From the weights that its batch waited for until the batch was complete, waits for training left out; its step.
-    rest_s : float
-        The rest of the step: publishing, or what of it exceeds the next step's training where it runs beside that.
-    step_s : float
-        From the end of the iteration before to its own end, less evaluations.
-    tokens : mapping of kind of engine to int
-        Tokens that engines of a kind generated for its batch.
-    questions, trained : sequence of (float, float)
-        By group: length of its question (in the unit of `StepForecast.expected`), and tokens generated for it, or tokens of
-        its trajectories that carry a gradient. Without ``trained`` training is predicted unchanged.
-    """
-
-    rollout_s: float
+    rollout_s: float  # from the weights that its batch waited for until it was complete, without waits for training
     train_s: float
-    rest_s: float
-    step_s: float
-    tokens: Mapping[str, int]
-    questions: Sequence[tuple[float, float]]
-    trained: Sequence[tuple[float, float]] = ()
-
-    def __post_init__(self) -> None:
-        seconds = (self.rollout_s, self.train_s, self.rest_s, self.step_s)
-        if not (all(math.isfinite(value) and value >= 0 for value in seconds) and self.rollout_s > 0 < self.step_s):
-            raise PlanError(
-                f"an iteration's seconds (rollout, training, rest, step): got {seconds}; finite, and not negative"
-            )
+    rest_s: float  # publishing, or the part of it that exceeds the next step's training where it runs beside that
+    step_s: float  # from the end of the iteration before to its own end, less evaluations
+    tokens: Mapping[str, int]  # generated for its batch, by kind of engine
+    questions: Sequence[tuple[float, float]]  # by group: length of its question, and tokens generated for it
+    trained: Sequence[tuple[float, float]] = ()  # by group: length of its question, and tokens that carry a gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +85,9 @@ class TokenLine:
 
     def after(self, points: Sequence[tuple[float, float]], keep: float, weight: float) -> TokenLine:
         """The line with more (x, y) of this weight, and the weight of older ones reduced."""
-        n, x, y, xx, xy = (keep * value for value in (self.n, self.x, self.y, self.xx, self.xy))
-        for at, value in points:
-            n, x, y, xx, xy = (
-                n + weight,
-                x + weight * at,
-                y + weight * value,
-                xx + weight * at * at,
-                xy + weight * at * value,
-            )
-        return TokenLine(n, x, y, xx, xy)
+        added = [sum(column) for column in zip(*((1.0, x, y, x * x, x * y) for x, y in points), strict=True)]
+        before = (self.n, self.x, self.y, self.xx, self.xy)
+        return TokenLine(*(keep * old + weight * new for old, new in zip(before, added or [0.0] * 5, strict=True)))
 
     @property
     def mean(self) -> tuple[float, float]:
@@ -145,29 +114,17 @@ def capacity_of(engines: Mapping[str, int], engine_s: Mapping[str, tuple[float, 
 
 @dataclass(frozen=True, slots=True)
 class StepForecast:
-    """The measurements of a run's steps; `after` adds one.
-
-    Attributes
-    ----------
-    num_steps : int
-        Number of iterations measured.
-    engine_s : mapping of kind to (tokens, engine seconds)
-        Decayed sums: tokens that engines of a kind generated, and the seconds that these engines were present.
-    rollouts : TokenLine
-        Log seconds that one engine of the first kind would have taken, over log tokens.
-    gradients, trainings : TokenLine
-        Tokens that carry a gradient over the length of a question; seconds of a training step over those tokens.
-    """
+    """The measurements of a run's ``num_steps`` steps; `after` adds one."""
 
     num_steps: int = 0
     weight: float = 0.0
     train_s: float = 0.0
     rest_s: float = 0.0
-    engine_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    engine_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # decayed (tokens, seconds) by kind
     questions: TokenLine = field(default_factory=TokenLine)
-    rollouts: TokenLine = field(default_factory=TokenLine)
-    gradients: TokenLine = field(default_factory=TokenLine)
-    trainings: TokenLine = field(default_factory=TokenLine)
+    rollouts: TokenLine = field(default_factory=TokenLine)  # log seconds of a first kind's engine over log tokens
+    gradients: TokenLine = field(default_factory=TokenLine)  # tokens with a gradient over the length of a question
+    trainings: TokenLine = field(default_factory=TokenLine)  # seconds of a training step over those tokens
 
     def after(self, taken: Taken, engines: Mapping[str, int]) -> StepForecast:
         """The forecast with one more finished iteration, for which ``engines`` of each kind generated."""
@@ -260,10 +217,6 @@ class TrainingForecast:
 
     def after(self, tokens: float, replicas: int, train_s: float) -> TrainingForecast:
         """The line with a step of ``tokens`` tokens on ``replicas`` replicas; a step without tokens changes nothing."""
-        if replicas < 1 or not train_s >= 0:
-            raise PlanError(
-                f"a step on {replicas} replicas took {train_s} s; expected at least one replica and no negative time"
-            )
         if tokens <= 0:
             return self
         keep, weight = 0.5 ** (1.0 / HALF_LIFE_STEPS), 1.0 if self.num_steps else FIRST_WEIGHT

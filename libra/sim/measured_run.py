@@ -23,7 +23,8 @@ from libra.hardware.run_calibration import (
     RunCalibration,
     fit_trainer,
 )
-from libra.sim.run_record import Place, Quantum, RunRecord, digest_of, mean_s
+from libra.planner.from_config import digest_of
+from libra.sim.run_record import Place, Quantum, RunRecord, mean_s
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import Phase, StepSeconds
 
@@ -43,22 +44,30 @@ def calibration_of(record: RunRecord) -> RunCalibration:
         )
     with TrajectoryStore.open(record.directory / "trajectories.zarr") as store:
         whole, turns = store.columns(), store.columns("turn")
+    stored = _stored(whole)
     tools = [quantum for quantum in record.quanta if quantum.phase is Phase.TOOL]
-    called = _called_s(record, whole, turns)
+    called = {  # seconds of actions in order; tools within generations are left out
+        place: [
+            float(turns["tool_s"][at])
+            for at in rows
+            if turns["status"][at] and turns["tool"][at] not in record.inline_tools
+        ]
+        for place, attempt, rows in stored
+        if not attempt
+    }
     waits = [q.latency_s - called[q.place].pop(0) for q in tools if called.get(q.place)]
-    rows = [row for row in record.metrics if row.get("train_s") and row.get("forwarded_tokens")]
-    published, ends, committed = record.published_s(), record.ends_s(), record.committed_s()
-    last: dict[Place, float] = {}
-    for place, t_s in ends.items():
+    steps = [row for row in record.metrics if row.get("train_s") and row.get("forwarded_tokens")]
+    published, committed = record.published_s(), record.committed_s()
+    last, first = dict[Place, float](), dict[int, float]()
+    for place, t_s in record.ends_s().items():
         last[place[:2]] = max(t_s, last.get(place[:2], t_s))
-    first: dict[int, float] = {}
     for place, t_s in record.arrivals_s().items():
         first.setdefault(place[0], t_s)
     return RunCalibration(
         model=next((each.model for each in declared.values()), "") or record.config.model.path,
         digest=digest_of(record.config.model.path),
-        engines=_engines(record, declared, _turns(record, whole, turns)),
-        trainer=fit_trainer([row["train_s"] for row in rows], [row["forwarded_tokens"] for row in rows]),
+        engines=_engines(record, declared, _turns(record, stored, turns)),
+        trainer=fit_trainer([row["train_s"] for row in steps], [row["forwarded_tokens"] for row in steps]),
         train_gpus=record.config.cluster.train_workers,
         update_s=mean_s(
             [published[step.step + 1] - t_s for t_s, step in record.of(StepFinished) if step.step + 1 in published]
@@ -69,6 +78,17 @@ def calibration_of(record: RunRecord) -> RunCalibration:
         commit_s=mean_s([t_s - last[place] for place, t_s in committed.items() if place in last]),
         source=str(record.directory),
     )
+
+
+def _stored(whole: Columns) -> list[tuple[Place, int, range]]:
+    """Place, attempt and rows of turns of each stored training trajectory."""
+    names = ("split", "iteration", "group", "sample", "attempt", "turn_offset", "num_turns")
+    rows = zip(*(whole[name].tolist() for name in names), strict=True)
+    return [
+        (tuple(map(int, place)), int(attempt), range(int(start), int(start) + int(count)))
+        for split, *place, attempt, start, count in rows
+        if split == "train"
+    ]
 
 
 def _declared(record: RunRecord) -> dict[str, EngineDeclared]:
@@ -95,22 +115,13 @@ def _engines(
             fact.num_steps, fact.error_frac or 0.0,
         )  # fmt: skip
         taken, capacities = turns.get(worker), record.capacities.get(worker)
-        bucket = capacities[-1].bucket if capacities else fact.bucket
-        wall = taken.wall_over_passes(steps) if taken is not None else 1.0
-        overhead = _overhead(record, mine, taken.worker_s() if taken is not None else (0.0,))
         engines.append(
             EngineOfRun(
-                worker,
-                fact.engine,
-                bucket,
-                fact.tp,
-                fact.slots,
-                fact.kv_tokens or UNBOUNDED_TOKENS,
-                steps,
-                wall,
-                overhead,
+                worker, fact.engine, capacities[-1].bucket if capacities else fact.bucket, fact.tp, fact.slots,
+                fact.kv_tokens or UNBOUNDED_TOKENS, steps, 1.0 if taken is None else taken.wall_over_passes(steps),
+                _overhead(record, mine, (0.0,) if taken is None else taken.worker_s()),
             )
-        )
+        )  # fmt: skip
     return tuple(engines)
 
 
@@ -130,22 +141,20 @@ def _overhead(record: RunRecord, quanta: Sequence[Quantum], worker_s: tuple[floa
     return QuantumOverhead(binned(spent), worker_s, min(1.0, max(0.0, idle_frac)), float(in_flight.mean()))
 
 
-def _turns(record: RunRecord, whole: Columns, turns: Columns) -> dict[str, TurnsTaken]:
+def _turns(record: RunRecord, stored: Sequence[tuple[Place, int, range]], turns: Columns) -> dict[str, TurnsTaken]:
     """Generations of the last attempt of each stored trajectory, by worker."""
     generated: dict[Place, list[Quantum]] = {}
     for quantum in record.quanta:
         if quantum.phase is Phase.ROLLOUT and quantum.tokens > 0:
             generated.setdefault(quantum.place, []).append(quantum)
     rows: dict[str, list[tuple[float, ...]]] = {}
-    for row, split in enumerate(whole["split"].tolist()):
-        place = tuple(int(whole[name][row]) for name in ("iteration", "group", "sample"))
-        start, stop = (int(whole["turn_offset"][row]) + more for more in (0, int(whole["num_turns"][row])))
-        lengths = turns["generated_tokens"][start:stop].tolist() if split == "train" else []
-        for at, parts in enumerate(_parts_of_turns(generated.get(place, []), lengths), start):
+    for place, _, at_rows in stored:
+        lengths = [int(turns["generated_tokens"][at]) for at in at_rows]
+        for at, parts in zip(at_rows, _parts_of_turns(generated.get(place, []), lengths), strict=False):
             context = float(turns["prompt_tokens"][at])
             computed = context - max(0.0, float(turns["cached_tokens"][at]))
             for part in parts:
-                share = part.tokens / lengths[at - start]
+                share = part.tokens / float(turns["generated_tokens"][at])
                 rows.setdefault(part.worker, []).append(
                     (
                         part.reported_s, part.latency_s, float(turns["queued_s"][at]) * share,
@@ -154,24 +163,7 @@ def _turns(record: RunRecord, whole: Columns, turns: Columns) -> dict[str, Turns
                     )
                 )  # fmt: skip
                 context, computed = context + part.tokens, 1.0  # the KV of the parts before is there
-    return {worker: TurnsTaken.of(mine) for worker, mine in rows.items()}
-
-
-def _called_s(record: RunRecord, whole: Columns, turns: Columns) -> dict[Place, list[float]]:
-    """Tool seconds of the actions of each stored trajectory, in order; tools within generations are left out."""
-    inline = record.inline_tools
-    found: dict[Place, list[float]] = {}
-    for row, split in enumerate(whole["split"].tolist()):
-        if split != "train" or whole["attempt"][row]:
-            continue
-        start, count = int(whole["turn_offset"][row]), int(whole["num_turns"][row])
-        place = tuple(int(whole[name][row]) for name in ("iteration", "group", "sample"))
-        found[place] = [
-            float(turns["tool_s"][at])
-            for at in range(start, start + count)
-            if turns["status"][at] and turns["tool"][at] not in inline
-        ]
-    return found
+    return {worker: TurnsTaken(*np.asarray(mine, float).T) for worker, mine in rows.items()}
 
 
 def _parts_of_turns(quanta: Sequence[Quantum], lengths: Sequence[int]) -> list[list[Quantum]]:
@@ -224,29 +216,19 @@ class TurnsTaken(NamedTuple):
     context: Array
     computed: Array
 
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[float]]) -> TurnsTaken:
-        """From rows of these numbers."""
-        return cls(*np.asarray(rows, float).reshape(-1, 8).T)
-
-    @property
-    def waited_for_a_pass_s(self) -> Array:
-        """Seconds in the queue until the end of a pass; a longer wait is for KV memory."""
-        return np.minimum(self.queued_s, self.busy_s / np.maximum(self.tokens, 1.0))
-
     def worker_s(self) -> tuple[float, ...]:
-        """Seconds on the worker outside passes, tools and waits for KV memory, to draw from."""
-        others = self.latency_s - self.busy_s - self.inline_s - self.queued_s
-        return binned(others + self.waited_for_a_pass_s)
+        """Seconds on the worker outside passes, tools and waits for KV memory, to draw from.
+
+        A wait in the queue that is longer than a pass is for KV memory.
+        """
+        passes_s = np.minimum(self.queued_s, self.busy_s / np.maximum(self.tokens, 1.0))
+        return binned(self.latency_s - self.busy_s - self.inline_s - self.queued_s + passes_s)
 
     def wall_over_passes(self, steps: StepSeconds) -> float:
         """Wall seconds of these turns over those by passes of ``steps``, given the turns that ran beside them."""
-        stop = self.reported_s
-        start = stop - self.busy_s
-        beside = running_beside(start, stop)
-        order = np.argsort(start)
-        computed = np.concatenate([[0.0], np.cumsum(self.computed[order])])
-        begun = start[order]
+        start, stop = self.reported_s - self.busy_s, self.reported_s
+        beside, order = running_beside(start, stop), np.argsort(start)
+        begun, computed = start[order], np.concatenate([[0.0], np.cumsum(self.computed[order])])
         # Every prefill during a turn delays it, its own included.
         held = computed[np.searchsorted(begun, stop, "right")] - computed[np.searchsorted(begun, start, "left")]
         context = self.context + 0.5 * self.tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -13,8 +13,7 @@ import numpy as np
 
 from libra import keys
 from libra.config import RunConfig, load_config
-from libra.config.model_paths import resolve_model
-from libra.errors import ConfigError, ModelError, RunDirectoryError
+from libra.errors import RunDirectoryError
 from libra.facts import (
     EngineDeclared,
     Fact,
@@ -39,8 +38,6 @@ from libra.facts import (
     from_dict,
     name_of,
 )
-from libra.hardware import load_shape
-from libra.hardware.shapes import shape_digest
 from libra.observe.metrics import read_metrics
 from libra.sim.simulation_options import Announced
 from libra.store.event_log import read_events
@@ -63,17 +60,9 @@ READ = {
 class Quantum(NamedTuple):
     """A committed generation or action of a training trajectory.
 
-    Attributes
-    ----------
-    place : (iteration, group, sample)
-    begun_s, reported_s : float
-        Its dispatch, or its beginning in the slot of the previous quantum, and the report of its end, in seconds of the log.
-    dispatched : bool
-        False if it continued in the slot of the previous quantum.
-    latency_s : float
-        Wall time on the worker.
-    inline : str or None
-        Tool that ran within a generation (empty: a malformed call).
+    ``begun_s`` and ``reported_s`` are seconds of the log: its dispatch, or its beginning in the slot of the quantum before (not
+    ``dispatched``), and the report of its end; ``latency_s`` is the time on the worker, ``inline`` the tool that ran within a
+    generation (empty: a malformed call).
     """
 
     place: Place
@@ -156,11 +145,8 @@ class RunRecord:
             elif type(fact) is QuantumFinished and (place := place_of(fact.key)) is not None:
                 begun_s, dispatched = begun.get(fact.key, (t_s, False))
                 inline = fact.tool if fact.phase is Phase.ROLLOUT and fact.status else None
-                found.append(
-                    Quantum(
-                        place, fact.phase, fact.worker, begun_s, t_s, dispatched, fact.latency_s, fact.tokens, inline
-                    )
-                )
+                timed = (begun_s, t_s, dispatched, fact.latency_s)
+                found.append(Quantum(place, fact.phase, fact.worker, *timed, fact.tokens, inline))
         return found
 
     @cached_property
@@ -262,26 +248,21 @@ class RunRecord:
         return RealisedRun(whole - paused, rollout, self._moves(iterations))
 
     def _moves(self, iterations: int) -> int:
-        home: dict[Place, str] = {}
-        moves = 0
+        workers: dict[Place, list[str]] = {}
         for quantum in self.quanta:
             if quantum.phase == Phase.ROLLOUT and quantum.place[0] < iterations:
-                moves += home.get(quantum.place, quantum.worker) != quantum.worker
-                home[quantum.place] = quantum.worker
-        return moves
+                workers.setdefault(quantum.place, []).append(quantum.worker)
+        return sum(one != other for each in workers.values() for one, other in pairwise(each))
 
     def announced(self, worker: str) -> tuple[Announced, ...]:
         """The facts about an engine that the policy received, its absences included: those before the first gate as the last
         of them, then each with the iteration that had begun last."""
         gates = sorted((t_s, iteration) for iteration, t_s in self.gates_s().items())
         first_s = gates[0][0] if gates else 0.0
-        before: tuple[Announced, ...] = ()
-        later = list[Announced]()
+        before, later = tuple[Announced, ...](), list[Announced]()
         for _, t_s, fact in self.lines:
-            if (
-                not ((type(fact) is WorkerCapacity and fact.rollout_slots > 0) or type(fact) is WorkerWithdrawn)
-                or fact.worker != worker
-            ):
+            joined = type(fact) is WorkerCapacity and fact.rollout_slots > 0
+            if not (joined or type(fact) is WorkerWithdrawn) or fact.worker != worker:
                 continue
             if t_s <= first_s:
                 before = (Announced(0, 0.0, fact),)
@@ -291,14 +272,6 @@ class RunRecord:
         return (*before, *later)
 
 
-def digest_of(model: str) -> str:
-    """Digest of the shape of ``model.path``; empty if its sizes are not available, or it is not a dense model."""
-    try:
-        return shape_digest(load_shape(resolve_model(model)))
-    except (ModelError, ConfigError):
-        return ""
-
-
-def mean_s(values: list[float]) -> float:
+def mean_s(values: Sequence[float]) -> float:
     """The mean; 0 of nothing."""
     return float(np.mean(values)) if values else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from libra.errors import ConfigError
@@ -84,19 +84,11 @@ class WorkloadGroups:
 
 
 class TeacherQueue:
-    """The teacher of a simulated run: it scores finished groups one after the other, on a GPU of its own.
+    """The teacher of a simulated run: it scores finished groups one after the other, ``token_s`` per token of a trajectory."""
 
-    Parameters
-    ----------
-    token_s : float
-        Seconds per token of a trajectory; 0 if no batch waits for a teacher.
-    plans : mapping of int to sequence of TrajectoryPlan
-        Trajectories of each iteration.
-    """
-
-    def __init__(self, token_s: float, plans: Mapping[int, Sequence[TrajectoryPlan]]) -> None:
+    def __init__(self, token_s: float, plans: Iterable[TrajectoryPlan]) -> None:
         self._group_s: dict[GroupId, float] = {}
-        for plan in (plan for of_iteration in plans.values() for plan in of_iteration) if token_s else ():
+        for plan in plans if token_s else ():
             place = (plan.iteration, plan.group)
             self._group_s[place] = self._group_s.get(place, 0.0) + token_s * plan.final_tokens
         self._scored_s: dict[GroupId, float] = {}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from libra.errors import ConfigError
@@ -29,10 +31,10 @@ class Announced(NamedTuple):
 
 
 class EngineSpec(NamedTuple):
-    """One engine of a simulation.
+    """One engine of a simulation; without a ``bucket_name`` all engines of one degree are a capacity class.
 
-    ``bucket_name`` is its capacity class, empty: engines of one degree. ``announced`` are the facts that the policy receives
-    about it, the first one at once; while it is withdrawn it generates nothing. Empty: its tables, from the beginning.
+    ``announced`` are the facts that the policy receives about it, the first one at once; while it is withdrawn it generates
+    nothing. Empty: its tables, from the beginning.
     """
 
     name: str
@@ -58,14 +60,11 @@ class EngineSpec(NamedTuple):
 
 def typical_context(plans: Iterable[TrajectoryPlan]) -> int:
     """Mean context at the beginning of a turn, over the turns of ``plans``; 1 without a turn."""
-    turns = total = 0
+    contexts = list[int]()
     for plan in plans:
-        context = plan.prompt_tokens
-        for turn in plan.turns:
-            turns += 1
-            total += context
-            context += turn.new_tokens + turn.payload_tokens
-    return total // turns if turns else 1
+        grown = accumulate((turn.new_tokens + turn.payload_tokens for turn in plan.turns), initial=plan.prompt_tokens)
+        contexts += [*grown][:-1]
+    return sum(contexts) // len(contexts) if contexts else 1
 
 
 def slots_of(tables: EngineTables, context_tokens: int) -> int:
@@ -87,77 +86,34 @@ def fleet(
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """Settings of a simulation besides workload, engines and policy.
+    """Settings of a simulation besides workload, engines and policy."""
 
-    Attributes
-    ----------
-    eta : int
-        Staleness bound in versions; 0 is synchronous.
-    over_age, window, in_flight
-        The rest of the `StalenessPolicy`.
-    train_s, steps_s, load_s : float, tuple of float, float
-        Seconds of an optimizer step with its weight update, of the first steps if each is known, and of an engine's change
-        to the new weights.
-    publish_s : float
-        Seconds of a version's publication beside the next step, which does not end before
-        (`libra.worker.training.publications`).
-    tool_slots : int or None
-        Actions at once; without a limit actions do not wait in the scheduler.
-    inline_tools : frozenset of str
-        Tools that run within the generation's slot; their trajectory keeps it if no other waits for one. Malformed calls
-        have the empty name.
-    tool_overhead : QuantumOverhead
-        Overhead of actions, if they have slots.
-    gate_s, commit_s : float
-        From a gate to its first trajectory, and from a group's last end to its record.
-    reserve : (int, int) or None
-        KV reserved for a turn: (most generated tokens, most context tokens); by default the tokens that it will have.
-    residuals : Residuals or None
-        Ratios of measured to predicted seconds, from which noise is drawn.
-    chunk_tokens : int or None
-        Most tokens of one quantum (`rollout.chunk_tokens`): a longer turn has several.
-    boundaries : tuple of (TP degree, tokens)
-        As of `libra.facts.BoundariesSet`; empty: none.
-    host : HostPool or None
-        KV in host memory; without it an engine computes the context of a trajectory that comes from another one.
-    keeps_kv : bool
-        KV stays over a change of weights (`rollout.keep_kv`).
-    teacher_token_s : float
-        Seconds of the teacher (`distil.teacher`) per token of a trajectory; a step waits for its groups' scores. 0: there is none.
-    preempts : bool
-        Engines do not reserve KV for whole turns, and preempt (`libra.hardware.virtual_engine`, invariant 3).
-    """
-
-    eta: int = 0
-    train_s: float = 0.0
-    load_s: float = 0.0
-    publish_s: float = 0.0
+    eta: int = 0  # this and ``over_age``, ``window``, ``in_flight`` are the `StalenessPolicy`
+    train_s: float = 0.0  # of an optimizer step with its weight update, beyond the first steps with ``steps_s``
+    load_s: float = 0.0  # of an engine's change to new weights
+    publish_s: float = 0.0  # of a publication beside the next step, which does not end before
     steps_s: tuple[float, ...] = ()
-    tool_slots: int | None = None
-    inline_tools: frozenset[str] = frozenset()
-    tool_overhead: QuantumOverhead = NO_OVERHEAD
-    gate_s: float = 0.0
-    commit_s: float = 0.0
-    reserve: tuple[int, int] | None = None
-    residuals: Residuals | None = None
-    chunk_tokens: int | None = None
-    boundaries: tuple[tuple[int, float], ...] = ()
-    host: HostPool | None = None
-    preempts: bool = False
-    keeps_kv: bool = False
+    tool_slots: int | None = None  # actions at once; without a limit actions do not wait in the scheduler
+    inline_tools: frozenset[str] = frozenset()  # run within the generation's slot; malformed calls have the empty name
+    tool_overhead: QuantumOverhead = NO_OVERHEAD  # of actions, if they have slots
+    gate_s: float = 0.0  # from a gate to its first trajectory
+    commit_s: float = 0.0  # from a group's last end to its record
+    reserve: tuple[int, int] | None = None  # KV reserved for a turn: most generated, most context tokens
+    residuals: Residuals | None = None  # ratios of measured to predicted seconds, from which noise is drawn
+    chunk_tokens: int | None = None  # most tokens of one quantum: a longer turn has several
+    boundaries: tuple[tuple[int, float], ...] = ()  # TP degree, tokens
+    host: HostPool | None = None  # KV in host memory; without it a trajectory that changes engines is computed again
+    preempts: bool = False  # engines do not reserve KV for whole turns (`libra.hardware.virtual_engine`, invariant 3)
+    keeps_kv: bool = False  # KV stays over a change of weights
     over_age: Verdict = Verdict.WAIT
     window: int | None = None
     in_flight: int | None = None
-    teacher_token_s: float = 0.0
+    teacher_token_s: float = 0.0  # of the teacher per token of a trajectory; a step waits for its groups' scores
 
     @property
     def staleness(self) -> StalenessPolicy:
         """How old what a step consumes may be."""
         return StalenessPolicy(self.eta, self.over_age, self.window, self.in_flight)
-
-    def __post_init__(self) -> None:
-        if self.preempts and self.host is not None:
-            raise ConfigError("preempts: got True with host; a preempted request's KV is dropped, take one of the two")
 
     def step_s(self, batch: int) -> float:
         """Seconds of step ``batch`` with its weight update, as far as that is not ``publish_s``."""
@@ -177,92 +133,63 @@ class Dispatched(NamedTuple):
 
 @dataclass(slots=True)
 class SimulationRecord:
-    """What a simulation keeps for its result: dispatches, and when gates opened and trajectories, groups, iterations ended."""
+    """Dispatches of a simulation, and when gates opened and trajectories, groups, rollouts and iterations ended."""
 
     dispatched: list[Dispatched] = field(default_factory=list)
     ended_s: dict[str, float] = field(default_factory=dict)
     group_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    rollout_s: dict[int, float] = field(default_factory=dict)  # when the last trajectory of an iteration ended
+    rollout_s: dict[int, float] = field(default_factory=dict)
     iteration_s: dict[int, float] = field(default_factory=dict)
     gate_s: dict[int, float] = field(default_factory=dict)
     moves: int = 0
 
+    def result(
+        self, workload: Workload, counters: Sequence[tuple[str, Counters]], engines: int, end_s: float
+    ) -> SimulationResult:
+        """The result; an engine that stopped and came back has counters of each time."""
+        makespan_s, gate_s, done = max(self.ended_s.values()), self.gate_s, [each for _, each in counters]
+        peaks = Counter[str]()
+        for name, each in counters:
+            peaks[name] = max(peaks[name], each.peak_kv_tokens)
+        groups = [at_s - gate_s[iteration] for (iteration, _), at_s in self.group_s.items()]
+        return SimulationResult(
+            makespan_s=makespan_s,
+            group_completion_s=sum(groups) / len(groups),
+            iteration_s=tuple(at_s - gate_s[k] for k, at_s in sorted(self.iteration_s.items())),
+            rollout_s=tuple(at_s - gate_s[k] for k, at_s in sorted(self.rollout_s.items())),
+            trajectories=len(self.ended_s),
+            turns=workload.num_turns,
+            generated_tokens=sum(each.generated_tokens for each in done),
+            prefilled_tokens=sum(each.prefilled_tokens for each in done),
+            cached_tokens=sum(each.cached_tokens for each in done),
+            recomputed_tokens=sum(each.recomputed_tokens for each in done),
+            moves=self.moves,
+            busy_frac=sum(each.busy_s for each in done) / (max(end_s, makespan_s) * engines) if makespan_s else 0.0,
+            peak_kv_tokens=dict(peaks),
+            dispatched=tuple(self.dispatched),
+            preempted=sum(each.preempted for each in done),
+        )
+
 
 class SimulationResult(NamedTuple):
-    """Result of one simulation.
+    """Result of one simulation; seconds of iterations are from their gates."""
 
-    Attributes
-    ----------
-    makespan_s : float
-        From the first gate to the end of the last trajectory.
-    group_completion_s : float
-        Mean over groups of the time from its iteration's gate to its last trajectory's end.
-    iteration_s, rollout_s : tuple of float
-        Seconds of each iteration from its gate to the end of training, and to the end of its last trajectory.
-    generated_tokens, prefilled_tokens, cached_tokens, recomputed_tokens, fetched_tokens : int
-        Sampled; context computed; context whose KV was cached; computed context that some engine had computed before; KV
-        fetched from host memory.
-    moves, preempted : int
-        Turns that began on another engine than the previous turn; requests that were preempted.
-    busy_frac : float
-        Share of the engines' seconds in which they were busy, up to the last trajectory's end.
-    dispatched : tuple of Dispatched
-        In order.
-    """
-
-    makespan_s: float
-    group_completion_s: float
-    iteration_s: tuple[float, ...]
-    rollout_s: tuple[float, ...]
+    makespan_s: float  # from the first gate to the end of the last trajectory
+    group_completion_s: float  # mean over groups, from its iteration's gate to its last trajectory's end
+    iteration_s: tuple[float, ...]  # to the end of training
+    rollout_s: tuple[float, ...]  # to the end of its last trajectory
     trajectories: int
     turns: int
     generated_tokens: int
-    prefilled_tokens: int
-    cached_tokens: int
-    recomputed_tokens: int
-    moves: int
-    busy_frac: float
+    prefilled_tokens: int  # context computed
+    cached_tokens: int  # context whose KV was cached
+    recomputed_tokens: int  # computed context that some engine had computed before
+    moves: int  # turns that began on another engine than the previous turn
+    busy_frac: float  # of the engines' seconds, up to the last trajectory's end
     peak_kv_tokens: dict[str, int]
     dispatched: tuple[Dispatched, ...]
     preempted: int = 0
-    fetched_tokens: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        workload: Workload,
-        record: SimulationRecord,
-        counters: Sequence[tuple[str, Counters]],
-        engines: int,
-        end_s: float,
-        fetched_tokens: int = 0,
-    ) -> SimulationResult:
-        """The result of a record; an engine that stopped and came back has counters of each time."""
-        makespan = max(record.ended_s.values())
-        groups = [at - record.gate_s[iteration] for (iteration, _), at in record.group_s.items()]
-        iterations = [record.iteration_s[k] - record.gate_s[k] for k in sorted(record.iteration_s)]
-        done = [each for _, each in counters]
-        peaks: dict[str, int] = {}
-        for name, each in counters:
-            peaks[name] = max(peaks.get(name, 0), each.peak_kv_tokens)
-        return cls(
-            makespan,
-            sum(groups) / len(groups),
-            tuple(iterations),
-            tuple(record.rollout_s[k] - record.gate_s[k] for k in sorted(record.rollout_s)),
-            len(record.ended_s),
-            workload.num_turns,
-            sum(c.generated_tokens for c in done),
-            sum(c.prefilled_tokens for c in done),
-            sum(c.cached_tokens for c in done),
-            sum(c.recomputed_tokens for c in done),
-            record.moves,
-            sum(c.busy_s for c in done) / (max(end_s, makespan) * engines) if engines and makespan else 0.0,
-            peaks,
-            tuple(record.dispatched),
-            sum(c.preempted for c in done),
-            fetched_tokens,
-        )
+    fetched_tokens: int = 0  # KV from host memory
 
     def digest(self) -> str:
         """Hash of every dispatch with its time and place: equal for equal simulations."""
@@ -273,10 +200,5 @@ class SimulationResult(NamedTuple):
         """The figures as JSON-able values, without the list of dispatches."""
         values = self._asdict()
         del values["dispatched"], values["peak_kv_tokens"]
-        return {
-            **values,
-            "iteration_s": list(self.iteration_s),
-            "rollout_s": list(self.rollout_s),
-            "tokens_per_s": self.generated_tokens / self.makespan_s if self.makespan_s else 0.0,
-            "digest": self.digest(),
-        }
+        tokens_per_s = self.generated_tokens / self.makespan_s if self.makespan_s else 0.0
+        return {**values, "tokens_per_s": tokens_per_s, "digest": self.digest()}

@@ -51,7 +51,7 @@ from libra.sim.simulation_options import (
     SimulationResult,
     typical_context,
 )
-from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload, prompts_of
+from libra.sim.workload import TurnPlan, Workload, prompts_of
 from libra.types import NO_TOOL, Phase
 
 TOOLS = "tools"
@@ -87,7 +87,7 @@ class Simulator:
         pool = self.options.host  # its price is per token; prices of moves are per byte
         self._kv_token_bytes = 0 if pool is None else max(1, round(pool.token_s * PRIOR_BYTES_PER_S))
         self._groups = WorkloadGroups(workload)
-        self._teacher = TeacherQueue(self.options.teacher_token_s, self._groups.plans)
+        self._teacher = TeacherQueue(self.options.teacher_token_s, workload.trajectories)
         self._typical_context = typical_context(workload.trajectories)
         self._admission = Admission(self.options.staleness, self._groups.per_iteration)
         self._published_s = 0.0  # when the newest version that is being published, or was, can be pulled
@@ -107,9 +107,8 @@ class Simulator:
     def run(self) -> SimulationResult:
         """Everything from the first gate to the last batch."""
         self.play()
-        fetched = 0 if self._host is None else self._host.fetched_tokens
-        counters, num = self._all_counters(), len(self._specs)
-        return SimulationResult.of(self._workload, self.record, counters, num, self.agenda.now_s, fetched)
+        found = self.record.result(self._workload, self._all_counters(), len(self._specs), self.agenda.now_s)
+        return found if self._host is None else found._replace(fetched_tokens=self._host.fetched_tokens)
 
     def play(self) -> None:
         """Everything from the first gate to the last batch, without a result."""
@@ -122,12 +121,12 @@ class Simulator:
             self.notify(BoundariesSet(options.boundaries))
         self._open(iterations)
         self._dispatch()
-        record, num = self.record, len(workload.trajectories)
         while self.agenda.entries and not self._is_over(iterations):
             self._out_of_date = 0
             if self.agenda.advance() > self._out_of_date:  # otherwise nothing has changed
                 self._dispatch()
-        if not self._is_over(iterations) and (missing := num - len(record.ended_s)):
+        missing = len(workload.trajectories) - len(self.record.ended_s)
+        if missing and not self._is_over(iterations):
             raise ConfigError(
                 f"{missing} trajectories can never run: {self._dispatcher.num_waiting(Phase.ROLLOUT)} wait for engines "
                 f"({len(self.running_engines)} are running), {self._dispatcher.num_waiting(Phase.TOOL)} for tools"
@@ -154,11 +153,8 @@ class Simulator:
         self._apply(event)
 
     def _apply(self, event: Fact) -> None:
-        answers = self._ordering.handle(event)
-        if answers:
-            for answer in answers:
-                if type(answer) is SetPriority:
-                    self._priorities[answer.key] = answer.priority
+        if answers := self._ordering.handle(event):
+            self._priorities |= {each.key: each.priority for each in answers if type(each) is SetPriority}
             self._dispatcher.apply(answers)
 
     # ---------------------------------------------------------------- workers, gates and versions
@@ -225,9 +221,7 @@ class Simulator:
             happens(*what)
 
     def _begin(self, iteration: int) -> None:
-        self._start(self._groups.plans[iteration])
-
-    def _start(self, plans: Sequence[TrajectoryPlan]) -> None:
+        plans = self._groups.plans[iteration]
         self._ordering.handle(prompts_of(self._workload, plans))
         for plan in plans:
             key, group = self._workload.key(plan), self._workload.group_key(plan)

@@ -6,7 +6,7 @@ keys, so that their dispatch orders can be compared. As a file it is JSON; the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -46,9 +46,7 @@ class TrajectoryPlan(NamedTuple):
     turns: tuple[TurnPlan, ...]
     family: str = ""
     prompt: str = ""  # its name, if it occurs in more than one iteration
-    contexts: tuple[
-        int, ...
-    ] = ()  # before each turn; equal numbers are equal tokens. Empty: siblings share their prompt alone
+    contexts: tuple[int, ...] = ()  # before each turn; equal numbers are equal tokens. Empty: only prompts are shared
 
     @property
     def new_tokens(self) -> int:
@@ -86,11 +84,8 @@ class Workload(NamedTuple):
 
     def to_json(self) -> str:
         """One JSON object; see `from_json`."""
-        rows = tuple(
-            _Row(*plan[:4], plan.family, tuple(_Turn(*turn) for turn in plan.turns), plan.prompt, plan.contexts)
-            for plan in self.trajectories
-        )
-        return msgspec.json.encode(_File(SCHEMA, self.name, rows)).decode()
+        rows = [(*plan[:4], plan.family, plan.turns, plan.prompt, plan.contexts) for plan in self.trajectories]
+        return msgspec.json.encode({"schema": SCHEMA, "name": self.name, "trajectories": rows}).decode()
 
     @classmethod
     def from_json(cls, text: str, where: str = "workload") -> Workload:
@@ -98,7 +93,13 @@ class Workload(NamedTuple):
         again = "write one with libra simulate ... --save-workload FILE"
         try:
             file = msgspec.json.decode(text, type=_File)
-            plans = tuple(_plan_of(row) for row in file.trajectories)
+            plans = tuple(
+                TrajectoryPlan(
+                    *row[:4], tuple(TurnPlan(*turn[:2], tool_outcome(turn.status), *turn[3:]) for turn in row.turns), row.family,
+                    row.prompt, row.contexts,
+                )
+                for row in file.trajectories
+            )  # fmt: skip
             name = keys.check_run_name(file.name)
         except (msgspec.MsgspecError, ValueError) as error:
             raise ConfigError(f"{where}: not a workload ({error}); {again}") from error
@@ -132,20 +133,10 @@ class _File(msgspec.Struct):
     trajectories: tuple[_Row, ...]
 
 
-def _plan_of(row: _Row) -> TrajectoryPlan:
-    """A row of a workload file as a plan; ValueError if a status is not an outcome."""
-    steps = tuple(
-        TurnPlan(turn.new_tokens, turn.tool, tool_outcome(turn.status), turn.payload_tokens, turn.tool_s)
-        for turn in row.turns
-    )
-    return TrajectoryPlan(*row[:4], steps, row.family, row.prompt, row.contexts)
-
-
 def checked(workload: Workload, where: str) -> Workload:
     """``workload`` itself; ConfigError if two trajectories have one place, or a turn cannot be run.
 
-    A turn can be run if its numbers are possible, and if it has a tool whenever another turn follows. The last turn may
-    have a tool too, whose result no turn reads.
+    It has a tool whenever another turn follows; the last turn may have one too, whose result no turn reads.
     """
     seen = set()
     for plan in workload.trajectories:
@@ -241,11 +232,6 @@ def _of_one_task(repeated: list[list[Trace]], group_size: int, rng: np.random.Ge
 def prompts_of(workload: Workload, plans: Sequence[TrajectoryPlan]) -> PromptsNamed:
     """The prompts of the groups of ``plans``, if prompts repeat."""
     return PromptsNamed(tuple({workload.group_key(plan): plan.prompt for plan in plans if plan.prompt}.items()))
-
-
-def by_key(workload: Workload) -> Mapping[str, TrajectoryPlan]:
-    """Plans by key, in the order of the workload."""
-    return {workload.key(plan): plan for plan in workload.trajectories}
 
 
 REQUIRED = ("task", "turn", "tool", "status", "completion_tokens")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from deployments import configured_deployment
 
 from libra.cli.main import cli, main
 from libra.cli.plan_command import fixed_by
@@ -14,7 +15,7 @@ from libra.driver.launch_layout import with_way
 from libra.driver.run_session import Session
 from libra.errors import ConfigError, PlanError
 from libra.planner.from_config import snapshot_of
-from libra.planner.plan_settings import configured_deployment, with_plan
+from libra.planner.plan_settings import with_plan
 
 GIVEN = ("model.path=Qwen/Qwen3-4B", "planner.num_gpus=16", "trainer.prompts=8", "trainer.group_size=4")
 

@@ -3,8 +3,9 @@
 import pytest
 
 from benchmarks.report import DATA
+from benchmarks.virtual.draws import agent_turn_files
 from libra.errors import ConfigError
-from libra.planner.agent_turns import agent_turn_files, agent_turns, read_agent_turns
+from libra.planner.agent_turns import agent_turns, read_agent_turns
 from libra.types import NO_TOOL, ToolStatus
 
 HEAD = "task,sample,turn,tool,status,completion_tokens"

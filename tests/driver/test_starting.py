@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from deployments import configured_deployment, planned_deployment
 from whole_run import events_of, named
 
 from libra.cli.clusters import roles_command
@@ -17,10 +18,9 @@ from libra.config.planner import PlannedEngines, PlannedLayout
 from libra.driver.launch_layout import laid_out
 from libra.driver.run_session import Session, run
 from libra.errors import ClusterError, ConfigError, PlanError
-from libra.planner.arrangements import Deployed
 from libra.planner.build_plan import plan
 from libra.planner.from_config import shape_of, snapshot_of
-from libra.planner.plan_settings import configured_deployment, shape_digest, with_plan
+from libra.planner.plan_settings import shape_digest, with_plan
 
 LAPTOP, NODE = Machine(CPU, 0, 8), Machine("H100-80G", 4, 64)
 
@@ -140,7 +140,7 @@ def test_a_run_starts_what_was_planned_and_answers_for_its_roles(make_config, ca
         "fixed_engines": {1: 2},
     }  # fmt: skip
     config = make_config(run={"iterations": 1}, planner={"layout": "auto", **planner}, cluster={"hybrid_workers": 1})
-    wanted = Deployed.of(plan(snapshot_of(config, None, what_if=False)[0]))
+    wanted = planned_deployment(plan(snapshot_of(config, None, what_if=False)[0]))
     assert wanted.engines == {1: 2}
     with Session(config) as session:  # the cluster is what is tested
         directory = session.directory

@@ -17,6 +17,7 @@ import libra
 from libra.driver.part_checks import loading_error
 from libra.driver.run_session import run
 from libra.errors import CallbackError, ConfigError
+from libra.sim.configured import simulator_of_run
 from libra.sim.from_run import run_setting
 from libra.testing import FixedTurns
 from libra.worker.run_spec import RunSpec
@@ -84,7 +85,7 @@ def test_a_run_with_its_own_loss_advantage_schedule_policy_engine_and_callbacks(
     replayed = CliRunner().invoke(cli, ["replay", str(summary.directory)])
     assert replayed.exit_code == 0, replayed.output
     assert "Every decision was reproduced." in replayed.output
-    assert run_setting(summary.directory).simulator().run().trajectories == 8
+    assert simulator_of_run(run_setting(summary.directory))[0].run().trajectories == 8
 
 
 def test_a_callback_that_raises_ends_the_run_and_it_can_be_resumed(make_config, client):

@@ -177,8 +177,6 @@ def test_a_single_trainer_publishes_beside_its_next_step():
         assert chain.step_s(1, train_s, chain.most_s(1, train_s, 9.0)) == pytest.approx(9.0)
     synchronous = problem.having(eta=0)
     assert synchronous.step_s(1, 4.0, 1.0) == pytest.approx(8.0)
-    with pytest.raises(PlanError, match="a part of update_s"):
-        problem.having(beside_s=3.5)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from deployments import configured_deployment, planned_deployment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,10 +13,9 @@ from libra.config.planner import PlannedLayout
 from libra.errors import ConfigError, PlanError
 from libra.hardware import load_gpu, load_shape
 from libra.hardware.shapes import shape_digest
-from libra.planner.arrangements import Deployed
 from libra.planner.cost import Layout, TrajectoryTotals, training_cost
 from libra.planner.from_config import snapshot_of
-from libra.planner.plan_settings import CPU, check_planned, configured_deployment, layout_of, planned, with_plan
+from libra.planner.plan_settings import CPU, check_planned, layout_of, planned, with_plan
 from libra.planner.snapshot import PlanningSnapshot
 
 QWEN, LLAMA = load_shape("Qwen/Qwen3-4B"), load_shape("Meta-Llama-3-8B")
@@ -50,7 +50,7 @@ def test_executing_a_plan_gives_back_what_it_deploys(num_gpus, seed, eta, scale)
     plan, micro_batch_tokens = planned(snapshot, 16384)
     layout = layout_of(plan, snapshot.shape, micro_batch_tokens, "A800-80G", "a datasheet")
     started = with_plan(config, layout)
-    assert configured_deployment(started) == Deployed.of(plan)
+    assert configured_deployment(started) == planned_deployment(plan)
     pairs = [(f"tp{b.tp}", b.to_tokens) for b in plan.buckets[:-1]]
     assert list(started.policy.boundaries_tokens.items()) == [pair for pair in pairs if pair[1] > 0]
     assert started.trainer.micro_batch_tokens == micro_batch_tokens >= 16384

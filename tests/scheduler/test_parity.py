@@ -13,7 +13,9 @@ from libra.hardware import engine_seconds
 from libra.hardware.engine_tables import EngineTables
 from libra.orderings import blank, ordering_of
 from libra.policy.log_replay import replay
-from libra.sim import SimulationOptions, Simulator, Workload, fleet
+from libra.sim.simulation_options import SimulationOptions, fleet
+from libra.sim.simulator import Simulator
+from libra.sim.workload import Workload
 
 TABLES = {tp: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", tp)) for tp in (1, 2, 4)}
 LAYOUTS = {"one_kind": {2: 3}, "three_kinds": {1: 4, 2: 2, 4: 2}}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from libra.errors import ConfigError
 from libra.hardware import Residuals
 from libra.hardware.engine_tables import HostKv, HostPool, Request
-from libra.sim import VirtualEngine
+from libra.hardware.virtual_engine import VirtualEngine
 
 NOISE = Residuals((-0.1, 0.0, 0.2), (-0.1, 0.1))
 

@@ -22,10 +22,10 @@ from libra.facts import (
 from libra.hardware import engine_seconds
 from libra.hardware.engine_tables import EngineTables
 from libra.policy import Fifo
-from libra.sim import Simulator, fleet
 from libra.sim.from_run import host_pool, left_out, workload_of_run
 from libra.sim.run_record import RunRecord
-from libra.sim.simulation_options import Announced
+from libra.sim.simulation_options import Announced, fleet
+from libra.sim.simulator import Simulator
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import NO_TOOL, EndReason, Prompt, ToolStatus, Trajectory, TrajectoryId
 

@@ -13,10 +13,12 @@ from libra.hardware.engine_seconds import MeasuredEngine
 from libra.hardware.engine_tables import EngineTables
 from libra.hardware.run_calibration import QuantumOverhead, read_calibration
 from libra.policy import make_ordering
-from libra.sim import EngineSpec, SimulationResult, Simulator, TrajectoryPlan, TurnPlan, Workload
-from libra.sim.from_run import run_setting
+from libra.sim.configured import simulator_of_run
+from libra.sim.from_run import run_options, run_setting
 from libra.sim.measured_run import binned
-from libra.sim.simulation_options import Announced, SimulationOptions
+from libra.sim.simulation_options import Announced, EngineSpec, SimulationOptions, SimulationResult
+from libra.sim.simulator import Simulator
+from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
 from libra.types import NO_TOOL, StepSeconds, ToolStatus
 from simulated_run import write_simulated_run
 
@@ -104,7 +106,7 @@ def _libra(capsys):
 def test_a_run_is_predicted_as_it_was(run, policy):
     directory, was = run(policy)
     setting = run_setting(directory)
-    predicted, realised = setting.simulator().run(), setting.realised
+    predicted, realised = simulator_of_run(setting)[0].run(), setting.realised
     assert realised is not None
     assert realised.makespan_s == pytest.approx(was.makespan_s, rel=1e-9)
     assert realised.moves == was.moves > 0
@@ -120,7 +122,7 @@ def test_a_run_in_chunks_is_predicted_as_it_was(run):
         rollout={"max_new_tokens": 256, "max_context_tokens": 4096, "chunk_tokens": 16},
     )
     setting = run_setting(directory)
-    assert setting.simulator().run().makespan_s == pytest.approx(was.makespan_s, rel=0.05)
+    assert simulator_of_run(setting)[0].run().makespan_s == pytest.approx(was.makespan_s, rel=0.05)
     for engine in setting.calibration.engines:
         assert engine.wall_over_passes == pytest.approx(1.0, abs=0.1)
 
@@ -144,7 +146,7 @@ def test_everything_between_engines_is_read_from_the_log(run):
         transport_s, worker_s = engine.overhead[:2]
         assert sum(transport_s) / len(transport_s) == pytest.approx(0.06, rel=1e-3)
         assert sum(worker_s) / len(worker_s) == pytest.approx(0.02, rel=1e-3)
-    calibration, around = setting.calibration, setting.options
+    calibration, around = setting.calibration, run_options(setting, setting.record.config)
     assert max(calibration.tools.transport_s) == pytest.approx(0.02, rel=1e-3)
     assert max(calibration.tools.worker_s) == pytest.approx(0.005, rel=1e-3)
     assert (calibration.gate_s, calibration.commit_s) == pytest.approx((0.1, 0.05))
@@ -157,6 +159,12 @@ def test_a_log_without_declarations_is_refused(run, libra):
     directory, _ = run(declares=False)
     code, _, err = libra("simulate", "libra/quickstart", "--from-run", directory)
     assert code == 2 and "libra resume" in err
+
+
+def test_typed_settings_replace_the_runs_own_and_others_are_named_as_without_effect(run, libra):
+    given = ("simulation.train_s=9", "trainer.lr=0.1")
+    _, out, _ = libra("simulate", "libra/quickstart", *given, "--from-run", run()[0])
+    assert "overrides: simulation.train_s=9; all other" in out and "recorded run: trainer.lr=0.1" in out
 
 
 def test_a_calibration_is_what_the_run_said(run, libra, tmp_path):

@@ -13,7 +13,8 @@ from libra.hardware import Residuals
 from libra.hardware.engine_tables import HostPool
 from libra.policy import CMLFQ, LEARNS_EVERY, ORDERINGS, Fifo
 from libra.policy.engine_capacity import PRIOR_BYTES_PER_S
-from libra.sim import SimulationOptions, Simulator
+from libra.sim.simulation_options import SimulationOptions
+from libra.sim.simulator import Simulator
 from libra.types import Phase
 
 

@@ -3,11 +3,10 @@
 import pytest
 from synthetic_workload import synthetic
 
+from benchmarks.virtual.draws import agent_turn_files
 from libra.errors import ConfigError, RunDirectoryError
-from libra.planner.agent_turns import agent_turn_files
-from libra.sim import Workload, draw, load_workload
 from libra.sim.from_run import workload_of_run
-from libra.sim.workload import load_traces
+from libra.sim.workload import Workload, draw, load_traces, load_workload
 from libra.types import ToolStatus
 
 ROWS = """source,model,task,sample,turn,tool,status,payload_chars,prompt_tokens,cached_tokens,completion_tokens,llm_s,tool_s

@@ -24,8 +24,8 @@ from libra.cluster.settings import DASK_SETTINGS
 from libra.facts import STREAM_OP, EngineDeclared, QuantumFinished, pack, prompts_named
 from libra.hardware.virtual_engine import Request, VirtualEngine
 from libra.scheduler import LibraPlugin, RunRegistration
-from libra.sim import EngineSpec, Workload, typical_context
-from libra.sim.workload import prompts_of
+from libra.sim.simulation_options import EngineSpec, typical_context
+from libra.sim.workload import Workload, prompts_of
 from libra.store.event_log import read_events
 from libra.types import NO_TOOL, EngineCapacity, Phase
 

@@ -32,8 +32,8 @@ from libra.facts import (
     to_json,
 )
 from libra.hardware.virtual_engine import VirtualEngine
-from libra.sim import Simulator
 from libra.sim.simulated_trajectory import SimulatedTrajectory
+from libra.sim.simulator import Simulator
 from libra.store.trajectory_store import TrajectoryStore
 from libra.types import NO_TOOL, EndReason, Phase, Prompt, StepSeconds, Trajectory, TrajectoryId
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from libra.sim import EngineSpec, EngineTables, TrajectoryPlan, TurnPlan, Workload
+from libra.hardware.engine_tables import EngineTables
+from libra.sim.simulation_options import EngineSpec
+from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
 
 
 class Roofline:

@@ -10,14 +10,13 @@
     step.step_s, step.fits, step.headroom_bytes
 """
 
-from libra.planner.cost.rollout_cost import MAX_SEQUENCES, ManySeconds, RolloutCost, TrajectoryTotals, rollout_cost
+from libra.planner.cost.rollout_cost import MAX_SEQUENCES, RolloutCost, TrajectoryTotals, rollout_cost
 from libra.planner.cost.training_cost import TrainingCost, training_cost, training_table
 from libra.planner.cost.training_memory import Layout, MicroBatchSize, fullest_moment, step_bytes
 
 __all__ = [
     "MAX_SEQUENCES",
     "Layout",
-    "ManySeconds",
     "MicroBatchSize",
     "RolloutCost",
     "TrainingCost",

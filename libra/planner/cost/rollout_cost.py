@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -98,19 +97,9 @@ class TrajectoryTotals:
 
 
 def totals_of_trace(recorded: Sequence[Recorded], tool_s: float) -> TrajectoryTotals:
-    """Totals of recorded agents (`libra.planner.agent_turns`), in their order.
+    """Totals of recorded agents, in their order; ``tool_s`` are the seconds of a tool call if the trace has none.
 
-    Parameters
-    ----------
-    recorded : sequence of Recorded
-        Turns with their ``prompt_tokens``.
-    tool_s : float
-        Seconds of a tool call if the trace has none.
-
-    Raises
-    ------
-    PlanError
-        The trace is empty, or a turn lacks its context.
+    PlanError if the trace is empty, or a turn has no ``prompt_tokens``.
     """
     if not recorded:
         raise PlanError("planner.trace: the file has no row; a trace has one row per turn")
@@ -137,30 +126,12 @@ HEADROOM_FRAC = 0.1
 """Share of the KV left free: contexts in flight are longer at times than on average."""
 
 
-class ManySeconds(EngineSeconds, Protocol):
-    """`EngineSeconds` with its times for arrays."""
-
-    def decode_steps_s(self, num_sequences: ArrayLike, context_tokens: ArrayLike) -> Array:
-        """`decode_step_s` of many steps."""
-
-    def prefills_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
-        """`prefill_s` of many sequences."""
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutCost:
     """Costs of trajectories on engines of one tensor-parallel degree, each array (n,).
 
-    Attributes
-    ----------
-    engine_s : array
-        Seconds of an engine that each trajectory takes at ``concurrency``.
-    alone_s : array
-        Seconds from its start to its end on an engine of its own; tools included.
-    concurrency, max_concurrency : float
-        Sequences that an engine decodes at once, and the most that its KV holds.
-    fits : array of bool
-        Whether the trajectory, at its longest, fits into an engine's KV; else this degree cannot generate it.
+    Seconds of an engine that each takes at ``concurrency``; seconds from its start to its end on an engine of its own, tools
+    included; sequences decoded at once, and the most that the KV holds; whether the trajectory, at its longest, fits into it.
     """
 
     engine_s: Array
@@ -172,7 +143,7 @@ class RolloutCost:
 
 def rollout_cost(
     totals: TrajectoryTotals,
-    engine: ManySeconds,
+    engine: EngineSeconds,
     *,
     concurrency: float | None = None,
     max_sequences: int = MAX_SEQUENCES,
@@ -180,7 +151,7 @@ def rollout_cost(
     """The cost of each trajectory on an engine that keeps the KV of trajectories whose tools run.
 
     ``concurrency`` sequences decode at once: by default as many as KV and ``max_sequences`` (the engine's own limit) allow,
-    at most all trajectories. ConfigError if it does not fit, or is not above 0.
+    at most all trajectories.
     """
     context, generated = totals.mean_context_tokens, totals.generated_tokens
     prefill_s = _prefill_s(totals, engine)
@@ -188,11 +159,6 @@ def rollout_cost(
     room = (1.0 - HEADROOM_FRAC) * engine.kv_capacity_tokens / max(mean_context, 1.0)
     allowed = min(_decoding(totals, engine, room, mean_context, prefill_s), float(max_sequences))
     chosen = max(1.0, min(allowed, float(len(totals)))) if concurrency is None else float(concurrency)
-    if concurrency is not None and not 0 < concurrency <= max(allowed, 1.0):
-        raise ConfigError(
-            f"concurrency: got {concurrency} with tp={engine.tp}; give a number above 0 and at most {allowed:.1f}: "
-            f"KV of {engine.kv_capacity_tokens:,} tokens and {max_sequences} sequences hold no more at {mean_context:,.0f} tokens"
-        )
     base_s = float(engine.decode_steps_s(chosen, 0.0))
     attention_s = (engine.decode_steps_s(chosen, chosen * context) - base_s) / chosen
     return RolloutCost(
@@ -204,7 +170,7 @@ def rollout_cost(
     )
 
 
-def _prefill_s(totals: TrajectoryTotals, engine: ManySeconds) -> Array:
+def _prefill_s(totals: TrajectoryTotals, engine: EngineSeconds) -> Array:
     """(n,) engine seconds to compute prompts and observations, each once."""
     later = np.maximum(totals.num_turns - 1, 0)
     each = np.divide(totals.observation_tokens, later, out=np.zeros_like(later), where=later > 0)
@@ -213,7 +179,7 @@ def _prefill_s(totals: TrajectoryTotals, engine: ManySeconds) -> Array:
 
 
 def _decoding(
-    totals: TrajectoryTotals, engine: ManySeconds, room: float, mean_context: float, prefill_s: Array
+    totals: TrajectoryTotals, engine: EngineSeconds, room: float, mean_context: float, prefill_s: Array
 ) -> float:
     """Sequences that decode while ``room`` trajectories hold KV, those whose tools run among them."""
     waits_s, tokens = float(totals.tool_wait_s.sum()), float(totals.generated_tokens.sum())

@@ -71,8 +71,6 @@ def training_cost(
     ``forward_s`` is `sequences_s` of the same arguments, computed once for many numbers of GPUs.
     """
     layout = layout or Layout()
-    if num_gpus < 1:
-        raise ConfigError(f"num_gpus: got {num_gpus}; give at least 1")
     if gpu.gpus_per_node < num_gpus and num_gpus % gpu.gpus_per_node:
         nodes = -(-num_gpus // gpu.gpus_per_node)
         raise ConfigError(

@@ -18,9 +18,8 @@ Symbols: P parameters, V vocabulary, H hidden size, F feed-forward size, Q and K
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from libra.errors import ConfigError
 from libra.hardware import ModelShape
 
 LayoutKind = Literal["ddp", "fsdp2"]
@@ -28,71 +27,25 @@ LayoutKind = Literal["ddp", "fsdp2"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a training step is laid out.
+    """The layout of a training step; memory is of one training worker."""
 
-    Attributes
-    ----------
-    kind : "ddp" or "fsdp2"
-        Copies of everything, or weights, gradients and optimizer states sharded over the GPUs: ``trainer.layout``.
-    gradient_checkpointing : bool
-        Keep only each layer's input and compute its forward again in the backward pass.
-    recompute_logprobs : bool
-        One additional forward pass before each step, for the policy's own log-probabilities.
-    reference : bool
-        One additional forward pass for a frozen reference model, whose weights are held whole on each GPU.
-    offload : bool
-        For fsdp2: shards are in the host's memory and are transferred over PCIe.
-    micro_batch_tokens : int
-        Tokens of one forward pass on one GPU.
-    max_row_tokens : int
-        Sequences are packed into rows of up to this length, which then have a mask; a longer one has a row of its own.
-    generated_frac : float
-        Share of the tokens that is scored.
-    logit_chunk_tokens : int
-        Tokens whose logits are held at once (`libra.train.logprobs`).
-    entropy_bonus : bool
-    epochs : int
-        Passes over the batch.
-    minibatches : int
-        Optimizer steps per pass.
-    weight_bytes, master_bytes : int, int or None
-        A weight in forward and backward passes, and the optimizer's copy of it (None if it updates the weights).
-    on_cpu : bool
-        Training workers without a GPU.
-    runtime_bytes : float
-        Bytes held besides tensors: the driver's context, NCCL's buffers, what the allocator cannot use.
-    padding_frac : float
-        Share of the rows that is padding.
-    """
-
-    kind: LayoutKind = "fsdp2"
-    gradient_checkpointing: bool = True
-    recompute_logprobs: bool = False
-    reference: bool = False
-    offload: bool = False
-    micro_batch_tokens: int = 16384
-    max_row_tokens: int = 1
-    generated_frac: float = 1.0
-    logit_chunk_tokens: int = 1024
+    kind: LayoutKind = "fsdp2"  # ddp: copies of everything; fsdp2: weights, gradients and optimizer states sharded
+    gradient_checkpointing: bool = True  # keep only each layer's input, compute its forward again in the backward pass
+    recompute_logprobs: bool = False  # one more forward pass before each step, for the policy's own log-probabilities
+    reference: bool = False  # one more forward pass for a frozen model, whose weights are held whole on each GPU
+    offload: bool = False  # fsdp2: shards are in the host's memory and are transferred over PCIe
+    micro_batch_tokens: int = 16384  # of one forward pass on one GPU
+    max_row_tokens: int = 1  # sequences are packed into rows of this length, with a mask; a longer one has its own row
+    generated_frac: float = 1.0  # share of the tokens that is scored
+    logit_chunk_tokens: int = 1024  # tokens whose logits are held at once (`libra.train.logprobs`)
     entropy_bonus: bool = False
-    epochs: int = 1
-    minibatches: int = 1
-    weight_bytes: int = 2
-    master_bytes: int | None = 4
+    epochs: int = 1  # passes over the batch
+    minibatches: int = 1  # optimizer steps per pass
+    weight_bytes: int = 2  # of a weight in forward and backward passes
+    master_bytes: int | None = 4  # of the optimizer's copy of it; None: it updates the weights
     on_cpu: bool = False
-    runtime_bytes: float = 2.0e9
-    padding_frac: float = 0.03
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(LayoutKind):
-            raise ConfigError(
-                f"layout.kind: got {self.kind!r}; allowed are {', '.join(get_args(LayoutKind))}: the trainer has no tensor, "
-                "pipeline or expert parallelism yet"
-            )
-        if min(self.micro_batch_tokens, self.logit_chunk_tokens, self.epochs, self.minibatches) < 1:
-            raise ConfigError("layout: micro_batch_tokens, logit_chunk_tokens, epochs and minibatches are at least 1")
-        if not 0 <= self.padding_frac < 1:
-            raise ConfigError(f"layout: padding_frac {self.padding_frac} is a share below 1")
+    runtime_bytes: float = 2.0e9  # besides tensors: the driver's context, NCCL's buffers, fragmentation
+    padding_frac: float = 0.03  # share of the rows that is padding
 
     def shards(self, num_gpus: int) -> int:
         """Workers that weights, gradients and optimizer states are sharded over; 1: each has them all."""
