@@ -20,7 +20,7 @@ from dask.highlevelgraph import HighLevelGraph
 
 from libra import keys
 from libra.config.streaming import most_waves
-from libra.graph import batch_nodes, evaluation_nodes, rollout_nodes, teacher_nodes, training_nodes, wave_nodes
+from libra.graph import batch_nodes, rollout_nodes, training_nodes
 from libra.policy.waves import GroupId
 from libra.worker.run_spec import RunSpec
 from libra.worker.training.checkpoint_writer import checkpoint_is_due
@@ -158,15 +158,15 @@ def streamed_step(spec: RunSpec, k: int) -> tuple[Delayed, list[Delayed]]:
     """
     run, ranks, closed = spec.run, range(spec.config.cluster.train_workers), []
     with parked():
-        waves = [node(wave_nodes.wave, spec.key("wave", k, j), run, k, j) for j in range(most_waves(spec.config))]
+        waves = [node(batch_nodes.wave, spec.key("wave", k, j), run, k, j) for j in range(most_waves(spec.config))]
         batch = node(batch_nodes.batch, spec.key("batch", k), run, k, waves)
     with on_ranks(spec, on(keys.TRAIN)):
         for rank in ranks:
             added = [
-                node(wave_nodes.accumulate, spec.key("accumulate", k, j, rank), run, wave, rank)
+                node(training_nodes.accumulate, spec.key("accumulate", k, j, rank), run, wave, rank)
                 for j, wave in enumerate(waves)
             ]
-            closed.append(node(wave_nodes.close, spec.key("close", k, rank), run, batch, added, rank))
+            closed.append(node(training_nodes.close, spec.key("close", k, rank), run, batch, added, rank))
     return batch, closed
 
 
@@ -202,7 +202,7 @@ def iteration_groups(spec: RunSpec, k: int, *, score: Score | None = None, point
         groups.append(_group(spec, prompts, k, g, spec.config.trainer.group_size, point, score=score))
         if spec.config.distil.teacher is not None:
             with on(keys.TEACHER):
-                groups.append(node(teacher_nodes.teach, spec.key("teach", k, g), spec.run, groups[-1], k, g))
+                groups.append(node(rollout_nodes.teach, spec.key("teach", k, g), spec.run, groups[-1], k, g))
     return groups
 
 
@@ -243,7 +243,7 @@ def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FRESH) ->
         prompts = node(rollout_nodes.prompts, spec.key("prompts", version, split="eval"), run, gate, "eval", count)
     groups = [_group(spec, prompts, version, g, 1, point, split="eval") for g in range(count)]
     with on(keys.COMMIT):
-        end = node(evaluation_nodes.evaluation, spec.key("evaluation", version, split="eval"), run, version, groups)
+        end = node(batch_nodes.evaluation, spec.key("evaluation", version, split="eval"), run, version, groups)
     return Graph(end, [])
 
 

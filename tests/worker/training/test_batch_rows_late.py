@@ -7,7 +7,7 @@ from libra.policy.late_rewards import GuessWorth, WaitingGroup
 from libra.store.run_records import commit_batch
 from libra.types import TrajectoryId
 from libra.worker.run_spec import RunFiles
-from libra.worker.training.batch_numbers import waiting_after, waiting_row, worth_after
+from libra.worker.training.batch_rows import waiting_after, waiting_row, worth_after
 
 
 def test_groups_and_the_worth_of_guesses_are_read_back_from_the_file_of_a_batch(tmp_path):
