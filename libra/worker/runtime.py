@@ -37,9 +37,8 @@ from libra.store.trajectory_journal import Journal
 from libra.worker.context import FactSender, WorkerContext
 from libra.worker.dask_worker import cheap_reschedule, heartbeat_during_setup
 from libra.worker.engine.engine_factory import EngineKind
-from libra.worker.engine.weight_sync import weights_of
 from libra.worker.engine.worker_engine import WorkerEngine
-from libra.worker.model_files import ONE_MODEL_AT_A_TIME, local_model
+from libra.worker.model_files import ONE_MODEL_AT_A_TIME, WorkerWeights, local_model
 from libra.worker.role_member import RoleMember
 from libra.worker.run_spec import RunSpec, with_secret
 from libra.worker.services.service_host import RunServices, open_services
@@ -196,7 +195,7 @@ class WorkerRuntime(WorkerPlugin):
         epoch.check()
         journal = Journal(spec.journal_dir, one_machine=spec.config.cluster.scheduler is None)
         parts.callback(journal.close)
-        weights = weights_of(worker, spec)
+        weights = WorkerWeights(worker, spec)
         parts.push_async_callback(asyncio.to_thread, weights.close)
         self.rows = keeper_of(worker, spec)
         if self.rows is not None:

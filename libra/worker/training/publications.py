@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from libra.projections import project_tensors
-from libra.weights import VersionCheck, WeightStore, WeightVersion
-from libra.weights.version_check import Logps
+from libra.weights import WeightStore, WeightVersion
+from libra.weights.version_check import Logps, VersionCheck
 
 if TYPE_CHECKING:
     from libra.train import Replica
