@@ -1,9 +1,10 @@
 """One RL iteration as one Dask graph. `iteration_graph`, read from top to bottom, is the architecture.
 
-No iteration depends on another through Dask. ``gate`` and ``batch`` wait parked until the plugin opens them (staleness bound);
-trajectories wait parked between their quanta. ``batch`` does not depend on the groups of its iteration: it takes the committed
-groups that are due, and later batches take the others. In a streamed run (``trainer.streaming``) the step is waves instead, which
-the plugin opens as groups are complete.
+No iteration depends on another through Dask. ``gate`` and ``batch`` wait parked until the plugin
+opens them (staleness bound); trajectories wait parked between their quanta. ``batch`` does not
+depend on the groups of its iteration: it takes the committed groups that are due, and later batches
+take the others. In a streamed run (``trainer.streaming``) the step is waves instead, which the
+plugin opens as groups are complete.
 """
 
 from __future__ import annotations
@@ -171,12 +172,7 @@ def streamed_step(spec: RunSpec, k: int) -> tuple[Delayed, list[Delayed]]:
 
 
 def on_every_rank(
-    spec: RunSpec,
-    function: Callable[..., Any],
-    name: str,
-    indices: tuple[int, ...],
-    *args: Any,
-    resource: AbstractContextManager[Any] | None = None,
+    spec: RunSpec, function: Callable[..., Any], name: str, indices: tuple[int, ...], *args: Any, resource: Any = None
 ) -> Delayed:
     """A function of the training replica on ``args``, run on every rank; the result is rank 0's.
 
@@ -193,39 +189,32 @@ def on_every_rank(
 
 def iteration_groups(spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FRESH) -> list[Delayed]:
     """The groups of iteration ``k`` that no committed batch has; one whose record exists needs no trajectories."""
-    with parked():
-        gate = node(rollout_nodes.gate, spec.key("gate", k), spec.run, k)
-    with on(keys.GRADE):
-        prompts = node(rollout_nodes.prompts, spec.key("prompts", k), spec.run, gate)
-    groups = []
-    for g in point.left(k, spec.config.trainer.prompts):
-        groups.append(_group(spec, prompts, k, g, spec.config.trainer.group_size, point, score=score))
+    trainer, groups = spec.config.trainer, []
+    prompts = _prompts(spec, k, "train", trainer.prompts)
+    for g in point.left(k, trainer.prompts):
+        groups.append(_group(spec, prompts, k, g, trainer.group_size, point, "train", score))
         if spec.config.distil.teacher is not None:
             with on(keys.TEACHER):
                 groups.append(node(rollout_nodes.teach, spec.key("teach", k, g), spec.run, groups[-1], k, g))
     return groups
 
 
+def _prompts(spec: RunSpec, k: int, split: str, count: int) -> Delayed:
+    with parked():
+        gate = node(rollout_nodes.gate, spec.key("gate", k, split=split), spec.run, k)
+    with on(keys.GRADE):
+        return node(rollout_nodes.prompts, spec.key("prompts", k, split=split), spec.run, gate, split, count)
+
+
 def _group(
-    spec: RunSpec,
-    prompts: Delayed,
-    k: int,
-    g: int,
-    samples: int,
-    point: ResumePoint,
-    *,
-    split: str = "train",
-    score: Score | None = None,
+    spec: RunSpec, prompts: Delayed, k: int, g: int, samples: int, point: ResumePoint, split: str, score: Score | None
 ) -> Delayed:
     run, trajectories, extra = spec.run, [], None
     if (split, k, g) not in point.committed:
         with parked():
-            trajectories = [
-                node(
-                    rollout_nodes.trajectory, spec.key("trajectory", k, g, s, split=split), run, prompts, k, g, s, split
-                )
-                for s in range(samples)
-            ]
+            for s in range(samples):
+                key = spec.key("trajectory", k, g, s, split=split)
+                trajectories.append(node(rollout_nodes.trajectory, key, run, prompts, k, g, s, split))
     asked: Delayed | list[Any] = prompts if trajectories else []
     with on(keys.GRADE):
         if score and trajectories:
@@ -236,14 +225,11 @@ def _group(
 
 def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FRESH) -> Graph:
     """The held-out prompts at ``version``: the same trajectories and groups, and no step."""
-    run, count = spec.run, spec.config.evaluation.prompts
-    with parked():
-        gate = node(rollout_nodes.gate, spec.key("gate", version, split="eval"), run, version)
-    with on(keys.GRADE):
-        prompts = node(rollout_nodes.prompts, spec.key("prompts", version, split="eval"), run, gate, "eval", count)
-    groups = [_group(spec, prompts, version, g, 1, point, split="eval") for g in range(count)]
+    count = spec.config.evaluation.prompts
+    prompts = _prompts(spec, version, "eval", count)
+    groups = [_group(spec, prompts, version, g, 1, point, "eval", None) for g in range(count)]
     with on(keys.COMMIT):
-        end = node(batch_nodes.evaluation, spec.key("evaluation", version, split="eval"), run, version, groups)
+        end = node(batch_nodes.evaluation, spec.key("evaluation", version, split="eval"), spec.run, version, groups)
     return Graph(end, [])
 
 

@@ -37,7 +37,7 @@ from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, Tr
 from libra.untrusted import error_text
 from libra.worker.dask_worker import quantum_here
 from libra.worker.runtime import WorkerRuntime, runtime_here, runtime_of
-from libra.worker.services.service_models import Scored, ToTeach, scoring_of
+from libra.worker.services.service_models import Scored, ToTeach, scores_of, scoring_of
 from libra.worker.trajectory.graded_members import grade, score_fault
 
 logger = logging.getLogger(__name__)
@@ -48,10 +48,9 @@ def gate(run: str, iteration: int) -> int:
     return iteration
 
 
-def prompts(run: str, iteration: int, split: str = "train", count: int = 0) -> list[Prompt | str]:
+def prompts(run: str, iteration: int, split: str, count: int) -> list[Prompt | str]:
     """The prompts of one iteration; in place of one that the environment fails to give, the text of its error."""
-    host = runtime_here(run)
-    environment, count = host.context.environment, count or host.spec.config.trainer.prompts
+    environment = runtime_here(run).context.environment
     first = iteration * count if split == "train" else 0
     questions: list[Prompt | str] = []
     for index in range(first, first + count):
@@ -200,4 +199,4 @@ async def _scored(host: WorkerRuntime, members: Sequence[Trajectory]) -> Scored:
         answer: Scored = await host.services.answer(service, asked)
         return answer
     assert host.teacher is not None, f"{host.context.name} was given a group to score and supplies no TEACHER"
-    return await asyncio.to_thread(host.teacher.score, members)
+    return await asyncio.to_thread(scores_of, host.teacher, config.run.seed, members)

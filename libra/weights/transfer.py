@@ -159,8 +159,7 @@ def _fetch_file(channel: Channel, version: int, path: Path, max_bytes: int) -> N
 
 
 def _max_bytes(manifest: Manifest) -> int:
-    """Maximum bytes of a safetensors file of these tensors: elements, and a JSON entry for each in its
-    header."""
+    """Maximum bytes of a safetensors file of these tensors: elements, and a JSON entry for each in its header."""
     num_bytes = entries = 0
     for name, facts in manifest.tensors.items():
         dtype = getattr(torch, facts.dtype, None)

@@ -105,8 +105,7 @@ def still_wanted(worker: Worker, key: str) -> bool:
 
 
 def set_supply(worker: Worker, resource: str, count: int) -> None:
-    """Set the number of slots that this worker counts with. Only if no task that takes some is here,
-    because no waiting task is woken."""
+    """Set the number of slots of this worker, without a task that takes some: no waiting task is woken."""
     state = worker.state
     more = count - state.total_resources.get(resource, 0)
     state.total_resources[resource] = count
