@@ -100,7 +100,6 @@ async def wave(run: str, batch: int, number: int) -> dict[str, Any]:
 async def _with_blocks(
     host: WorkerRuntime, members: Sequence[Any], groups: list[list[Trajectory]], rows: list[dict[str, Any]]
 ) -> None:
-    """Add to the rows of groups the worker that keeps their trajectories in memory, and their lengths."""
     blocks = await host.context.worker.scheduler.libra_blocks(run=host.spec.run, groups=members)
     for row, group, block in zip(rows, groups, blocks, strict=True):
         _with_lengths(row, group, block)

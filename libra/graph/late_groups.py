@@ -138,7 +138,6 @@ def late_facts(
 def _corrections(
     config: RunConfig, groups_dir: Path, arrivals: Iterable[Arrival], worth: GuessWorth
 ) -> tuple[list[dict[str, Any]], GuessWorth]:
-    """The rows of groups whose late rewards came and change something, and the worth of guesses after them."""
     rows, pairs = [], []
     for arrival in arrivals:
         waited = arrival.group

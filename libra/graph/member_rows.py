@@ -73,7 +73,6 @@ def member_rows(
 
 
 def _standing_by(groups: list[list[Trajectory]], verdicts: list[Verdict], most: int | None) -> dict[int, str]:
-    """Groups that do not train because of ``trainer.train_prompts``, by index, and why."""
     found: dict[int, str] = {}
     training = 0
     for index, (group, verdict) in enumerate(zip(groups, verdicts, strict=True) if most is not None else ()):

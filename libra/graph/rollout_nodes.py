@@ -91,7 +91,6 @@ async def trajectory(
 def _finished(
     host: WorkerRuntime, asked: list[Prompt | str], iteration: int, group: int, split: str, samples: int
 ) -> list[tuple[Trajectory, Episode]]:
-    """The ``samples`` trajectories of a group with their episodes, read from the journal."""
     pairs: list[tuple[Trajectory, Episode]] = []
     question, decode = asked[group], partial(decode_state, host.context.environment)
     for tid in (TrajectoryId(iteration, group, sample, split) for sample in range(samples)):

@@ -108,7 +108,6 @@ def _turn(host: WorkerRuntime, rank: int, batch: int) -> Iterator[Trainer]:
 
 
 def _rows(host: WorkerRuntime, batch: dict[str, Any]) -> tuple[Any, SliceFetcher | None]:
-    """With ``trainer.dispatch=peer`` the trajectories of a batch or wave, to be fetched from their graders."""
     if host.spec.config.trainer.dispatch != "peer":
         return None, None
     fetcher = SliceFetcher(batch, host.spec)
@@ -118,7 +117,6 @@ def _rows(host: WorkerRuntime, batch: dict[str, Any]) -> tuple[Any, SliceFetcher
 def _finished_step(
     host: WorkerRuntime, result: TrainReport, rank: int, train_s: float, found: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The numbers of a step that replica ``rank`` took; rank 0 writes them into the step's record."""
     trainer, taken = host.training, result.as_dict()
     if (reason := pause_reason(host.spec, taken)) is not None:
         trainer.paused = result.step, reason

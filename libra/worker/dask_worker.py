@@ -42,7 +42,6 @@ _full_message = distributed.worker.error_message
 
 
 def _error_message(e: BaseException, status: str = "error") -> Any:
-    """A worker's message for an exception; for Reschedule an empty one, because its content is never read."""
     if isinstance(e, Reschedule):
         return {"status": status, "exception": None, "traceback": None, "exception_text": "", "traceback_text": ""}
     return _full_message(e, status)

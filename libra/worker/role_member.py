@@ -166,7 +166,6 @@ class RoleMember:
         self.has = None
 
     async def _take_up(self, target: Assignment, slots: int, shares: list[Share]) -> None:
-        """``slots`` and ``shares`` are of all workers whose GPUs its engine has, its own first."""
         if target.role is Role.ROLLOUT:
             share = Share.joined(shares) if len(shares) > 1 else None
             await self._generate_again(replace(self.base, tp=target.tp, slots=slots, share=share))
@@ -276,7 +275,6 @@ class HybridTraining:
         return hybrid
 
     async def _serve(self, hybrid: HybridReplica) -> None:
-        """Compute slices until it leaves, or its core refuses it."""
         try:
             while True:
                 used = self._pool

@@ -163,7 +163,6 @@ class WorkerRuntime(WorkerPlugin):
         gc.freeze()
 
     async def _tool_processes(self, worker: Worker) -> ActionProcesses | None:
-        """For tools that declare resources."""
         environment, config = self.context.environment, self.spec.config
         if not any(tool.declares for tool in environment.tools):
             return None
@@ -266,7 +265,6 @@ async def _cleared(worker: Worker) -> None:
 
 
 def _open_store(spec: RunSpec) -> TrajectoryStore:
-    """The store, as its one committer."""
     from libra.store.trajectory_store import TrajectoryStore  # imports zarr, which only the committer needs
 
     until_s = time.monotonic() + STORE_WAIT_S

@@ -65,7 +65,6 @@ class EngineCheck:
         return Questions(version, check, *columns)
 
     def _published(self, version: WeightVersion) -> VersionCheck:
-        """The published check of a version; without one, a check computed from its file."""
         text = self.store.check_text(version.number)
         if text is not None:
             return VersionCheck.from_json(text, version.directory)

@@ -287,7 +287,6 @@ class Serving:
             self._report(facts.EngineWoke(""))
 
     async def _park_and_shutdown(self) -> None:
-        """Close the engine; KV that it can keep stays available to other engines."""
         try:
             if self.out is None and self.engine.capacity().exchanges_kv:
                 await cast("MovesKV", self.engine).park_kv()
@@ -364,7 +363,6 @@ class Serving:
         )  # fmt: skip
 
     async def _leave_version(self) -> None:
-        """Report whether the engine still holds its verified version."""
         held, engine = self._held, self.engine
         if not self._recheck or held is None or not held.version.number == self.verified == engine.version:
             return

@@ -181,7 +181,6 @@ class ServiceHost:
                 self._schedule.cancel(name, number)  # nobody waits for it any longer
 
     def _look(self) -> None:
-        """Begin the batches that may, and look again when time makes another one ripe."""
         loop = asyncio.get_running_loop()
         for fire in self._schedule.fire(loop.time()):
             task = loop.create_task(self._run(fire))
@@ -227,7 +226,6 @@ class ServiceHost:
                 self._report(fire, requests, began_s, restore_s)
 
     async def _turn(self, fire: Fire, loaded: Loaded) -> Turn | None:
-        """The turn of a batch on its device, which other processes of the machine may have; ServiceTimeout."""
         if not fire.device or self._lock is None:
             return None
         try:

@@ -186,9 +186,9 @@ def late_numbers(facts: Mapping[str, Any]) -> dict[str, Any]:
     return ({"no_signal": ""} if late["rows"] else {}) | {
         "late_came": len(ages),
         "late_delay": float(np.mean(ages)) if ages else 0.0,
-        "late_waiting": sum(len(missing) for _, _, _, missing, *_ in late["waiting"]),
+        "late_waiting": sum(len(missing) for _, _, _, missing, _, _ in late["waiting"]),
         "late_dropped": len(late["dropped"]),
-        "late_guess_worth": GuessWorth(*late.get("worth", ())).slope,
+        "late_guess_worth": GuessWorth(*late["worth"]).slope,
     }
 
 

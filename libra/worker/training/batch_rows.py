@@ -107,8 +107,8 @@ def late_rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
 def waiting_after(files: RunFiles, batch: int) -> list[WaitingGroup]:
     """The groups that batch ``batch`` left with rewards to come; none for a batch before the first."""
     return [
-        WaitingGroup(iteration, group, trained, tuple(missing), {int(s): float(v) for s, v in given.items()}, *weight)
-        for iteration, group, trained, missing, given, *weight in _late_facts(files, batch).get("waiting", ())
+        WaitingGroup(iteration, group, trained, tuple(missing), {int(s): v for s, v in given.items()}, weight)
+        for iteration, group, trained, missing, given, weight in _late_facts(files, batch).get("waiting", ())
     ]
 
 

@@ -91,7 +91,6 @@ class Trainer:
         self._checkpoints = CheckpointWriter(replica, spec.checkpoints_dir, spec.config)
 
     def _published(self, version: int) -> dict[str, Tensor] | None:
-        """The weights of a version, whose digest is compared at the first time."""
         store = self.context.weights.store
         try:
             if version not in store.numbers():

@@ -163,10 +163,11 @@ class Agents:
             elif isinstance(event, Ended):
                 return self._ended(live, state, event)
             elif live.replay:
-                known = [turn for turn, print_ in live.replay.items() if print_ == event.request.fingerprint]
-                if known:
-                    del live.replay[known[0]]
-                    live.give(event, known[0])
+                asked = event.request.fingerprint
+                turn = next((turn for turn, recorded in live.replay.items() if recorded == asked), None)
+                if turn is not None:
+                    del live.replay[turn]
+                    live.give(event, turn)
                 else:
                     live.early.append(event)
             else:
@@ -238,7 +239,6 @@ class Agents:
                 live.give(pending, turn)
 
     def _reply(self, state: TrajectoryState, turn: int, asked: RequestRecord, parts: list[GenerationRecord]) -> Reply:
-        """The answer of a generated turn; the same on every worker."""
         name, last = f"{state.tid}-{state.attempt.number}-{turn}", parts[-1]
 
         def parse(text: str) -> tuple[ToolCall, ...]:  # without tools, the agent reads text
@@ -281,7 +281,6 @@ class Agents:
         )  # fmt: skip
 
     def _read(self, live: _Live, now: Attempt, request: ModelRequest) -> Asked:
-        """A request as the model will read it; RequestRefused if its size alone shows that it is too long."""
         limit = self._config.rollout.max_context_tokens
         try:
             if request.token_ids is None:

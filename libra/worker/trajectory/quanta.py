@@ -160,7 +160,6 @@ class QuantumRunner:
         self._ended_bytes -= self._ended.pop(tid, 0)
 
     def _release(self, state: TrajectoryState) -> None:
-        """Keep the newest `KEPT_BYTES` of records of ended trajectories, for their groups."""
         self.drop(state.tid)
         self.states[state.tid] = state
         num_bytes = RECORD_BYTES * len(state.records) + TOKEN_BYTES * state.attempt.num_context_tokens
@@ -409,7 +408,6 @@ class QuantumRunner:
         state.apply(record)
 
     def _packed(self, state: TrajectoryState, record: QuantumRecord, started_s: float) -> bytes:
-        """The record, stamped, as the journal takes it; Unstorable."""
         record.worker, record.epoch = self.context.name, self.context.spec.epoch
         record.start_s, record.stop_s = started_s, time.time()
         return self.context.journal.pack(str(state.tid), state.quanta, record)

@@ -458,7 +458,6 @@ class AgentTurns:
 
 
 def _drawn(generations: Sequence[GenerationRecord]) -> Drawn | None:
-    """The further draws of all generations, a row for each generated token; None if one has none."""
     kept = [record.drawn for record in generations if record.drawn is not None]
     if not kept or len(kept) < len(generations):
         return None
