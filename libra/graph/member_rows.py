@@ -75,7 +75,9 @@ def member_rows(
 def _standing_by(groups: list[list[Trajectory]], verdicts: list[Verdict], most: int | None) -> dict[int, str]:
     found: dict[int, str] = {}
     training = 0
-    for index, (group, verdict) in enumerate(zip(groups, verdicts, strict=True) if most is not None else ()):
+    if most is None:
+        return found
+    for index, (group, verdict) in enumerate(zip(groups, verdicts, strict=True)):
         rewards = [] if verdict is Verdict.DROP else [t.reward for t in group if t.failure.trains]
         if not rewards or min(rewards) == max(rewards):
             found[index] = NO_SIGNAL

@@ -137,7 +137,7 @@ async def group(
         host.quanta.drop(member.trajectory_id)
     rewards = [m.reward for m in members if m.failure.trains]
     failures = Counter(str(m.failure) for m in members if m.failure is not FailureClass.NONE)
-    meta = {
+    meta: dict[str, Any] = {
         "split": split,
         "iteration": iteration,
         "group": group,

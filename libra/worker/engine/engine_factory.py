@@ -201,11 +201,11 @@ def check_own_engine(name: str) -> None:
 def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int = 0) -> RolloutEngine:
     """An engine that serves the weights in ``model_dir`` as ``version``, not started."""
     rollout = config.rollout
-    limits = {"slots": kind.slots, "max_context_tokens": rollout.max_context_tokens, "version": version}
+    limits: dict[str, Any] = {"slots": kind.slots, "max_context_tokens": rollout.max_context_tokens, "version": version}
     options: dict[str, Any] = {
         "dtype": config.model.dtype, "threads": kind.threads, "kv_cache_gib": rollout.kv_cache_gib
     }  # fmt: skip
-    share = {} if kind.share is None else {"cores": kind.share.cores, "devices": kind.share.devices}
+    share: dict[str, Any] = {} if kind.share is None else {"cores": kind.share.cores, "devices": kind.share.devices}
     if kind.engine == "vllm":
         from libra.rollout.vllm.async_engine import VLLMEngine
 

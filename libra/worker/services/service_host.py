@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from distributed import Worker
@@ -35,7 +35,7 @@ from libra.cluster.device_lock import DeviceLock, Turn
 from libra.cluster.hardware_inventory import gpus_here
 from libra.config import resolve_model
 from libra.config.service_devices import GPU_FRAC, service_workers
-from libra.config.task_sections import MODEL_FUNCTIONS, ServiceEntry
+from libra.config.task_sections import ServiceEntry
 from libra.envs.grader import bounded_reward
 from libra.envs.retries import refused, with_retries
 from libra.envs.tool_calls import NoThread, run_bounded
@@ -126,8 +126,8 @@ class ServiceHost:
         """
         name = _identity(entry)
         if name not in self._loaded:
-            function: Any = FUNCTIONS[entry.function] if entry.function in MODEL_FUNCTIONS else None
-            function, model = function or named_part("services.named", entry.function), None
+            known, model = FUNCTIONS.get(entry.function), cast("Any", None)
+            function: Any = known or named_part("services.named", entry.function)
             if entry.model is not None:
                 from libra.worker.services.service_models import HostModel
 
@@ -389,7 +389,8 @@ class RunServices:
         where = f"service {service!r}, late reward of {trajectory_id}"
         try:
             reward = bounded_reward(float(await self.answer(service, given)), where)
-            trajectory = TrajectoryId(*map(int, trajectory_id.split("-")[1:]))
+            iteration, group, sample = map(int, trajectory_id.split("-")[1:])
+            trajectory = TrajectoryId(iteration, group, sample, "train")
             await asyncio.to_thread(write_late, self._context.spec.late_dir, trajectory, reward)
         except RecordExists:
             logger.info("%s: one was delivered before, and the first one counts", where)

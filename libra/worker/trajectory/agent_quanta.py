@@ -172,7 +172,7 @@ class Agents:
                     live.early.append(event)
             else:
                 try:
-                    return await self._asked(live, now, event)
+                    return await self._asked(live, state, event)
                 except RequestRefused as refused:
                     task_logger.info("%s: request refused: %s", state.tid, refused)
                     event.refuse(refused)
@@ -260,8 +260,8 @@ class Agents:
         self.drop(state.tid, "it began again")
         return RestartRecord(detail=storable(detail))
 
-    async def _asked(self, live: _Live, now: Attempt, pending: Pending) -> RequestRecord:
-        request, most = pending.request, self._config.rollout.max_turns
+    async def _asked(self, live: _Live, state: TrajectoryState, pending: Pending) -> RequestRecord:
+        request, now, most = pending.request, state.attempt, self._config.rollout.max_turns
         if now.turns >= most:
             detail = f"rollout.max_turns={most} turns were answered, and no more are"
             raise live.refuse(EndReason.MAX_TURNS, detail, code="max_turns_reached")
@@ -270,9 +270,9 @@ class Agents:
         self._check_room(live, now, asked)
         tools = f"ids {now.turns}" if by_ids else asked.tools
         turn = live.conversation.ask(-1 if by_ids else asked.parent, asked.tail, tools)
-        assert turn == now.turns, f"{live.token}: request {turn} of a trajectory with {now.turns} turns"
+        assert turn == now.turns, f"{state.tid}: request {turn} of a trajectory with {now.turns} turns"
         if asked.reason not in ("first", "continued"):
-            task_logger.info("turn %d begins a branch: %s", turn, asked.reason)
+            task_logger.info("%s: turn %d begins a branch: %s", state.tid, turn, asked.reason)
         live.pending[turn], live.taken = pending, turn + 1
         return RequestRecord(
             turn=turn, parent=asked.parent, returns=self._returns(live, asked), observation_ids=asked.ids,

@@ -356,12 +356,11 @@ class TrajectoryState:
         places: list[tuple[int, int]] = []
         total = 0
         for record in self.attempt.records:
-            generated = isinstance(record, GenerationRecord)
-            before = record.prompt_ids if generated else getattr(record, "observation_ids", None)
+            before = getattr(record, "prompt_ids", getattr(record, "observation_ids", None))
             if before is not None:
                 parts.append((before, None))
                 total += len(before)
-            if generated:
+            if isinstance(record, GenerationRecord):
                 if record.turn == len(places):
                     places.append((0, total))
                 parts.append((record.token_ids, record))
