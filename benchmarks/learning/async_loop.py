@@ -206,10 +206,10 @@ class Loop:
 
     def _submit(self, state: TrajectoryState, name: str) -> None:
         rollout, tid = self.config.rollout, state.tid
-        context = state.context_ids if state.context else self._prompt_ids(state.prompt)
-        text = f"{self.config.run.seed}/{tid}/{state.turns}"
+        context = state.attempt.context_ids if state.attempt.context else self._prompt_ids(state.prompt)
+        text = f"{self.config.run.seed}/{tid}/{state.attempt.turns}"
         request = TurnRequest(
-            trajectory_id=str(tid), turn=state.turns, context_ids=context,
+            trajectory_id=str(tid), turn=state.attempt.turns, context_ids=context,
             max_new_tokens=max(1, min(rollout.max_new_tokens, rollout.max_context_tokens - len(context))),
             temperature=rollout.temperature, top_p=rollout.top_p, stop_ids=self.chat.stop_ids,
             seed=int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1,
@@ -223,19 +223,19 @@ class Loop:
         state, _ = self._running[key]
         text = self.chat.decode(output.token_ids)
         calls = self.environment.parse(text)
-        prompt_ids = None if state.context else self._prompt_ids(state.prompt)
-        record = generation_record(state.turns, prompt_ids, output, text, calls)
+        prompt_ids = None if state.attempt.context else self._prompt_ids(state.prompt)
+        record = generation_record(state.attempt.turns, prompt_ids, output, text, calls)
         record.worker = name
         state.apply(record)
-        if state.calls:
-            turn = state.turns - 1
+        if state.attempt.calls:
+            turn = state.attempt.turns - 1
             ended = self.chat.ends(int(output.token_ids[-1]), "tool")
             returns = [
                 await run_action(self.environment, state.prompt, call, action_id=f"{key}/{turn}/{index}")
-                for index, call in enumerate(state.calls)
+                for index, call in enumerate(state.attempt.calls)
             ]
             rollout = self.config.rollout
-            left = rollout.max_context_tokens - state.num_context_tokens
+            left = rollout.max_context_tokens - state.attempt.num_context_tokens
             shown = [each.content for each in returns]
             _, observation = fitted(self.chat, shown, left, rollout.max_new_tokens, ended=ended)
             state.apply(ActionRecord(turn=turn, returns=tuple(returns), observation_ids=observation, worker=name))

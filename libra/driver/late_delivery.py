@@ -18,7 +18,7 @@ from libra.errors import LateRefused, RecordExists, RunDirectoryError
 from libra.store.run_records import batch_path, group_path, read_batch, read_group, read_late, runs_here, write_late
 from libra.types import TrajectoryId
 from libra.worker.run_spec import RunDirectory
-from libra.worker.training.batch_numbers import waiting_after
+from libra.worker.training.batch_rows import waiting_after
 
 _ID = re.compile(r"(train|eval)-(\d{1,9})-(\d{1,9})-(\d{1,9})")
 

@@ -20,7 +20,6 @@ from libra.config import RunConfig
 from libra.driver.prompt_checks import UpcomingPrompts
 from libra.driver.replanning import Replanning, batch_of
 from libra.errors import ModelError
-from libra.graph.batch_nodes import Lengths
 from libra.hardware import ModelShape, load_shape
 from libra.observe.metrics import read_metrics
 from libra.planner.arrangement_forecast import EndedIteration, run_facts
@@ -31,6 +30,7 @@ from libra.planner.from_config import trainer_layout
 from libra.planner.replan import ArrangementLoop, Replanner, SplitDecision
 from libra.planner.step_forecast import ExpectedStep, RealisedStep, StepForecast, Taken
 from libra.worker.run_spec import RunSpec
+from libra.worker.training.batch_numbers import Lengths
 
 if TYPE_CHECKING:
     from libra.driver.run_client import RunClient

@@ -22,10 +22,10 @@ from libra.config import RunConfig
 from libra.driver.model_checks import ModelFiles
 from libra.envs import Environment
 from libra.errors import ConfigError, LibraError, ModelError
-from libra.graph.batch_nodes import question_chars
 from libra.seals import parsed_json
 from libra.types import Prompt
 from libra.untrusted import error_text, valid_unicode
+from libra.worker.training.batch_numbers import question_chars
 
 logger = logging.getLogger(__name__)
 

@@ -184,7 +184,7 @@ def repair_journal(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> N
 
 def repair_evaluation(check: RunCheck, repairs: Repairs, name: str) -> None:
     """Rebuild the outcome of an evaluation from the store; without it a resumed run evaluates that version again."""
-    from libra.graph.evaluation_nodes import evaluation_outcome  # brings torch
+    from libra.graph.batch_nodes import evaluation_outcome  # brings torch
 
     version = int(Path(name).stem.split("-")[1])
     found = stored(check, "eval", version)

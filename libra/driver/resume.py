@@ -38,7 +38,7 @@ from libra.store.run_records import (
 )
 from libra.store.trajectory_journal import Journal
 from libra.worker.run_spec import RunSpec
-from libra.worker.training.batch_numbers import waiting_after
+from libra.worker.training.batch_rows import waiting_after
 
 if TYPE_CHECKING:
     from libra.envs import Environment

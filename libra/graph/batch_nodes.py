@@ -1,150 +1,129 @@
-"""Task functions of a batch: its members and advantages, its numbers, and its place in the store."""
+"""Task functions that commit batches and waves, put trajectories into the store, and end an evaluation."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from libra.errors import RecordExists
-from libra.graph.late_groups import late_facts, late_numbers, take_delivered
-from libra.graph.member_rows import member_rows, spare_numbers
-from libra.graph.teacher_nodes import taught_numbers, with_scores
-from libra.policy import Verdict, staleness_of
-from libra.store.run_records import commit_batch, group_path, read_batch, read_batch_facts, read_group, read_waves
-from libra.types import EndReason, FailureClass, Prompt, Trajectory
+from libra.envs.environment import BIN
+from libra.errors import RecordExists, StoreError
+from libra.facts import EvaluationFinished
+from libra.graph.late_groups import late_facts, take_delivered
+from libra.graph.member_rows import member_rows, with_scores
+from libra.policy import StalenessPolicy, staleness_of
+from libra.seals import sealed_text
+from libra.store.exclusive_files import create_exclusive
+from libra.store.run_records import (
+    commit_batch,
+    commit_wave,
+    evaluation_path,
+    group_path,
+    groups_of,
+    read_batch,
+    read_batch_facts,
+    read_evaluation,
+    read_group,
+    read_waves,
+)
+from libra.types import FailureClass, Trajectory
 from libra.worker.runtime import WorkerRuntime, runtime_here
-from libra.worker.training.batch_numbers import agent_numbers, failure_counts, signal_numbers
+from libra.worker.training.batch_numbers import generated_for, numbers_of
 from libra.worker.training.batch_rows import late_rows, lengths, members_of, take_late, without_stale
-
-Lengths = tuple[int, int, int, int, float]
-"""Tokens of prompt, generated and observed; turns; seconds with tools."""
-
-
-def lengths_of(trajectories: Iterable[Trajectory]) -> list[Lengths]:
-    """Lengths of every trajectory that has a turn."""
-    found = []
-    for trajectory in trajectories:
-        if turns := trajectory.turns:
-            generated, observed = (
-                sum(int(turn[name]) for turn in turns) for name in ("generated_tokens", "observation_tokens")
-            )
-            tool_s = float(sum(turn["tool_s"] for turn in turns))
-            found.append((int(turns[0]["prompt_tokens"]), generated, observed, len(turns), round(tool_s, 6)))
-    return found
 
 
 async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Compute advantages and commit the membership before the step. The plugin opens the node once it knows the members.
+    """Compute advantages and commit the membership before the step; the plugin opens the node once it knows the members.
 
     A streamed step has the members of its ``waves``, in that order, with the committed advantages.
     """
     host = runtime_here(run)
-    trainer = host.spec.config.trainer
+    spec, trainer = host.spec, host.spec.config.trainer
     members = await host.context.worker.scheduler.libra_members(run=run, batch=batch)
-    paths = [group_path(host.spec.groups_dir, *member) for member in members]
+    paths = [group_path(spec.groups_dir, *member) for member in members]
     groups = [read_group(path) for path in paths]
-    trajectories = [trajectory for group in groups for trajectory in group]
     came = await take_delivered(host.context, batch, groups) if trainer.late != "off" else {}
-    streamed = [row for wave in read_waves(host.spec.waves_dir, batch) for row in wave] if waves else []
-    staleness = staleness_of(host.spec.config)
-    rows = streamed if len(streamed) == len(groups) else member_rows(trainer, groups, paths, batch, staleness)
-    if rows is not streamed:
+    rows = [row for wave in read_waves(spec.waves_dir, batch) for row in wave] if waves else []
+    if len(rows) != len(groups):
+        rows = member_rows(trainer, groups, paths, batch, staleness_of(spec.config))
         await with_scores(host.context, batch, rows)
     facts = {"groups": rows} | late_facts(host.context, batch, groups, rows, came)
     try:
-        commit_batch(host.spec.batches_dir, batch, [t.trajectory_id for t in trajectories], **facts)
+        commit_batch(spec.batches_dir, batch, [t.trajectory_id for group in groups for t in group], **facts)
     except RecordExists:
-        facts = read_batch_facts(host.spec.batches_dir, batch)
+        facts = read_batch_facts(spec.batches_dir, batch)
         rows = facts["groups"]
         for row, group in zip(rows, groups, strict=True):
             take_late(group, row)
     late = late_rows(facts)
     if trainer.dispatch == "peer" and not waves:
-        await with_blocks(host, members, groups, rows)
+        await _with_blocks(host, members, groups, rows)
         for row in late:
-            path = group_path(host.spec.groups_dir, row["iteration"], row["group"])
-            corrected = [without_stale(t, row) for t in take_late(read_group(path), row)]
-            row |= {"rows": [str(t.trajectory_id) for t in corrected], "lengths": lengths(corrected), "block": None}
-    return {
-        "batch": batch,
-        "members": rows,
-        "late": late,
-        "stats": batch_stats(groups, rows, batch)
-        | spare_numbers(rows, trainer.train_prompts)
-        | late_numbers(facts)
-        | taught_numbers(rows)
-        | agent_numbers(host.spec.config, trajectories)
-        | generated_for(groups, rows),
-    }
+            _with_lengths(row, take_late(read_group(group_path(spec.groups_dir, row["iteration"], row["group"])), row))
+    stats = numbers_of(spec.config, batch, groups, facts) | generated_for(groups, rows)
+    return {"batch": batch, "members": rows, "late": late, "stats": stats}
 
 
-async def with_blocks(
+async def wave(run: str, batch: int, number: int) -> dict[str, Any]:
+    """Commit the groups of a wave with their advantages. ``missing`` groups of its batch are in later waves."""
+    host = runtime_here(run)
+    spec, trainer = host.spec, host.spec.config.trainer
+    waves = await host.context.worker.scheduler.libra_waves(run=run, batch=batch)
+    members = tuple(map(tuple, waves[number])) if number < len(waves) else ()
+    result = {"batch": batch, "wave": number, "members": [], "missing": 0}
+    if not members:
+        return result
+    paths = [group_path(spec.groups_dir, *member) for member in members]
+    groups = [read_group(path) for path in paths]
+    # Groups of a wave are of the batch's own iteration, and never over age.
+    rows = member_rows(trainer, groups, paths, batch, StalenessPolicy(spec.config.run.eta))
+    await with_scores(host.context, batch, rows)
+    try:
+        commit_wave(spec.waves_dir, batch, number, rows)
+    except RecordExists:
+        rows = read_waves(spec.waves_dir, batch)[number]
+        if groups_of(rows) != members:
+            raise StoreError(
+                f"{spec.waves_dir}: wave {number} of batch {batch} was committed with groups {list(groups_of(rows))} and is to "
+                f"have {list(members)}; type libra repair {spec.directory}"
+            ) from None
+    if trainer.dispatch == "peer":
+        await _with_blocks(host, members, groups, rows)
+    return result | {"members": rows, "missing": trainer.prompts - sum(map(len, waves[: number + 1]))}
+
+
+async def _with_blocks(
     host: WorkerRuntime, members: Sequence[Any], groups: list[list[Trajectory]], rows: list[dict[str, Any]]
 ) -> None:
-    """Add to the rows of groups who keeps their trajectories in memory, and their lengths."""
     blocks = await host.context.worker.scheduler.libra_blocks(run=host.spec.run, groups=members)
     for row, group, block in zip(rows, groups, blocks, strict=True):
-        row |= {"rows": [str(t.trajectory_id) for t in group], "block": block}
-        row["lengths"] = lengths([without_stale(t, row) for t in group])
+        _with_lengths(row, group, block)
 
 
-def lags(groups: list[list[Trajectory]], rows: list[dict[str, Any]], batch: int) -> np.ndarray:
-    """Lag in versions of every generated token that may train; tokens that are left out for their age have none."""
-    parts = [np.zeros(0, np.int32)]
-    for group, row in zip(groups, rows, strict=True):
-        if row.get("over_age") != Verdict.DROP and "spare" not in row:
-            kept = [without_stale(t, row) for t in group if t.failure.trains]
-            parts += [batch - t.weight_version[t.is_action] for t in kept]
-    return np.concatenate(parts)
-
-
-def batch_stats(groups: list[list[Trajectory]], rows: list[dict[str, Any]], batch: int) -> dict[str, Any]:
-    """Metrics of a batch that need no step; ``rows`` are its facts, one a group."""
-    lag = lags(groups, rows, batch)
-    late = [row["over_age"] for row in rows if "over_age" in row]
-    return _batch_stats([t for group in groups for t in group], rows, lag) | ({"over_age": len(late)} if late else {})
-
-
-def _batch_stats(trajectories: list[Trajectory], rows: list[dict[str, Any]], lag: np.ndarray) -> dict[str, Any]:
-    trains = [t for t in trajectories if t.failure.trains]
-    return {
-        "reward": float(np.mean([t.reward for t in trains])) if trains else float("nan"),
-        "trajectories": len(trajectories),
-        "failures": sum(t.failure is not FailureClass.NONE for t in trajectories),
-        "left_out": len(trajectories) - len(trains),
-        **failure_counts(trajectories),
-        **signal_numbers(trajectories, rows),
-        "generated_tokens": int(sum(t.num_action_tokens for t in trajectories)),
-        "tokens": int(sum(len(t.token_ids) for t in trajectories)),
-        "turns": int(sum(len(t.turns) for t in trajectories)),
-        "max_turns": max((len(t.turns) for t in trajectories), default=0),
-        "length_ends_frac": float(np.mean([t.end_reason is EndReason.LENGTH for t in trajectories])),
-        "lag": float(lag.mean()) if lag.size else 0.0,
-        "lag_max": int(lag.max()) if lag.size else 0,
-    }
+def _with_lengths(row: dict[str, Any], group: list[Trajectory], block: Any = None) -> None:
+    row |= {"rows": [str(t.trajectory_id) for t in group], "block": block}
+    row["lengths"] = lengths([without_stale(t, row) for t in group])
 
 
 def batch_numbers(run: str, batch: int) -> dict[str, Any]:
     """Metrics of a committed batch that need no step."""
     spec = runtime_here(run).spec
     facts = read_batch_facts(spec.batches_dir, batch)
-    rows = facts["groups"]
-    groups = [members_of({"members": [row]}, spec.groups_dir) for row in rows]
-    numbers = {"iteration": batch, **batch_stats(groups, rows, batch), **late_numbers(facts), **taught_numbers(rows)}
-    numbers |= agent_numbers(spec.config, (member for group in groups for member in group))
-    return numbers | spare_numbers(rows, spec.config.trainer.train_prompts)
+    groups = [members_of({"members": [row]}, spec.groups_dir) for row in facts["groups"]]
+    return {"iteration": batch} | numbers_of(spec.config, batch, groups, facts)
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
     """The one committer: append a batch's groups to zarr, then remove the journal records they were built from."""
     host = runtime_here(run)
-    assert host.store is not None
     started_s = time.time()
-    append(host, members_of(batch, host.spec.groups_dir), batch["batch"])
-    return {"stored": host.store.num_trajectories, "store_s": time.time() - started_s}
+    stored = _append(host, members_of(batch, host.spec.groups_dir), batch["batch"])
+    return {"stored": stored, "store_s": time.time() - started_s}
 
 
 def store_missing(run: str, batches: int) -> int:
@@ -157,49 +136,60 @@ def store_missing(run: str, batches: int) -> int:
         ids = read_batch(host.spec.batches_dir, number)
         if len(host.store.among(ids)) < len(ids):
             rows = read_batch_facts(host.spec.batches_dir, number)["groups"]
-            append(host, members_of({"members": rows}, host.spec.groups_dir), number)
+            _append(host, members_of({"members": rows}, host.spec.groups_dir), number)
         elif not host.spec.config.store.keep_journals:
-            for tid in ids:
-                if str(tid) in left:
-                    host.context.journal.remove(str(tid))
+            for name in left.intersection(map(str, ids)):
+                host.context.journal.remove(name)
     return host.store.num_trajectories - before
 
 
-def append(host: WorkerRuntime, trajectories: list[Trajectory], batch: int | None) -> None:
-    """Append the trajectories that the store lacks, and remove their journal records."""
+def _append(host: WorkerRuntime, trajectories: list[Trajectory], batch: int | None) -> int:
+    """Append the trajectories that the store lacks, and remove their journal records; returns how many the store has."""
     assert host.store is not None
     stored = set(host.store.among([t.trajectory_id for t in trajectories]))
     host.store.append([t for t in trajectories if t.trajectory_id not in stored], batch=batch)
     if not host.spec.config.store.keep_journals:
         for trajectory in trajectories:
             host.context.journal.remove(str(trajectory.trajectory_id))
+    return host.store.num_trajectories
 
 
-def question_chars(prompt: Prompt) -> int:
-    """Characters of all messages before the first generation."""
-    return sum(len(message["content"]) for message in prompt.messages)
+def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Store the trajectories of an evaluation and return their mean reward, overall and by bin."""
+    host = runtime_here(run)
+    if (made := read_evaluation(host.spec.evaluations_dir, version)) is not None:
+        return made
+    trajectories = [member for meta in groups for member in read_group(Path(meta["path"]))]
+    _append(host, trajectories, None)
+    known = evaluation_outcome(version, trajectories)
+    host.context.report(EvaluationFinished(version, known["reward"], known["num"]))
+    with contextlib.suppress(RecordExists):
+        create_exclusive(evaluation_path(host.spec.evaluations_dir, version), sealed_text(known).encode(), fsync=True)
+    return read_evaluation(host.spec.evaluations_dir, version) or known
 
 
-def generated_for(groups: list[list[Trajectory]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tokens by worker, and lengths of prompts and trajectories of a batch, for the planner.
+def evaluation_outcome(version: int, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    """The content of an evaluation's file; a reward that is not known is None.
 
-    For each group that has a member: its prompt's characters with its generated tokens (``question_tokens``), and with the
-    tokens of its members that have a gradient according to ``rows``, the batch's facts (``trained_tokens``).
+    ``failures``: trajectories that ended as a failure of any class; ``left_out``: trajectories
+    without a reward, because the failure was not the model's.
     """
-    members = [member for group in groups for member in group]
-    by_worker: dict[str, int] = {}
-    for turn in (turn for member in members for turn in member.turns):
-        by_worker[turn["worker"]] = by_worker.get(turn["worker"], 0) + int(turn["generated_tokens"])
-    generated, trained = [], []
-    for group, row in zip(groups, rows, strict=True):
-        if group:
-            chars = question_chars(group[0].prompt)
-            generated.append((chars, sum(member.num_action_tokens for member in group)))
-            parts = zip(group, row["advantages"], row["trains"], strict=True)
-            trained.append((chars, sum(len(m.token_ids) for m, advantage, trains in parts if trains and advantage)))
+    graded = [t for t in trajectories if t.failure.trains]
+    by_bin: dict[str, list[float]] = {}
+    for t in graded:
+        if (name := t.prompt.facts.get(BIN)) is not None:
+            by_bin.setdefault(str(name), []).append(t.reward)
+    reward = float(np.mean([t.reward for t in graded])) if graded else math.nan
     return {
-        "worker_tokens": by_worker,
-        "question_tokens": generated,
-        "trained_tokens": trained,
-        "trajectory_lengths": lengths_of(members),
+        "version": version,
+        "num": len(trajectories),
+        "failures": sum(t.failure is not FailureClass.NONE for t in trajectories),
+        "left_out": len(trajectories) - len(graded),
+        "reward": reward if np.isfinite(reward) else None,
+        "bins": {name: [float(np.mean(v)), len(v)] for name, v in sorted(by_bin.items(), key=_by_number)},
     }
+
+
+def _by_number(entry: tuple[str, Any]) -> tuple[float, str]:
+    first = entry[0].split(" ")[0]
+    return (float(first) if first.isdecimal() else math.inf), entry[0]

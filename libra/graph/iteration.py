@@ -1,9 +1,10 @@
 """One RL iteration as one Dask graph. `iteration_graph`, read from top to bottom, is the architecture.
 
-No iteration depends on another through Dask. ``gate`` and ``batch`` wait parked until the plugin opens them (staleness bound);
-trajectories wait parked between their quanta. ``batch`` does not depend on the groups of its iteration: it takes the committed
-groups that are due, and later batches take the others. In a streamed run (``trainer.streaming``) the step is waves instead, which
-the plugin opens as groups are complete.
+No iteration depends on another through Dask. ``gate`` and ``batch`` wait parked until the plugin
+opens them (staleness bound); trajectories wait parked between their quanta. ``batch`` does not
+depend on the groups of its iteration: it takes the committed groups that are due, and later batches
+take the others. In a streamed run (``trainer.streaming``) the step is waves instead, which the
+plugin opens as groups are complete.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dask.highlevelgraph import HighLevelGraph
 
 from libra import keys
 from libra.config.streaming import most_waves
-from libra.graph import batch_nodes, evaluation_nodes, rollout_nodes, teacher_nodes, training_nodes, wave_nodes
+from libra.graph import batch_nodes, rollout_nodes, training_nodes
 from libra.policy.waves import GroupId
 from libra.worker.run_spec import RunSpec
 from libra.worker.training.checkpoint_writer import checkpoint_is_due
@@ -158,25 +159,20 @@ def streamed_step(spec: RunSpec, k: int) -> tuple[Delayed, list[Delayed]]:
     """
     run, ranks, closed = spec.run, range(spec.config.cluster.train_workers), []
     with parked():
-        waves = [node(wave_nodes.wave, spec.key("wave", k, j), run, k, j) for j in range(most_waves(spec.config))]
+        waves = [node(batch_nodes.wave, spec.key("wave", k, j), run, k, j) for j in range(most_waves(spec.config))]
         batch = node(batch_nodes.batch, spec.key("batch", k), run, k, waves)
     with on_ranks(spec, on(keys.TRAIN)):
         for rank in ranks:
             added = [
-                node(wave_nodes.accumulate, spec.key("accumulate", k, j, rank), run, wave, rank)
+                node(training_nodes.accumulate, spec.key("accumulate", k, j, rank), run, wave, rank)
                 for j, wave in enumerate(waves)
             ]
-            closed.append(node(wave_nodes.close, spec.key("close", k, rank), run, batch, added, rank))
+            closed.append(node(training_nodes.close, spec.key("close", k, rank), run, batch, added, rank))
     return batch, closed
 
 
 def on_every_rank(
-    spec: RunSpec,
-    function: Callable[..., Any],
-    name: str,
-    indices: tuple[int, ...],
-    *args: Any,
-    resource: AbstractContextManager[Any] | None = None,
+    spec: RunSpec, function: Callable[..., Any], name: str, indices: tuple[int, ...], *args: Any, resource: Any = None
 ) -> Delayed:
     """A function of the training replica on ``args``, run on every rank; the result is rank 0's.
 
@@ -193,39 +189,32 @@ def on_every_rank(
 
 def iteration_groups(spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FRESH) -> list[Delayed]:
     """The groups of iteration ``k`` that no committed batch has; one whose record exists needs no trajectories."""
-    with parked():
-        gate = node(rollout_nodes.gate, spec.key("gate", k), spec.run, k)
-    with on(keys.GRADE):
-        prompts = node(rollout_nodes.prompts, spec.key("prompts", k), spec.run, gate)
-    groups = []
-    for g in point.left(k, spec.config.trainer.prompts):
-        groups.append(_group(spec, prompts, k, g, spec.config.trainer.group_size, point, score=score))
+    trainer, groups = spec.config.trainer, []
+    prompts = _prompts(spec, k, "train", trainer.prompts)
+    for g in point.left(k, trainer.prompts):
+        groups.append(_group(spec, prompts, k, g, trainer.group_size, point, "train", score))
         if spec.config.distil.teacher is not None:
             with on(keys.TEACHER):
-                groups.append(node(teacher_nodes.teach, spec.key("teach", k, g), spec.run, groups[-1], k, g))
+                groups.append(node(rollout_nodes.teach, spec.key("teach", k, g), spec.run, groups[-1], k, g))
     return groups
 
 
+def _prompts(spec: RunSpec, k: int, split: str, count: int) -> Delayed:
+    with parked():
+        gate = node(rollout_nodes.gate, spec.key("gate", k, split=split), spec.run, k)
+    with on(keys.GRADE):
+        return node(rollout_nodes.prompts, spec.key("prompts", k, split=split), spec.run, gate, split, count)
+
+
 def _group(
-    spec: RunSpec,
-    prompts: Delayed,
-    k: int,
-    g: int,
-    samples: int,
-    point: ResumePoint,
-    *,
-    split: str = "train",
-    score: Score | None = None,
+    spec: RunSpec, prompts: Delayed, k: int, g: int, samples: int, point: ResumePoint, split: str, score: Score | None
 ) -> Delayed:
     run, trajectories, extra = spec.run, [], None
     if (split, k, g) not in point.committed:
         with parked():
-            trajectories = [
-                node(
-                    rollout_nodes.trajectory, spec.key("trajectory", k, g, s, split=split), run, prompts, k, g, s, split
-                )
-                for s in range(samples)
-            ]
+            for s in range(samples):
+                key = spec.key("trajectory", k, g, s, split=split)
+                trajectories.append(node(rollout_nodes.trajectory, key, run, prompts, k, g, s, split))
     asked: Delayed | list[Any] = prompts if trajectories else []
     with on(keys.GRADE):
         if score and trajectories:
@@ -236,14 +225,11 @@ def _group(
 
 def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FRESH) -> Graph:
     """The held-out prompts at ``version``: the same trajectories and groups, and no step."""
-    run, count = spec.run, spec.config.evaluation.prompts
-    with parked():
-        gate = node(rollout_nodes.gate, spec.key("gate", version, split="eval"), run, version)
-    with on(keys.GRADE):
-        prompts = node(rollout_nodes.prompts, spec.key("prompts", version, split="eval"), run, gate, "eval", count)
-    groups = [_group(spec, prompts, version, g, 1, point, split="eval") for g in range(count)]
+    count = spec.config.evaluation.prompts
+    prompts = _prompts(spec, version, "eval", count)
+    groups = [_group(spec, prompts, version, g, 1, point, "eval", None) for g in range(count)]
     with on(keys.COMMIT):
-        end = node(evaluation_nodes.evaluation, spec.key("evaluation", version, split="eval"), run, version, groups)
+        end = node(batch_nodes.evaluation, spec.key("evaluation", version, split="eval"), spec.run, version, groups)
     return Graph(end, [])
 
 

@@ -1,17 +1,15 @@
-"""Late rewards in batches: rewards that came before their batch is made, and corrections of groups that were trained before.
+"""Late rewards in batches: rewards that came before their batch is made, and corrections of groups trained before.
 
-Unless ``trainer.late`` is off, the facts of a batch have the values that came for its members (``delivered`` of a
-group's row) and ``late``: corrected groups, groups that still wait, and dropped rewards. They are committed with the
-file of the batch, and the next batch starts from them: a reward counts once, however often tasks run again
-(`libra.policy.late_rewards`).
+Unless ``trainer.late`` is off, the facts of a batch have the values that came for its members
+(``delivered`` of a group's row) and ``late``: corrected groups, groups that still wait, and dropped
+rewards. They are committed with the file of the batch, and the next batch starts from them: a reward
+counts once, however often tasks run again (`libra.policy.late_rewards`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,42 +19,24 @@ from numpy.typing import NDArray
 
 from libra.config import RunConfig
 from libra.facts import LateRewardsTaken
-from libra.graph.member_rows import member_rows
+from libra.graph.member_rows import member_rows, wait_for
 from libra.policy import Verdict, staleness_of
-from libra.policy.late_rewards import (
-    Arrival,
-    GuessWorth,
-    Place,
-    Settled,
-    WaitingGroup,
-    correction,
-    guessed_share,
-    settle,
-)
-from libra.store.run_records import batch_path, came, group_path, read_group
+from libra.policy.late_rewards import Arrival, GuessWorth, Place, WaitingGroup, correction, guessed_share, settle
+from libra.store.run_records import came, group_path, read_group
 from libra.types import Trajectory, TrajectoryId
 from libra.worker.context import WorkerContext
-from libra.worker.training.batch_numbers import waiting_after, waiting_row, worth_after
-from libra.worker.training.batch_rows import take_late
+from libra.worker.training.batch_rows import take_late, waiting_after, waiting_row, worth_after
 
 logger = logging.getLogger(__name__)
 
 LATE_TAU = 50.0
 """Versions after which a late reward counts for 1/e of its difference (RAC)."""
-POLL_S = 0.1
-HEARTBEAT_S = 5.0
-"""Seconds between two reports of a batch that waits, for the watchdog."""
 
 Delivered = Mapping[TrajectoryId, float]
 
 
-async def take_delivered(
-    context: WorkerContext, batch: int, groups: Sequence[Sequence[Trajectory]]
-) -> dict[TrajectoryId, float]:
-    """Give members of a batch the late rewards that came, after waiting for them with ``trainer.late=wait``.
-
-    Returns the values.
-    """
+async def take_delivered(context: WorkerContext, batch: int, groups: Sequence[Sequence[Trajectory]]) -> Delivered:
+    """Give members of a batch the late rewards that came, after a wait with ``trainer.late=wait``; the values."""
     spec, trainer = context.spec, context.spec.config.trainer
     late = {member.trajectory_id: member for group in groups for member in group if member.late is not None}
     found = came(spec.late_dir, late)
@@ -71,32 +51,14 @@ async def take_delivered(
             "run %s: batch %d waits for %d of %d late rewards", spec.run, batch, len(late) - len(found), len(late)
         )
         if await wait_for(context, batch, limit_s, missing):
-            first = next(trajectory for trajectory in late if trajectory not in found)
             logger.warning(
                 "run %s: batch %d: %d of %d late rewards did not come in trainer.late_args.wait_s=%g s, the first for %s: "
                 "provisional values count, and trajectories without one are left out",
-                spec.run, batch, len(late) - len(found), len(late), limit_s, first,
+                spec.run, batch, len(late) - len(found), len(late), limit_s, next(each for each in late if each not in found),
             )  # fmt: skip
     for trajectory, value in found.items():
         late[trajectory].take_late(value)
     return found
-
-
-async def wait_for(context: WorkerContext, batch: int, limit_s: float, missing: Callable[[], int]) -> int:
-    """Wait until nothing is ``missing`` for a batch, the batch is committed, or ``limit_s`` have passed.
-
-    Returns the number still missing after ``limit_s``, else 0.
-    """
-    began_s, reported_s = time.monotonic(), -HEARTBEAT_S
-    while (left := missing()) and not batch_path(context.spec.batches_dir, batch).exists():
-        waited_s = time.monotonic() - began_s
-        if waited_s >= limit_s:
-            return left
-        if waited_s - reported_s >= HEARTBEAT_S:
-            context.report(LateRewardsTaken(batch=batch, awaited=left))
-            reported_s = waited_s
-        await asyncio.sleep(min(POLL_S, limit_s - waited_s))
-    return 0
 
 
 def late_facts(
@@ -108,70 +70,37 @@ def late_facts(
 ) -> dict[str, Any]:
     """The fact ``late`` of a batch, by its name; empty with ``trainer.late=off``. ``found`` is noted in ``rows``.
 
-    ``rows``: rows of corrected groups, with ``counts`` (members that no batch trained before) and ``delay``.
-    ``waiting``: groups with rewards to come. ``came``: trajectories whose reward counts from this batch on, with its
-    age in versions. ``dropped``: trajectories whose reward is ignored. ``worth``: a `GuessWorth`.
+    ``rows``: rows of corrected groups, with ``counts`` (members that no batch trained before) and
+    ``delay``. ``waiting``: groups with rewards to come. ``came``: trajectories whose reward counts
+    from this batch on, with its age in versions. ``dropped``: trajectories whose reward is ignored.
+    ``worth``: a `GuessWorth`.
     """
-    spec, mode = context.spec, context.spec.config.trainer.late
-    if mode == "off":
+    spec, trainer = context.spec, context.spec.config.trainer
+    if trainer.late == "off":
         return {}
+    versions = trainer.late_args["versions"]
     waited = waiting_after(spec, batch - 1)
     values = came(spec.late_dir, [TrajectoryId(*place) for group in waited for place in group.places()])
     here: dict[Place, float] = {trajectory[:3]: value for trajectory, value in values.items()}
-    settled = settle(waited, batch, here, versions=spec.config.trainer.late_args["versions"])
-    corrected, worth = corrections(spec.config, spec.groups_dir, settled.arrivals, worth_after(spec, batch - 1))
-    begins: list[WaitingGroup] = []
-    dropped: list[Place] = []
+    settled = settle(waited, batch, here, versions=versions)
+    corrected, worth = _corrections(spec.config, spec.groups_dir, settled.arrivals, worth_after(spec, batch - 1))
+    waiting, dropped = list(settled.waiting), list(settled.dropped)
     for members, row in zip(groups, rows, strict=True):
-        group = _with_rewards_to_come(batch, members, row, found, worth.slope)
-        if group is None:
+        given = {sample: found[m.trajectory_id] for sample, m in enumerate(members) if m.trajectory_id in found}
+        if given:
+            row["delivered"] = {str(sample): value for sample, value in given.items()}
+        missing = tuple(sample for sample, m in enumerate(members) if m.late is not None and sample not in given)
+        if not missing:
             continue
-        if mode == "correct" and row.get("over_age") != Verdict.DROP:
-            begins.append(group)
-            discount(row, group)
+        group = WaitingGroup(row["iteration"], row["group"], batch, missing, given, worth.slope)
+        if trainer.late == "correct" and row.get("over_age") != Verdict.DROP:
+            waiting.append(group)
+            row["advantages"] = (np.array(row["advantages"]) * _weight(np.array(row["trains"]), group)).tolist()
         else:
             dropped += group.places()
     arrived = [
         (each.group.iteration, each.group.group, s, each.delay) for each in settled.arrivals for s in each.rewards
     ]
-    _tell(context, batch, waited, here, settled, arrived, on_time=len(found), begin=len(begins))
-    if not any(any(row["trains"]) for row in rows):
-        for row in corrected:  # else nothing would be in the denominators
-            row["counts"] = row["trains"]
-    return {
-        "late": {
-            "rows": corrected,
-            "waiting": [waiting_row(group) for group in (*settled.waiting, *begins)],
-            "came": [*([*trajectory[:3], 0] for trajectory in found), *map(list, arrived)],
-            "dropped": [list(place) for place in (*settled.dropped, *dropped)],
-            "worth": [worth.product, worth.square],
-        }
-    }
-
-
-def _with_rewards_to_come(
-    batch: int, members: Sequence[Trajectory], row: dict[str, Any], found: Delivered, weight: float
-) -> WaitingGroup | None:
-    given = {sample: found[m.trajectory_id] for sample, m in enumerate(members) if m.trajectory_id in found}
-    if given:
-        row["delivered"] = {str(sample): value for sample, value in given.items()}
-    missing = tuple(sample for sample, m in enumerate(members) if m.late is not None and sample not in given)
-    return WaitingGroup(row["iteration"], row["group"], batch, missing, given, weight) if missing else None
-
-
-def _tell(
-    context: WorkerContext,
-    batch: int,
-    waited: Sequence[WaitingGroup],
-    came_now: Mapping[Place, float],
-    settled: Settled,
-    arrived: Sequence[tuple[int, int, int, int]],
-    *,
-    on_time: int,
-    begin: int,
-) -> None:
-    """Log what a batch does about late rewards, and report it for the event log."""
-    spec, versions = context.spec, context.spec.config.trainer.late_args["versions"]
     if settled.dropped:
         logger.warning(
             "run %s: batch %d: %d late rewards did not come within trainer.late_args.versions=%d, the first for %s; they "
@@ -185,60 +114,54 @@ def _tell(
             batch=batch,
             versions=versions,
             waited=tuple((group.iteration, group.group, group.batch, *group.missing) for group in waited),
-            came=tuple(sorted(came_now)),
+            came=tuple(sorted(here)),
             arrived=tuple(arrived),
             dropped=settled.dropped,
-            on_time=on_time,
-            waiting=len(settled.waiting) + begin,
+            on_time=len(found),
+            waiting=len(waiting),
         )
     )
+    if not any(any(row["trains"]) for row in rows):
+        for row in corrected:  # else nothing would be in the denominators
+            row["counts"] = row["trains"]
+    return {
+        "late": {
+            "rows": corrected,
+            "waiting": [waiting_row(group) for group in waiting],
+            "came": [*([*trajectory[:3], 0] for trajectory in found), *map(list, arrived)],
+            "dropped": [list(place) for place in dropped],
+            "worth": [worth.product, worth.square],
+        }
+    }
 
 
-def discount(row: dict[str, Any], group: WaitingGroup) -> None:
-    """Weight the advantages in the row of a waiting group by the worth of its guesses."""
-    row["advantages"] = (np.array(row["advantages"]) * _weight(np.array(row["trains"]), group)).tolist()
-
-
-def corrections(
+def _corrections(
     config: RunConfig, groups_dir: Path, arrivals: Iterable[Arrival], worth: GuessWorth
 ) -> tuple[list[dict[str, Any]], GuessWorth]:
-    """The rows of groups whose late rewards came, without those that change nothing; and what guesses are worth by now.
-
-    ``groups_dir`` has the records of the groups.
-    """
     rows, pairs = [], []
     for arrival in arrivals:
         waited = arrival.group
         path = group_path(groups_dir, waited.iteration, waited.group)
-        now = replace(
-            waited,
-            given={**waited.given, **arrival.rewards},
-            missing=tuple(sample for sample in waited.missing if sample not in arrival.rewards),
-        )
+        left = tuple(sample for sample in waited.missing if sample not in arrival.rewards)
+        now = replace(waited, given={**waited.given, **arrival.rewards}, missing=left)
         _, before, trained = _advantages(config, waited, path)
         row, after, trains = _advantages(config, now, path)
-        if not now.missing:
+        if not left:
             share = guessed_share(trained, waited.missing)
             pairs.append((share * before, after - (1 - share) * before))
-        advantages = correction(
-            _weight(trained, waited) * before,
-            _weight(trains, now) * after,
-            delay=arrival.delay,
-            tau=LATE_TAU,
-        )
+        before, after = _weight(trained, waited) * before, _weight(trains, now) * after
+        advantages = correction(before, after, delay=arrival.delay, tau=LATE_TAU)
         first = trains & ~trained
         takes_part = first | (advantages != 0)
         if takes_part.any():
-            rows.append(
-                row
-                | {
-                    "advantages": advantages.tolist(),
-                    "trains": takes_part.tolist(),
-                    "counts": first.tolist(),
-                    "delivered": {str(sample): value for sample, value in now.given.items()},
-                    "delay": arrival.delay,
-                }
-            )
+            row |= {
+                "advantages": advantages.tolist(),
+                "trains": takes_part.tolist(),
+                "counts": first.tolist(),
+                "delivered": {str(sample): value for sample, value in now.given.items()},
+                "delay": arrival.delay,
+            }
+            rows.append(row)
     return rows, worth.after(pairs)
 
 
@@ -249,22 +172,8 @@ def _weight(trains: NDArray[np.bool_], group: WaitingGroup) -> float:
 def _advantages(
     config: RunConfig, waited: WaitingGroup, path: Path
 ) -> tuple[dict[str, Any], NDArray[np.float64], NDArray[np.bool_]]:
-    """The row of a group in its own batch with its late rewards, its advantages (0: of no part in it), and who trains."""
+    """The row of a group in its own batch with its late rewards, its advantages (0 without a part in it), and who trains."""
     members = take_late(read_group(path), {"delivered": waited.given})
     (row,) = member_rows(config.trainer, [members], [path], waited.batch, staleness_of(config))
     trains = np.array(row["trains"], np.bool_)
     return row, np.where(trains, row["advantages"], 0.0), trains
-
-
-def late_numbers(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of a batch's fact ``late``; none without it. A batch that corrects has something to learn from (``no_signal``)."""
-    if (late := facts.get("late")) is None:
-        return {}
-    ages = [age for *_, age in late["came"]]
-    return ({"no_signal": ""} if late["rows"] else {}) | {
-        "late_came": len(ages),
-        "late_delay": float(np.mean(ages)) if ages else 0.0,
-        "late_waiting": sum(len(missing) for _, _, _, missing, *_ in late["waiting"]),
-        "late_dropped": len(late["dropped"]),
-        "late_guess_worth": GuessWorth(*late.get("worth", ())).slope,
-    }

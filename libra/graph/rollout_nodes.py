@@ -1,14 +1,19 @@
-"""Task functions of the rollout: gate, prompts, trajectories and their groups.
+"""Task functions of the rollout: gate, prompts, trajectories, their groups, and the teacher's scores of groups.
 
-Every task function of `libra.graph` receives the run's name, finds the rest on its worker's host, and returns metadata (ids,
-counts, paths), never tensors. Each may run twice: it finds what it wrote the first time.
+Every task function of `libra.graph` receives the run's name, finds the rest on its worker's host,
+and returns metadata (ids, counts, paths), never tensors. A task that runs again finds the records
+of the first time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +21,26 @@ from distributed import Reschedule
 
 from libra.envs import decode_state
 from libra.envs.asked_services import asking
-from libra.errors import ActionRevoked, ConfigError, EngineAsleep, EnvironmentFault, LibraError, RecordExists
-from libra.facts import GroupCommitted, RowsKept
+from libra.errors import (
+    ActionRevoked,
+    ConfigError,
+    EngineAsleep,
+    EnvironmentFault,
+    LibraError,
+    RecordExists,
+    ServiceTimeout,
+)
+from libra.facts import GroupCommitted, GroupScored, RowsKept
 from libra.named_parts import raised_at
-from libra.store.run_records import group_path, read_group, write_group
+from libra.store.run_records import group_path, read_group, scores_path, write_group, write_scores
 from libra.types import EndReason, Episode, FailureClass, Prompt, Trajectory, TrajectoryId
 from libra.untrusted import error_text
 from libra.worker.dask_worker import quantum_here
 from libra.worker.runtime import WorkerRuntime, runtime_here, runtime_of
+from libra.worker.services.service_models import Scored, ToTeach, scores_of, scoring_of
 from libra.worker.trajectory.graded_members import grade, score_fault
+
+logger = logging.getLogger(__name__)
 
 
 def gate(run: str, iteration: int) -> int:
@@ -32,10 +48,9 @@ def gate(run: str, iteration: int) -> int:
     return iteration
 
 
-def prompts(run: str, iteration: int, split: str = "train", count: int = 0) -> list[Prompt | str]:
+def prompts(run: str, iteration: int, split: str, count: int) -> list[Prompt | str]:
     """The prompts of one iteration; in place of one that the environment fails to give, the text of its error."""
-    host = runtime_here(run)
-    environment, count = host.context.environment, count or host.spec.config.trainer.prompts
+    environment = runtime_here(run).context.environment
     first = iteration * count if split == "train" else 0
     questions: list[Prompt | str] = []
     for index in range(first, first + count):
@@ -73,27 +88,25 @@ async def trajectory(
         raise Reschedule()
 
 
-def finished(
+def _finished(
     host: WorkerRuntime, asked: list[Prompt | str], iteration: int, group: int, split: str, samples: int
 ) -> list[tuple[Trajectory, Episode]]:
-    """The ``samples`` trajectories of a group with their episodes, read from the journal."""
     pairs: list[tuple[Trajectory, Episode]] = []
-    for sample in range(samples):
-        tid, question = TrajectoryId(iteration, group, sample, split), asked[group]
+    question, decode = asked[group], partial(decode_state, host.context.environment)
+    for tid in (TrajectoryId(iteration, group, sample, split) for sample in range(samples)):
         if isinstance(question, str):
-            state = host.quanta.state(tid, Prompt(f"{tid.split}-{tid.iteration}-{tid.group}", ()))
+            state = host.quanta.state(tid, Prompt(f"{split}-{iteration}-{group}", ()))
             state.end, state.failure, state.detail = EndReason.FAILURE, FailureClass.ENVIRONMENT, question
         else:
             state = host.quanta.state(tid, question)
         assert state.end is not None, f"{tid} has not ended"
-        decode = partial(decode_state, host.context.environment)
         pairs.append((state.trajectory(host.spec.epoch), state.episode(decode)))
     return pairs
 
 
 def episodes(run: str, asked: list[Prompt | str], ended: list[None], iteration: int, group: int) -> list[Episode]:
     """The finished trajectories of a group as a grader sees them: the input of a user's own node."""
-    return [episode for _, episode in finished(runtime_here(run), asked, iteration, group, "train", len(ended))]
+    return [episode for _, episode in _finished(runtime_here(run), asked, iteration, group, "train", len(ended))]
 
 
 async def group(
@@ -107,52 +120,82 @@ async def group(
 ) -> dict[str, Any]:
     """Grade a group, once its trajectories have ``ended``, and write its immutable record.
 
-    ``extra``, from a user's own node, has one number per trajectory, which is added to the environment's reward.
+    ``extra``, from a user's own node, has one number per trajectory, which is added to the
+    environment's reward.
     """
     host = runtime_here(run)
     path = group_path(host.spec.groups_dir, iteration, group, split)
     if path.exists():
         members = read_group(path)
     else:
-        pairs = finished(host, asked, iteration, group, split, len(ended))
-        members = [trajectory for trajectory, _ in pairs]
-        if extra is not None and (fault := score_fault(extra, len(pairs))):
-            raise ConfigError(f"{fault}; return a list with one number for each episode")
-        environment, trainer = host.context.environment, host.spec.config.trainer
-        with asking(host.services):
-            await asyncio.gather(
-                *(
-                    grade(environment, trainer.resample, t, e, extra, i, late=trainer.late, back_off=host.spec.back_off)
-                    for i, (t, e) in enumerate(pairs)
-                )
-            )
+        members = await _graded(host, _finished(host, asked, iteration, group, split, len(ended)), extra)
         try:
             write_group(host.spec.groups_dir, iteration, group, members)
         except RecordExists:
             members = read_group(path)
     for member in members:
         host.quanta.drop(member.trajectory_id)
-    meta = _group_meta(path, split, iteration, group, members)
-    kept = host.rows.keep(iteration, group, members) if host.rows is not None and split == "train" else None
-    rows = () if kept is None else (RowsKept(iteration, group, kept),)
-    host.context.report(*rows, GroupCommitted(**{k: v for k, v in meta.items() if k != "path"}))
-    return meta
-
-
-def _group_meta(path: Path, split: str, iteration: int, group: int, members: list[Trajectory]) -> dict[str, Any]:
     rewards = [m.reward for m in members if m.failure.trains]
-    failures: dict[str, int] = {}
-    for member in members:
-        if member.failure is not FailureClass.NONE:
-            failures[str(member.failure)] = failures.get(str(member.failure), 0) + 1
-    oldest = [m.oldest_version for m in members if m.num_action_tokens]
-    return {
-        "path": str(path),
+    failures = Counter(str(m.failure) for m in members if m.failure is not FailureClass.NONE)
+    meta: dict[str, Any] = {
         "split": split,
         "iteration": iteration,
         "group": group,
-        "oldest_version": min(oldest, default=-1),
+        "oldest_version": min((m.oldest_version for m in members if m.num_action_tokens), default=-1),
         "reward": float(np.mean(rewards)) if rewards else None,
-        "failures": failures,
+        "failures": dict(failures),
         "resampled": sum(member.attempt for member in members),
     }
+    if host.rows is not None and split == "train":
+        host.context.report(RowsKept(iteration, group, host.rows.keep(iteration, group, members)))
+    host.context.report(GroupCommitted(**meta))
+    return {"path": str(path), **meta}
+
+
+async def _graded(
+    host: WorkerRuntime, pairs: list[tuple[Trajectory, Episode]], extra: list[float] | None
+) -> list[Trajectory]:
+    if extra is not None and (fault := score_fault(extra, len(pairs))):
+        raise ConfigError(f"{fault}; return a list with one number for each episode")
+    environment, trainer, back_off = host.context.environment, host.spec.config.trainer, host.spec.back_off
+    with asking(host.services):
+        await asyncio.gather(
+            *(
+                grade(environment, trainer.resample, t, e, extra, i, late=trainer.late, back_off=back_off)
+                for i, (t, e) in enumerate(pairs)
+            )
+        )
+    return [trajectory for trajectory, _ in pairs]
+
+
+async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: int) -> dict[str, Any]:
+    """Score a finished group by the teacher, and commit the scores beside its record, once.
+
+    ``group`` is the result of its node. No batch depends on this node through Dask. A group that a
+    service does not score in time stays without scores, as with scores that come too late.
+    """
+    host, began_s = runtime_here(run), time.time()
+    path = group_path(host.spec.groups_dir, iteration, number)
+    scores = scores_path(path)
+    if not scores.exists():
+        members, asked_s = read_group(path), time.perf_counter()
+        try:
+            found = await _scored(host, members)
+            waited_s = max(0.0, time.perf_counter() - asked_s - found.seconds)
+            with contextlib.suppress(RecordExists):
+                write_scores(scores, found.taught)
+                host.context.report(GroupScored(iteration, number, round(found.seconds, 6), round(waited_s, 6)))
+        except ServiceTimeout as error:
+            logger.warning("run %s: group %d of iteration %d is not scored: %s", run, number, iteration, error)
+    return {"iteration": iteration, "group": number, "teach_s": time.time() - began_s}
+
+
+async def _scored(host: WorkerRuntime, members: Sequence[Trajectory]) -> Scored:
+    config = host.spec.config
+    if (service := config.distil.service) is not None:
+        assert host.services is not None, f"{host.context.name} was given a group to score and has no services"
+        asked = ToTeach(members, scoring_of(config, host.context.model_dir), config.run.seed)
+        answer: Scored = await host.services.answer(service, asked)
+        return answer
+    assert host.teacher is not None, f"{host.context.name} was given a group to score and supplies no TEACHER"
+    return await asyncio.to_thread(scores_of, host.teacher, config.run.seed, members)

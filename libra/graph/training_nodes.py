@@ -1,24 +1,35 @@
-"""Task functions of training: the step of each rank, the published version, checkpoints, and the numbers of an iteration."""
+"""Task functions of training: steps, whole or in waves, published versions, checkpoints, and the numbers of an iteration.
+
+``accumulate-k-j`` adds the gradient of wave j of a streamed step on every rank. ``close-k`` comes
+after all of them and the batch: sum over ranks, check, divide, clip, step.
+
+Invariants
+----------
+1. A wave is committed (`libra.store.run_records`) before its gradient is computed.
+2. `libra.worker.training.worker_trainer.Trainer.add_waves` adds each wave of a step once, in order,
+   if a task runs first or again: a replica that was lost adds the committed waves.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from libra.errors import MismatchAlarm, TrainError, shell_path
-from libra.facts import IterationFinished, MismatchFound, StepFinished
-from libra.store.run_records import read_step, write_step
+from libra.facts import IterationFinished, MismatchFound, StepFinished, WaveTrained
+from libra.store.run_records import in_waves, read_step, write_step
 from libra.train.mismatch import alarm_text, metrics_of
 from libra.train.replica_settings import rounding_nats
 from libra.worker.run_spec import RunSpec
 from libra.worker.runtime import WorkerRuntime, runtime_here
 from libra.worker.training.batch_rows import FETCHED, SliceFetcher, lazy_batch, members_of
 from libra.worker.training.gang_member import turn
-from libra.worker.training.publications import assist
+from libra.worker.training.worker_trainer import Trainer
 
 if TYPE_CHECKING:
     from libra.train import StepReport as TrainReport
@@ -28,34 +39,89 @@ logger = logging.getLogger(__name__)
 
 def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
     """One optimizer step, all its epochs and minibatches, of replica ``rank`` on a committed batch."""
-    host = runtime_here(run)
+    host, number = runtime_here(run), batch["batch"]
     started_s = time.time()
+    with _turn(host, rank, number) as trainer:
+        trainer.recover(number, or_next=True)  # a restarted worker has lost its replica
+        if trainer.replica.steps_done > number + 1:
+            return {**read_step(host.spec.steps_dir, number), "rank": rank}
+        rows, fetcher = _rows(host, batch)
+        if rows is None:
+            rows = members_of(batch, host.spec.groups_dir, of_the_step=True)
+        result = trainer.checkpoints.step(rows, number)
+        found = {} if fetcher is None else fetcher.numbers
+        return _finished_step(host, result, rank, time.time() - started_s, found)
+
+
+def accumulate(run: str, wave: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Add the gradient of a wave to the step's gradient on replica ``rank``, after the waves before it."""
+    host = runtime_here(run)
+    batch, number, groups = wave["batch"], wave["wave"], len(wave["members"])
+    numbers = {"rank": rank, "wave": number, "groups": groups, "missing": wave["missing"], "train_s": 0.0}
+    if not groups:
+        return numbers
+    with _turn(host, rank, batch) as trainer:
+        trainer.recover(batch)
+        if trainer.replica.steps_done > batch:
+            return numbers
+        started_s = time.time()
+        last, fetcher = _rows(host, wave)
+        trainer.add_waves(batch, number + 1, last=last)
+        numbers |= {"train_s": time.time() - started_s} | ({} if fetcher is None else fetcher.numbers)
+        if rank == 0:
+            opened, train_s = trainer.replica.open_step, round(numbers["train_s"], 6)
+            hybrids = opened.hybrids if opened is not None else 0
+            host.context.report(WaveTrained(batch, number, groups, wave["missing"], train_s, hybrids))
+    return numbers
+
+
+def close(run: str, batch: dict[str, Any], waves: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """The end of a streamed step on replica ``rank``: the sum of all waves is checked, divided, clipped and applied."""
+    host, number = runtime_here(run), batch["batch"]
+    with _turn(host, rank, number) as trainer:
+        started_s = time.time()
+        trainer.recover(number, or_next=True)
+        if trainer.replica.steps_done > number + 1:
+            return {**read_step(host.spec.steps_dir, number), "rank": rank}
+        if trainer.replica.steps_done == number:
+            whole = len(in_waves(batch["members"]))
+            if (added := trainer.add_waves(number, whole)) != whole:
+                raise TrainError(f"batch {number}: {added} waves were added, and it has {whole}; resume the run")
+        result = trainer.checkpoints.close(number)
+        trained = [each for each in waves if each["groups"]]
+        wave_s = sum(each["train_s"] for each in trained)
+        streamed_s = sum(each["train_s"] for each in trained if each["missing"])
+        train_s = wave_s + time.time() - started_s
+        numbers = {name: sum(each[name] for each in trained) for name in FETCHED if trained and name in trained[0]}
+        numbers |= {"waves": len(trained), "wave_s": wave_s, "streamed_frac": streamed_s / train_s if train_s else 0.0}
+        return _finished_step(host, result, rank, train_s, numbers)
+
+
+@contextmanager
+def _turn(host: WorkerRuntime, rank: int, batch: int) -> Iterator[Trainer]:
+    """The trainer, when it is the turn of ``rank`` in its group; MismatchAlarm after a step that paused the run."""
     with turn(host.gang, rank):
         trainer = host.training
-        if trainer.paused is not None and batch["batch"] > trainer.paused[0]:
+        if trainer.paused is not None and batch > trainer.paused[0]:
             raise MismatchAlarm(trainer.paused[1])
-        trainer.recover(batch["batch"], or_next=True)  # a restarted worker has lost its replica
-        if trainer.replica.steps_done > batch["batch"] + 1:
-            return {**read_step(host.spec.steps_dir, batch["batch"]), "rank": rank}
-        fetcher = None
-        if host.spec.config.trainer.dispatch == "peer":
-            fetcher = SliceFetcher(batch, host.spec)
-            result = trainer.checkpoints.step(lazy_batch(batch, fetcher), batch["batch"])
-        else:
-            result = trainer.checkpoints.step(members_of(batch, host.spec.groups_dir, of_the_step=True), batch["batch"])
-        found = fetcher.numbers if fetcher is not None else {}
-        return finished_step(host, result, rank, time.time() - started_s, found)
+        yield trainer
 
 
-def finished_step(
+def _rows(host: WorkerRuntime, batch: dict[str, Any]) -> tuple[Any, SliceFetcher | None]:
+    if host.spec.config.trainer.dispatch != "peer":
+        return None, None
+    fetcher = SliceFetcher(batch, host.spec)
+    return lazy_batch(batch, fetcher), fetcher
+
+
+def _finished_step(
     host: WorkerRuntime, result: TrainReport, rank: int, train_s: float, found: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The numbers of a step that replica ``rank`` took, with what else was ``found``; rank 0 writes them into the step's record."""
-    trainer = host.training
-    if (reason := pause_reason(host.spec, result.as_dict())) is not None:
+    trainer, taken = host.training, result.as_dict()
+    if (reason := pause_reason(host.spec, taken)) is not None:
         trainer.paused = result.step, reason
-    numbers = {**result.as_dict(), **metrics_of(result.mismatch_parts), "rank": rank, "train_s": train_s, **found}
-    numbers["mismatch_alarm"] = alarm_of(host.spec, result.as_dict()) or ""
+    numbers = {**taken, **metrics_of(result.mismatch_parts), "rank": rank, "train_s": train_s, **found}
+    numbers["mismatch_alarm"] = _alarm(host.spec, taken) or ""
     numbers["train_on_gpu"] = int(trainer.replica.device.type == "cuda")
     if rank == 0:
         write_step(host.spec.steps_dir, result.step, numbers)
@@ -82,8 +148,7 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def publish(run: str, updated: dict[str, Any], rank: int = 0) -> dict[str, Any]:
-    """Publish the replica's weights as the next version, of a single rank beside its next step; where each rank has a shard,
-    ranks other than 0 send theirs."""
+    """Publish the replica's weights as the next version; if each rank has a shard, ranks other than 0 send theirs."""
     host = runtime_here(run)
     with turn(host.gang, rank):
         return _publish(host, updated["step"] + 1, rank)
@@ -96,7 +161,7 @@ def _publish(host: WorkerRuntime, version: int, rank: int) -> dict[str, Any]:
     replica = trainer.replica
     if rank > 0:
         if replica.is_sharded and replica.steps_done == version:
-            assist(replica, config.rollout.max_context_tokens)
+            trainer.publications.assist()
         return {"version": version, "rank": rank}
     published = trainer.publications.publish(version)
     # After the report, so that no engine waits for it:
@@ -105,10 +170,7 @@ def _publish(host: WorkerRuntime, version: int, rank: int) -> dict[str, Any]:
 
 
 def restore(run: str, batches: int, stored: int, rank: int = 0) -> dict[str, Any]:
-    """Repeat steps on committed batches until the replica holds version ``batches``, and publish it; nothing is generated.
-
-    ``replayed`` has the numbers of each repeated step.
-    """
+    """Repeat steps on committed batches (``replayed``) up to version ``batches``, and publish it; nothing is generated."""
     host = runtime_here(run)
     started_s = time.time()
     with turn(host.gang, rank):
@@ -163,8 +225,7 @@ def summary(
     return {"iteration": iteration, "version": published["version"], **values}
 
 
-def alarm_of(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
-    """The alarm of a step's mismatch, None if there is none."""
+def _alarm(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
     trainer, step = spec.config.trainer, int(numbers["step"])
     nats = {"mean_nats": trainer.mismatch_args["mean"], "k3_nats": trainer.mismatch_args["k3"]}
     return alarm_text(numbers, step, **nats, rounding_nats=rounding_nats(spec.config))
@@ -186,7 +247,7 @@ def pause_reason(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
             trainer.old_logp, step, numbers["exact_old_frac"], numbers["clip_low_frac"], numbers["clip_high_frac"],
             numbers["correction_frac"], numbers["effective_sample_frac"],
         )  # fmt: skip
-    text = alarm_of(spec, numbers)
+    text = _alarm(spec, numbers)
     if text is None or trainer.mismatch_action != "pause":
         return None
     return (

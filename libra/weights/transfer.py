@@ -136,7 +136,6 @@ def _fetch_version(channel: Channel, version: int, directory: Path, content: str
 
 
 def _fetch_file(channel: Channel, version: int, path: Path, max_bytes: int) -> None:
-    """Get one file, continuing after the bytes of ``path``; a version may have no check."""
     name, offset = path.name, path.stat().st_size if path.exists() else 0
     channel.send_frame(version=version, file=name, offset=offset)
     answer = channel.recv_frame() or {"error": "the server closed the connection"}
@@ -159,8 +158,7 @@ def _fetch_file(channel: Channel, version: int, path: Path, max_bytes: int) -> N
 
 
 def _max_bytes(manifest: Manifest) -> int:
-    """Maximum bytes of a safetensors file of these tensors: elements, and a JSON entry for each in its
-    header."""
+    """Maximum bytes of a safetensors file of these tensors: elements, and a JSON entry for each in its header."""
     num_bytes = entries = 0
     for name, facts in manifest.tensors.items():
         dtype = getattr(torch, facts.dtype, None)

@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -59,15 +60,14 @@ POWERFUL = 3.0
 Logps = tuple[tuple[float, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class VersionCheck:
+class VersionCheck(msgspec.Struct, frozen=True):
     """The trainer's numbers of a version."""
 
     version: int
     digest: str  # of its tensors, as in the registry
     dtype: str  # of its matrices: "float32", "bfloat16"
     seed: int  # of the projections
-    projections: Mapping[str, tuple[float, ...]]  # by weight, tied ones under each of their names
+    projections: dict[str, tuple[float, ...]]  # by weight, tied ones under each of their names
     probe: tuple[tuple[int, ...], ...] = ()  # token ids of each probe
     logp: Logps = ()  # from each second token on, in nats, by the trainer
     previous_logp: Logps | None = None  # under the version published before, if known
@@ -82,21 +82,17 @@ class VersionCheck:
 
     def to_json(self) -> str:
         """One JSON object, sealed."""
-        return sealed_text({"schema": SCHEMA, **asdict(self)})
+        return sealed_text({"schema": SCHEMA, **msgspec.to_builtins(self)})
 
     @classmethod
     def from_json(cls, text: str, where: object) -> VersionCheck:
         """The check in a file's text; WeightsError that names ``where`` if it is not a check."""
         try:
             values = unseal(text)
-            if values.pop("schema") != SCHEMA:
+            if values.get("schema") != SCHEMA:
                 raise ValueError("unknown schema")
-            for name in ("probe", "logp", "previous_logp", "first_logp"):
-                if values[name] is not None:
-                    values[name] = tuple(tuple(row) for row in values[name])
-            values["projections"] = {name: tuple(row) for name, row in values["projections"].items()}
-            return cls(**values)
-        except (ValueError, TypeError, KeyError, AttributeError) as fault:
+            return msgspec.convert(values, cls)
+        except ValueError as fault:  # and msgspec.ValidationError
             raise WeightsError(
                 f"weights: {where} is not the check of a version ({fault}); publish the version again"
             ) from fault
@@ -191,7 +187,9 @@ def judge(
     check: VersionCheck, expected: ExpectedProbes, answers: Answers, calibration: ProbeCalibration
 ) -> CheckVerdict:
     """Whether an engine holds the version of ``check``, and what this comparison could have detected."""
-    columns, (layer, gap_frac) = _worst_column(expected, answers), _worst_projection(check, answers)
+    differ = _differing_columns(expected, answers)
+    gaps = {name: _projection_gap(want, answers.projections.get(name)) for name, want in check.projections.items()}
+    worst, gap_frac = max(gaps.items(), key=lambda item: item[1], default=("", 0.0))
     gap_nats, moved = _probe_gap(check, answers.logp), check.moved_nats
     nats, frac = max(calibration.probe_nats, _least_nats(check)), calibration.projection_frac
 
@@ -202,14 +200,15 @@ def judge(
             passed, method, layer, gap, tolerance, moved, len(check.projections), expected.num_changed, smallest, detail
         )
 
-    if columns is not None and columns[2] > 0:
-        detail = f"{columns[2]} tensors differ from the file's; {columns[0]} by {columns[1]:.3g}, and bits are compared"
-        return verdict(False, "columns", columns[0], columns[1], detail)
+    if differ:
+        layer, gap = max(differ.items(), key=lambda item: item[1])
+        detail = f"{len(differ)} tensors differ from the file's; {layer} by {gap:.3g}, and bits are compared"
+        return verdict(False, "columns", layer, gap, detail)
     if not gap_frac <= frac:
         detail = (
-            f"projections of {layer} are {gap_frac:.3g} of their size off the trainer's; the tolerance is {frac:.3g}"
+            f"projections of {worst} are {gap_frac:.3g} of their size off the trainer's; the tolerance is {frac:.3g}"
         )
-        return verdict(False, "projections", layer, gap_frac, detail)
+        return verdict(False, "projections", worst, gap_frac, detail)
     if not gap_nats <= nats:
         detail = (
             f"log-probabilities of the probe are {gap_nats:.3g} nats off the trainer's; the tolerance is {nats:.3g}"
@@ -219,7 +218,7 @@ def judge(
         f"probe {gap_nats:.3g} of {nats:.3g} nats, moved {'unknown' if moved is None else f'{moved:.3g}'}; projections "
         f"{gap_frac:.3g} of {frac:.3g}; {len(expected.columns)} tensors bit for bit"
     )
-    if columns is not None and expected.num_changed is not None:
+    if expected.columns and expected.num_changed is not None:
         return verdict(True, "columns", "", 0.0, detail)
     if moved is not None and moved > POWERFUL * nats:
         return verdict(True, "probe", "", gap_nats, detail)
@@ -228,6 +227,10 @@ def judge(
 
 def _flat(rows: Logps | tuple[NDArray[np.float32], ...]) -> NDArray[np.float64]:
     return np.concatenate([np.asarray(row, np.float64) for row in rows])
+
+
+def _finite(gap: float) -> float:
+    return gap if math.isfinite(gap) else math.inf
 
 
 def _probe_gap(check: VersionCheck, got: tuple[NDArray[np.float32], ...]) -> float:
@@ -241,47 +244,27 @@ def _probe_gap(check: VersionCheck, got: tuple[NDArray[np.float32], ...]) -> flo
     if [len(row) for row in check.logp] != [len(row) for row in got]:
         return math.inf
     gaps = np.abs(_flat(check.logp) - _flat(got))
-    gap = float(gaps.mean() if check.dtype in NARROW else gaps.max())
-    return gap if math.isfinite(gap) else math.inf
+    return _finite(float(gaps.mean() if check.dtype in NARROW else gaps.max()))
 
 
-def _projection_gap(expected: tuple[float, ...], got: tuple[float, ...]) -> float:
+def _projection_gap(expected: tuple[float, ...], got: tuple[float, ...] | None) -> float:
+    if got is None or len(got) != len(expected):
+        return math.inf
     size = math.sqrt(sum(number * number for number in expected) / len(expected))
-    if len(got) != len(expected):
-        return math.inf
-    gap = max(abs(a - b) for a, b in zip(expected, got, strict=True))
-    if not math.isfinite(gap):
-        return math.inf
+    gap = _finite(float(np.abs(np.subtract(expected, got)).max()))
     return gap / size if size else (0.0 if gap == 0 else math.inf)
 
 
-def _worst_projection(check: VersionCheck, answers: Answers) -> tuple[str, float]:
-    worst = ("", 0.0)
-    for name, numbers in check.projections.items():
-        got = answers.projections.get(name)
-        gap = math.inf if got is None else _projection_gap(numbers, got)
-        if gap > worst[1]:
-            worst = (name, gap)
-    return worst
-
-
-def _worst_column(expected: ExpectedProbes, answers: Answers) -> tuple[str, float, int] | None:
-    """(layer, largest difference, layers that differ); None if no column was requested."""
-    if not expected.columns:
-        return None
-    worst, many = ("", 0.0), 0
+def _differing_columns(expected: ExpectedProbes, answers: Answers) -> dict[str, float]:
+    """The largest difference of each tensor with one, infinite where an answer is missing or not finite."""
+    found = {}
     for name, want in expected.columns.items():
         got = answers.columns.get(name)
-        if got is not None and got.shape == want.shape and np.array_equal(got, want):
-            continue
-        many += 1
-        gap = math.inf
-        if got is not None and got.shape == want.shape:
-            gap = float(np.abs(got.astype(np.float64) - want).max())
-            gap = gap if math.isfinite(gap) else math.inf
-        if gap > worst[1]:
-            worst = (name, gap)
-    return (*worst, many)
+        if got is None or got.shape != want.shape:
+            found[name] = math.inf
+        elif not np.array_equal(got, want):
+            found[name] = _finite(float(np.abs(got.astype(np.float64) - want).max()))
+    return found
 
 
 # -- columns in which two versions differ --------------------------------------------------------
@@ -311,8 +294,7 @@ def changed_columns(before: Tensor, after: Tensor, *, rows: bool = False) -> lis
 def expected_columns(
     path: Path, before: list[Path], tied: Mapping[str, str], dtype: torch.dtype, seed: int
 ) -> tuple[dict[str, tuple[int, ...]], ExpectedProbes]:
-    """The columns to request from an engine that loads ``path`` and held one of ``before``, and the right
-    answer.
+    """The columns to request from an engine that loads ``path`` and held one of ``before``, and the right answer.
 
     ``tied`` maps further names to those in the file. Every norm and bias is requested whole; of a
     matrix up to `COLUMNS` places that differ from each of ``before`` and as many random ones. A missing

@@ -16,14 +16,13 @@ from libra.envs import Environment
 from libra.facts import STREAM_OP, Fact, pack
 from libra.store.run_records import Epoch
 from libra.store.trajectory_journal import Journal
-from libra.worker.engine.weight_sync import WorkerWeights
+from libra.worker.model_files import WorkerWeights
 from libra.worker.run_spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """One start of a run on one worker; ``model_dir`` is the model on this machine, ``environment`` is set
-    up."""
+    """One start of a run on one worker; ``model_dir`` is the model on this machine, ``environment`` is set up."""
 
     worker: Worker
     spec: RunSpec
@@ -59,13 +58,22 @@ class WorkerContext:
         """
         listeners = self.worker.stream_handlers.setdefault(op, _Listeners())
         assert isinstance(listeners, _Listeners)
-        listeners.handlers[self.spec.run, self.spec.epoch] = handler
+        listeners[self.spec.run, self.spec.epoch] = handler
 
     def stop_listening(self) -> None:
         """Remove all handlers of this start of the run."""
         for listeners in self.worker.stream_handlers.values():
             if isinstance(listeners, _Listeners):
-                listeners.handlers.pop((self.spec.run, self.spec.epoch), None)
+                listeners.pop((self.spec.run, self.spec.epoch), None)
+
+
+class _Listeners(dict[tuple[str, int], Callable[..., None]]):
+    """Handlers of one ``op`` by run and epoch; a message that names no run is for all of them."""
+
+    def __call__(self, run: str | None = None, epoch: int = 0, **fields: Any) -> None:
+        for of, handler in [*self.items()]:
+            if run is None or of == (run, epoch):
+                handler(**fields)
 
 
 class FactSender:
@@ -90,16 +98,3 @@ class FactSender:
             packed = pack(self._unsent)
             self._unsent.clear()
             self._worker.batched_send({"op": STREAM_OP, "run": self._run, "epoch": self._epoch, "packed": packed})
-
-
-class _Listeners:
-    """Handlers of one ``op`` by run and epoch; a message that names no run is for all of them."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[tuple[str, int], Callable[..., None]] = {}
-
-    def __call__(self, run: str | None = None, epoch: int = 0, **fields: Any) -> None:
-        handlers = [*self.handlers.values()] if run is None else [self.handlers.get((run, epoch))]
-        for handler in handlers:
-            if handler is not None:
-                handler(**fields)

@@ -42,7 +42,6 @@ _full_message = distributed.worker.error_message
 
 
 def _error_message(e: BaseException, status: str = "error") -> Any:
-    """A worker's message for an exception; for Reschedule an empty one, because its content is never read."""
     if isinstance(e, Reschedule):
         return {"status": status, "exception": None, "traceback": None, "exception_text": "", "traceback_text": ""}
     return _full_message(e, status)
@@ -105,8 +104,7 @@ def still_wanted(worker: Worker, key: str) -> bool:
 
 
 def set_supply(worker: Worker, resource: str, count: int) -> None:
-    """Set the number of slots that this worker counts with. Only if no task that takes some is here,
-    because no waiting task is woken."""
+    """Set the number of slots of this worker, without a task that takes some: no waiting task is woken."""
     state = worker.state
     more = count - state.total_resources.get(resource, 0)
     state.total_resources[resource] = count

@@ -1,5 +1,4 @@
-"""A worker that can change roles: carries out each stage that the scheduler sends, and reports its end
-and its seconds.
+"""A worker that can change roles: carries out each stage that the scheduler sends, and reports its end and seconds.
 
 `libra.scheduler.worker_roles` sends the stages (`libra.policy.role_changes`). Here ``rollout`` is
 an engine that serves, ``train`` a replica that computes slices for the core's pool
@@ -49,6 +48,10 @@ LOOKS_EVERY_S = 0.005
 """Seconds between checks of a drain for the last task."""
 
 
+Pool = tuple[int, str, int]
+"""Number of the gang whose core opened it (0 if it is alone), host and port."""
+
+
 class RoleMember:
     """One per host whose worker can change roles; created before its ``engine`` starts."""
 
@@ -56,7 +59,9 @@ class RoleMember:
         self.context, self.engine = context, engine
         self.base, self.share = engine.kind, Share.of_worker()
         self.training = HybridTraining(
-            context, lambda *stage: self._stage_done(self.number, *stage), self._training_failed
+            context,
+            lambda *stage: self._stage_done(self.number, *stage),
+            lambda error: self._failed(self.number, error),
         )
         self.has: Assignment | None = Assignment(Role.ROLLOUT, self.base.tp)
         """Its present or last role; None if nothing is in memory."""
@@ -120,11 +125,8 @@ class RoleMember:
                         await self._sleep()
                     case Stage.TAKING_UP:
                         await self._take_up(target, message["slots"], [Share(**share) for share in message["shares"]])
-            except LibraError as error:
-                self._failed(number, str(error))
-            except Exception as error:  # the boundary of this task, whose exceptions are shown to no one
-                logger.exception("role change %d: %s", number, stage)
-                self._failed(number, f"{type(error).__name__}: {error}")
+            except Exception as error:  # noqa: BLE001 the boundary of this task, whose exceptions are shown to no one
+                self._failed(number, error)
             else:
                 self._stage_done(number, str(stage), started_s)
 
@@ -132,22 +134,20 @@ class RoleMember:
         seconds = round(time.perf_counter() - started_s, 6)
         self.context.report(RoleStage(self.context.name, generation, stage, seconds))
 
-    def _failed(self, generation: int, detail: str) -> None:
-        logger.warning("role change %d of %s failed: %s", generation, self.context.name, detail)
-        self.context.report(RoleStageFailed(self.context.name, generation, detail[:1000]))
-
-    def _training_failed(self, detail: str) -> None:
-        self._failed(self.number, detail)
+    def _failed(self, generation: int, error: Exception) -> None:
+        known, name = isinstance(error, LibraError), self.context.name
+        detail = str(error) if known else f"{type(error).__name__}: {error}"
+        logger.warning("role change %d of %s failed: %s", generation, name, detail, exc_info=None if known else error)
+        self.context.report(RoleStageFailed(name, generation, detail[:1000]))
 
     async def _drain(self, number: int) -> None:
         """Let running work end, or abort it after ``cluster.drain_timeout_s``; a newer change ends the wait."""
         self.leaving = True
         timeout_s = self.context.spec.config.cluster.drain_timeout_s
-        until_s = None if timeout_s is None else time.monotonic() + timeout_s
         if self.training.in_pool:
             await self.training.leave(timeout_s)
         elif self.has is not None and self.has.role is Role.ROLLOUT:
-            await self._idle(number, until_s)
+            await self._idle(number, None if timeout_s is None else time.monotonic() + timeout_s)
 
     async def _idle(self, number: int, until_s: float | None = None) -> None:
         while takes(self.context.worker, keys.ROLLOUT) and number == self.number:
@@ -166,13 +166,11 @@ class RoleMember:
         self.has = None
 
     async def _take_up(self, target: Assignment, slots: int, shares: list[Share]) -> None:
-        """``slots`` and ``shares`` are of all workers whose GPUs its engine has, its own first."""
-        match target.role:
-            case Role.ROLLOUT:
-                share = Share.joined(shares) if len(shares) > 1 else None
-                await self._generate_again(replace(self.base, tp=target.tp, slots=slots, share=share))
-            case Role.TRAIN:
-                await self.training.start()
+        if target.role is Role.ROLLOUT:
+            share = Share.joined(shares) if len(shares) > 1 else None
+            await self._generate_again(replace(self.base, tp=target.tp, slots=slots, share=share))
+        elif target.role is Role.TRAIN:
+            await self.training.start()
         self.has = target
         self.leaving = False
 
@@ -192,19 +190,15 @@ class RoleMember:
         set_supply(self.context.worker, keys.ROLLOUT, kind.slots)
 
 
-Pool = tuple[int, str, int]
-"""Number of the gang whose core opened it (0 if it is alone), host and port."""
-
-
 class HybridTraining:
     """The replica of a worker that can change roles, and its service in the pool.
 
-    ``stage_done`` (stage, when it began on the performance counter) and ``failed`` (detail) report
-    events of the service.
+    ``stage_done`` (stage, start on the performance counter) and ``failed`` (error) report events of the
+    service.
     """
 
     def __init__(
-        self, context: WorkerContext, stage_done: Callable[[str, float], None], failed: Callable[[str], None]
+        self, context: WorkerContext, stage_done: Callable[[str, float], None], failed: Callable[[Exception], None]
     ) -> None:
         self.context, self._stage_done, self._failed = context, stage_done, failed
         self._pool: Pool | None = None
@@ -281,7 +275,6 @@ class HybridTraining:
         return hybrid
 
     async def _serve(self, hybrid: HybridReplica) -> None:
-        """Compute slices until it leaves, or its core refuses it."""
         try:
             while True:
                 used = self._pool
@@ -294,20 +287,15 @@ class HybridTraining:
                     return
                 self._hybrid = hybrid = found
                 self._stage_done("reconnected", lost_s)
-        except LibraError as error:
+        except Exception as error:  # noqa: BLE001 the boundary of this task, whose exceptions are not reported
             if not self._leaving:
-                self._failed(str(error))
-        except Exception as error:  # the boundary of this task, whose exceptions are not reported
-            logger.exception("%s: training failed", self.context.name)
-            if not self._leaving:
-                self._failed(f"{type(error).__name__}: {error}")
+                self._failed(error)
 
     async def _reconnect(self, used: Pool | None) -> HybridReplica | None:
         """The replica in the same pool or the next one; None if it must leave first."""
         while not self._leaving:
             pool = self._pool
             self._pool_changed.clear()
-            assert pool is not None
             try:
                 found: HybridReplica = await self._in_thread(self._connect, pool)
                 return found

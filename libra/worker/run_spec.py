@@ -1,5 +1,4 @@
-"""The facts of a run that every worker needs, sent once when the run starts; tasks then refer to the
-run by name.
+"""The facts of a run that every worker needs, sent once when the run starts; tasks then refer to the run by name.
 
 The run's secret travels inside the spec over an encrypted connection, else through a file that only
 its owner can read: Dask sends pickled data, which anyone on the network can read over ``tcp://``.
@@ -93,32 +92,29 @@ class RunSpec(RunFiles):
 
     def make_environment(self) -> Environment:
         """The environment, the same on every worker."""
-        section = self.config.environment
+        section, tool_format = self.config.environment, self.config.rollout.tool_format
         environment = self.environment
         if environment is None:
             environment = make_environment(section.name, dict(section.args), self.config.run.seed)
         if "mcp" in section.tools and not self.config.agent.given:
             environment = with_mcp_tools(environment, section.tools["mcp"], section.tools_env)
-        if self.config.rollout.tool_format is not None:
-            environment.tool_format = self.config.rollout.tool_format
+        if tool_format is not None:
+            environment.tool_format = tool_format
         return check_state(environment)
 
     @property
     def back_off(self) -> BackOff:
         """Retries of calls that an API refuses for now."""
-        section = self.config.environment
-        return BackOff(section.retries, seed=self.config.run.seed)
+        return BackOff(self.config.environment.retries, seed=self.config.run.seed)
 
     def turn_seed(self, tid: TrajectoryId, turn: int, draw: int = 0) -> int:
-        """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh starts of
-        the trajectory.
+        """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh attempts.
 
         Split "eval" leaves out the iteration (a weight version): all evaluations have the same seeds.
         """
         iteration = tid.iteration if tid.split == "train" else 0
         text = f"{self.config.run.seed}/{tid.split}/{iteration}/{tid.group}/{tid.sample}/{turn}"
-        if draw:
-            text += f"/{draw}"
+        text += f"/{draw}" if draw else ""
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
@@ -128,18 +124,15 @@ ENCRYPTED = ("tls://", "inproc://")
 
 
 def sendable_spec(spec: RunSpec, scheduler: str) -> tuple[RunSpec, Path | None]:
-    """``spec`` as the scheduler at that address may send it, and the file with the secret that it then
-    lacks, if any.
+    """``spec`` as the scheduler at that address may send it, and the file with the secret that it then lacks, if any.
 
     A run without connections between its workers leaves no file.
     """
     if scheduler.startswith(ENCRYPTED):
         return spec, None
-    config = spec.config
-    path = None
-    cluster, peers = config.cluster, (config.trainer.dispatch, config.weights.transfer)
-    exchanges_kv = config.rollout.kv_host_gib is not None
-    if "peer" in peers or exchanges_kv or cluster.hybrid_workers or cluster.train_workers > 1:
+    config, path = spec.config, None
+    peers = "peer" in (config.trainer.dispatch, config.weights.transfer) or config.rollout.kv_host_gib is not None
+    if peers or config.cluster.hybrid_workers or config.cluster.train_workers > 1:
         path = spec.directory / SECRET_FILE
         write_private(path, spec.secret)
     return replace(spec, secret=""), path
@@ -147,10 +140,8 @@ def sendable_spec(spec: RunSpec, scheduler: str) -> tuple[RunSpec, Path | None]:
 
 def with_secret(spec: RunSpec, path: Path | None) -> RunSpec:
     """The spec with its secret again, on a worker; ClusterError if the file cannot be read there."""
-    if path is None:
-        return spec
     try:
-        return replace(spec, secret=path.read_text())
+        return spec if path is None else replace(spec, secret=path.read_text())
     except OSError as error:
         raise ClusterError(
             f"{path}: this worker cannot read the run's secret ({error.strerror}), which an open scheduler must not send; start "

@@ -1,5 +1,4 @@
-"""The lifecycle of a run's objects on a worker between tasks: engine, replica, environment, trajectory
-states.
+"""The lifecycle of a run's objects on a worker between tasks: engine, replica, environment, trajectory states.
 
 A WorkerPlugin, because a nanny that restarts a worker installs it again. The worker's resources
 decide what is built: ROLLOUT an engine, TRAIN a replica, COMMIT the zarr store, GRADE the rows of
@@ -14,6 +13,7 @@ import gc
 import importlib
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,13 +37,12 @@ from libra.store.trajectory_journal import Journal
 from libra.worker.context import FactSender, WorkerContext
 from libra.worker.dask_worker import cheap_reschedule, heartbeat_during_setup
 from libra.worker.engine.engine_factory import EngineKind
-from libra.worker.engine.weight_sync import weights_of
 from libra.worker.engine.worker_engine import WorkerEngine
-from libra.worker.model_files import ONE_MODEL_AT_A_TIME, local_model
+from libra.worker.model_files import ONE_MODEL_AT_A_TIME, WorkerWeights, local_model
 from libra.worker.role_member import RoleMember
 from libra.worker.run_spec import RunSpec, with_secret
 from libra.worker.services.service_host import RunServices, open_services
-from libra.worker.services.service_models import OwnTeacher
+from libra.worker.services.service_models import load_teacher
 from libra.worker.training.batch_rows import RowKeeper, keeper_of
 from libra.worker.training.gang_member import GangMember
 from libra.worker.training.worker_trainer import Trainer
@@ -52,6 +51,7 @@ from libra.worker.trajectory.quanta import QuantumRunner
 if TYPE_CHECKING:
     from libra.envs import Environment
     from libra.store.trajectory_store import TrajectoryStore
+    from libra.train.teacher_model import TeacherModel
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +65,13 @@ _CLEARING: WeakKeyDictionary[Worker, set[asyncio.Event]] = WeakKeyDictionary()
 
 
 class WorkerRuntime(WorkerPlugin):
-    """One per worker and run."""
+    """One per worker and run; ``secret_file`` has the run's secret, for a ``spec`` without it."""
 
     idempotent = False
     context: WorkerContext
     quanta: QuantumRunner
 
     def __init__(self, spec: RunSpec, secret_file: Path | None = None) -> None:
-        """``secret_file``: file with the run's secret, for a ``spec`` without it."""
         self.spec, self.secret_file = spec, secret_file
         self.name = host_name(spec.run)
         self.engine: WorkerEngine | None = None
@@ -81,7 +80,7 @@ class WorkerRuntime(WorkerPlugin):
         self.gang: GangMember | None = None
         self.store: TrajectoryStore | None = None
         self.rows: RowKeeper | None = None
-        self.teacher: OwnTeacher | None = None
+        self.teacher: TeacherModel | None = None
         self.services: RunServices | None = None
         self.setup_error = ""
 
@@ -92,14 +91,13 @@ class WorkerRuntime(WorkerPlugin):
         return self.trainer
 
     async def setup(self, worker: Worker) -> None:
-        """Build for this worker's resources. An error is reported to the scheduler, and raised in a starting
-        driver."""
+        """Build for this worker's resources. An error is reported to the scheduler, and raised in a starting driver."""
         self._parts = AsyncExitStack()
         with heartbeat_during_setup(worker):
             await _cleared(worker)
             try:
                 self.spec = with_secret(self.spec, self.secret_file)
-                await self._build(worker)
+                await self._build(worker, worker.state.total_resources)
             except Exception as error:
                 self.setup_error = f"{type(error).__name__}: {error}"[:MAX_DETAIL_CHARS]
                 FactSender(worker, self.spec.run, self.spec.epoch).send(SetupFailed(str(worker.name), self.setup_error))
@@ -116,65 +114,60 @@ class WorkerRuntime(WorkerPlugin):
             _CLEARING[worker].discard(done)
             done.set()
 
-    async def _build(self, worker: Worker) -> None:
+    async def _build(self, worker: Worker, supply: Mapping[str, float]) -> None:
         cheap_reschedule()
         install_stacks(worker)
         await self._build_context(worker)
-        processes = await self._tool_processes(worker)
-        supply = worker.state.total_resources
+        parts, config, environment = self._parts, self.spec.config, self.context.environment
+        processes = await self._tool_processes(worker) if supply.get(keys.TOOL) else None
         async with ONE_MODEL_AT_A_TIME:
             if supply.get(keys.ROLLOUT):
-                await self._build_engine(worker)
+                await self._build_engine(supply)
             if supply.get(keys.TRAIN):
                 await self._build_trainer()
-            distil = self.spec.config.distil
-            if supply.get(keys.TEACHER) and distil.teacher is not None and distil.service is None:
-                self.teacher = OwnTeacher(self.context)
-                await asyncio.to_thread(self.teacher.load)
-            if self.spec.config.services.named and any(map(supply.get, (keys.TOOL, keys.GRADE, keys.TEACHER))):
+            if supply.get(keys.TEACHER) and config.distil.teacher is not None and config.distil.service is None:
+                self.teacher = await asyncio.to_thread(load_teacher, config, self.context.model_dir)
+            if config.services.named and any(map(supply.get, (keys.TOOL, keys.GRADE, keys.TEACHER))):
                 self.services = await open_services(self.context)
-                self._parts.push_async_callback(self.services.close)
-                self._parts.enter_context(services_here(self.services))
+                parts.push_async_callback(self.services.close)
+                parts.enter_context(services_here(self.services))
         self.quanta = QuantumRunner(
             self.context, self.engine, lambda: self.roles is not None and self.roles.leaving, processes
         )
         self.context.listen("libra-revoke", self.quanta.stoppable.revoke)
         if self.quanta.sessions is not None:
-            self._parts.push_async_callback(self.quanta.sessions.close)
-        self._parts.callback(self.quanta.close)
-        runs_agents = bool(supply.get(keys.TOOL)) and self.spec.config.agent.given
+            parts.push_async_callback(self.quanta.sessions.close)
+        parts.callback(self.quanta.close)
         if self.engine is not None:
             await self.engine.load_newest()
         if supply.get(keys.COMMIT):
             self.store = await asyncio.to_thread(_open_store, self.spec)
-            self._parts.push_async_callback(asyncio.to_thread, self.store.close)  # which waits for an append
-            if self.context.environment.isolation:
-                await asyncio.to_thread(self.store.note_isolation, self.context.environment.isolation)
-        # Import here what the first task would import, because that takes seconds and blocks the event loop while tasks
-        # wait.
+            parts.push_async_callback(asyncio.to_thread, self.store.close)  # which waits for an append
+            if environment.isolation:
+                await asyncio.to_thread(self.store.note_isolation, environment.isolation)
+        # Import here what the first task would import: that takes seconds and blocks the event loop while tasks wait.
         await asyncio.to_thread(importlib.import_module, "libra.graph.iteration")
-        if runs_agents or self.engine is not None or (supply.get(keys.TOOL) and self.context.environment.tools):
+        runs_agents = bool(supply.get(keys.TOOL)) and config.agent.given
+        if runs_agents or self.engine is not None or (supply.get(keys.TOOL) and environment.tools):
             await asyncio.to_thread(lambda: self.quanta.chat)
         if runs_agents:
             from libra.worker.trajectory.agent_quanta import Agents  # needs the extra `agents`
 
             self.quanta.agents = Agents(self.context, lambda: self.quanta.chat)
-            self._parts.push_async_callback(self.quanta.agents.close)
+            parts.push_async_callback(self.quanta.agents.close)
             await self.quanta.agents.start()
         if self.roles is not None:
             self.roles.announce()
-        # Freeze the objects loaded so far: torch and transformers are half a million objects that a full collection would
-        # walk through (0.2 s with the interpreter stopped) again and again.
+        # A full collection would walk through half a million objects of torch and transformers again and again.
         gc.collect()
         gc.freeze()
 
     async def _tool_processes(self, worker: Worker) -> ActionProcesses | None:
-        """On a worker with TOOL whose tools declare resources."""
-        environment = self.context.environment
-        if not worker.state.total_resources.get(keys.TOOL) or not any(tool.declares for tool in environment.tools):
+        environment, config = self.context.environment, self.spec.config
+        if not any(tool.declares for tool in environment.tools):
             return None
         number = str(worker.name).rpartition("-")[2]
-        config, index = self.spec.config, int(number) if number.isdigit() else 0
+        index = int(number) if number.isdigit() else 0
         supply = tool_supply(config, index)
         has = {keys.TOOL_CORES: len(supply.core_ids), keys.TOOL_MIB: supply.mib, keys.TOOL_GPUS: supply.gpus}
         await worker.set_resources(**{name: amount for name, amount in has.items() if amount})
@@ -190,13 +183,13 @@ class WorkerRuntime(WorkerPlugin):
         spec, parts = self.spec, self._parts
         model_dir = await asyncio.to_thread(local_model, spec.model_dir)
         environment = spec.make_environment()
-        parts.push_async_callback(self._close_environment, environment, worker)
+        parts.push_async_callback(self._close_environment, environment)
         await environment.setup()
         epoch = Epoch(spec.epochs_dir, spec.epoch)
         epoch.check()
         journal = Journal(spec.journal_dir, one_machine=spec.config.cluster.scheduler is None)
         parts.callback(journal.close)
-        weights = weights_of(worker, spec)
+        weights = WorkerWeights(worker, spec)
         parts.push_async_callback(asyncio.to_thread, weights.close)
         self.rows = keeper_of(worker, spec)
         if self.rows is not None:
@@ -205,12 +198,11 @@ class WorkerRuntime(WorkerPlugin):
         self.context = WorkerContext(worker, spec, model_dir, epoch, environment, journal, weights)
         parts.callback(self.context.stop_listening)
 
-    async def _build_engine(self, worker: Worker) -> None:
-        supply, cluster = worker.state.total_resources, self.spec.config.cluster
+    async def _build_engine(self, supply: Mapping[str, float]) -> None:
         self.engine = WorkerEngine(self.context, EngineKind.of(self.spec.config, supply))
         self._parts.push_async_callback(self.engine.close)
         asleep = False
-        if supply.get(keys.HYBRID) and cluster.hybrid_workers:
+        if supply.get(keys.HYBRID) and self.spec.config.cluster.hybrid_workers:
             self.roles = RoleMember(self.context, self.engine)
             self._parts.callback(self.roles.close)
             asleep = await self.roles.came_back()
@@ -229,28 +221,24 @@ class WorkerRuntime(WorkerPlugin):
         else:
             self.trainer.open_pool(gang=0)
 
-    async def _close_environment(self, environment: Environment, worker: Worker) -> None:
+    async def _close_environment(self, environment: Environment) -> None:
         try:
             await environment.close()
-        except Exception as error:
+        except Exception as error:  # the boundary to the user's environment, which was perhaps never set up
             if not self.setup_error:
                 raise
-            # the boundary to the user's environment, which was perhaps never set up
-            logger.info("worker %s: an environment that was not set up did not close: %s", worker.name, error)
+            logger.info("run %s: an environment that was not set up did not close: %s", self.spec.run, error)
 
 
 def runtime_here(run: str) -> WorkerRuntime:
-    """As `runtime_of`; FencedOff after a newer start of the run."""
+    """As `runtime_of`, for tasks that write; FencedOff after a newer start of the run."""
     host = runtime_of(run)
     host.context.epoch.check()
     return host
 
 
 def runtime_of(run: str) -> WorkerRuntime:
-    """The runtime of a run on this task's worker, for tasks that write nothing.
-
-    EnvironmentFault if the worker has none, or its setup failed.
-    """
+    """The runtime of a run on this task's worker; EnvironmentFault if it has none, or its setup failed."""
     worker = get_worker()
     host = worker.plugins.get(host_name(run))
     if not isinstance(host, WorkerRuntime):
@@ -264,20 +252,19 @@ def runtime_of(run: str) -> WorkerRuntime:
 
 
 async def _cleared(worker: Worker) -> None:
-    until_s = time.monotonic() + CLEAR_WAIT_S
-    while waiting := list(_CLEARING.get(worker, ())):
-        try:
-            await asyncio.wait_for(waiting[0].wait(), until_s - time.monotonic())
-        except TimeoutError:
-            logger.warning(
-                "worker %s: a run that has ended is not cleared after %g s; the next one starts anyway",
-                worker.name, CLEAR_WAIT_S,
-            )  # fmt: skip
-            return
+    try:
+        async with asyncio.timeout(CLEAR_WAIT_S):
+            while waiting := list(_CLEARING.get(worker, ())):
+                await waiting[0].wait()
+    except TimeoutError:
+        logger.warning(
+            "worker %s: a run that has ended is not cleared after %g s; the next one starts anyway",
+            worker.name,
+            CLEAR_WAIT_S,
+        )
 
 
 def _open_store(spec: RunSpec) -> TrajectoryStore:
-    """The store, as its one committer."""
     from libra.store.trajectory_store import TrajectoryStore  # imports zarr, which only the committer needs
 
     until_s = time.monotonic() + STORE_WAIT_S

@@ -126,7 +126,7 @@ async def test_agents_go_on_from_the_journal_when_the_program_that_runs_them_is_
         psutil.Process(pid).parent().kill()
         await ended(pid)  # agents end with it
         state = await worker.play()
-    assert state.failure is FailureClass.NONE and state.draw == 0
+    assert state.failure is FailureClass.NONE and state.attempt.number == 0
     check_one_sequence(state, worker.engine)
     assert [request.turn for request in worker.engine.requests] == [0, 1], "no turn was generated twice"
 
@@ -141,7 +141,7 @@ async def test_an_agent_that_asks_something_else_after_a_restart_begins_a_fresh_
     (tmp_path / "again").touch()
     async with start("other", engine=engine) as worker:
         state = await worker.play()
-    assert state.draw == 1 and state.failure is FailureClass.NONE
+    assert state.attempt.number == 1 and state.failure is FailureClass.NONE
     assert len(turns_of(state)) == 2 and reasons(state) == ["first", "continued"]
     assert [request.turn for request in engine.requests] == [0, 0, 1]
 
@@ -151,7 +151,7 @@ async def test_an_agent_waits_while_engines_sleep_or_die(start, fault, tmp_path)
     async with start("counting", trainer={"resample": 3}) as worker:
         worker.engine.faults = [fault, fault]
         state = await worker.play()
-    assert state.failure is FailureClass.NONE and state.draw == 0
+    assert state.failure is FailureClass.NONE and state.attempt.number == 0
     assert len(state.retried) == (0 if isinstance(fault, EngineAsleep) else 2)
     check_one_sequence(state, worker.engine)
     assert (tmp_path / "agents").read_text() == "+-", "it was started once"

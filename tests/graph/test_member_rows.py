@@ -11,13 +11,13 @@ import factories
 from libra.config import config_from_dict
 from libra.config.algorithms import ALGORITHMS, preset_values
 from libra.errors import ConfigError, TrainError
-from libra.graph.batch_nodes import batch_stats, lags
-from libra.graph.member_rows import member_rows, spare_numbers
+from libra.graph.member_rows import member_rows
 from libra.policy import StalenessPolicy, Verdict
 from libra.train import TrainSettings
 from libra.train.samples import sample_of
 from libra.types import EndReason, FailureClass, TrajectoryId
 from libra.worker.training import batch_rows
+from libra.worker.training.batch_numbers import batch_stats, lags, spare_numbers
 from libra.worker.training.batch_rows import SliceFetcher, lazy_batch, lengths, without_stale
 
 BATCH, ETA = 6, 2

@@ -166,4 +166,4 @@ def check_one_sequence(state, engine):
 
 def reasons(state):
     """Of each request, what it continues or why it does not."""
-    return [record.reason for record in state.draw_records if isinstance(record, RequestRecord)]
+    return [record.reason for record in state.attempt.records if isinstance(record, RequestRecord)]

@@ -1,12 +1,13 @@
-"""Queries an engine's layers and a probe, and compares the answers with the check published with a
-version."""
+"""Queries an engine's layers and a probe, and compares the answers with the check published with a version."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +17,13 @@ from libra.errors import LibraError, WeightsError
 from libra.projections import project_tensors
 from libra.rollout import ReadsColumns, RolloutEngine
 from libra.tensors import digest
-from libra.weights import (
+from libra.weights import WeightStore, WeightVersion
+from libra.weights.version_check import (
     Answers,
     CheckVerdict,
     ExpectedProbes,
     ProbeCalibration,
     VersionCheck,
-    WeightStore,
-    WeightVersion,
     as_first,
     calibrate,
     expected_columns,
@@ -36,26 +36,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Questions to an engine about a version: the published check, ``columns`` by layer, and their values
-    expected."""
+    """Questions to an engine about a version: its check, ``columns`` by layer, and their values expected."""
 
     version: WeightVersion
     check: VersionCheck
-    columns: dict[str, tuple[int, ...]]
-    expected: ExpectedProbes
+    columns: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    expected: ExpectedProbes = field(default_factory=ExpectedProbes)
 
 
 class EngineCheck:
-    """The check of one worker's engines. Methods that are not coroutines read files: call them in a
-    thread."""
+    """The check of one worker's engines, with tolerances that are None before they are measured."""
 
     def __init__(self, store: WeightStore) -> None:
         self.store = store
         self.calibration: ProbeCalibration | None = None
-        """Tolerances; None before they are measured."""
 
-    def published(self, version: WeightVersion) -> VersionCheck:
-        """The published check of a version; without one, a check computed from its file."""
+    async def questions(self, engine: RolloutEngine, version: WeightVersion, before: Iterable[int]) -> Questions:
+        """Questions for an engine that could hold one of the versions ``before`` instead.
+
+        WeightsError if the file differs from what the trainer hashed.
+        """
+        check = await asyncio.to_thread(self._published, version)
+        reads = isinstance(engine, ReadsColumns)
+        columns, _ = await asyncio.gather(
+            asyncio.to_thread(self._columns, version, check, before if reads else None),
+            asyncio.to_thread(self._verify_file, version, check),
+        )
+        return Questions(version, check, *columns)
+
+    def _published(self, version: WeightVersion) -> VersionCheck:
         text = self.store.check_text(version.number)
         if text is not None:
             return VersionCheck.from_json(text, version.directory)
@@ -64,27 +73,22 @@ class EngineCheck:
         projections = project_tensors(tensors, version.number)
         return VersionCheck(version.number, version.digest, kind, version.number, projections)
 
-    def verify_file(self, version: WeightVersion, check: VersionCheck) -> None:
-        """WeightsError if the file differs from what the trainer hashed."""
+    def _columns(self, version: WeightVersion, check: VersionCheck, before: Iterable[int] | None) -> tuple[Any, ...]:
+        if before is None:
+            return ()
+        held = [self.store.directory(number) / version.path.name for number in before if number >= 0]
+        tied, dtype = self.store.manifest(version.number).tied, getattr(torch, check.dtype)
+        return expected_columns(version.path, held, tied, dtype, seed=version.number)
+
+    def _verify_file(self, version: WeightVersion, check: VersionCheck) -> None:
         got = digest(self.store.read(version, verify=False))
         if got != check.digest:
             raise WeightsError(
                 f"weights: {version.path} has digest {got}, its check has {check.digest}; the file was altered"
             )
 
-    def questions(
-        self, engine: RolloutEngine, version: WeightVersion, check: VersionCheck, before: list[int]
-    ) -> Questions:
-        """Questions for an engine that could hold one of the versions ``before`` instead."""
-        if not isinstance(engine, ReadsColumns):
-            return Questions(version, check, {}, ExpectedProbes())
-        held = [version.path.parent.parent / f"{number:08d}" / version.path.name for number in before if number >= 0]
-        tied, dtype = self.store.manifest(version.number).tied, getattr(torch, check.dtype)
-        return Questions(version, check, *expected_columns(version.path, held, tied, dtype, seed=version.number))
-
     async def calibrate(self, engine: RolloutEngine, check: VersionCheck) -> None:
-        """Measure unknown tolerances: the differences of trainer and engine at version 0, which the engine
-        holds now."""
+        """Measure unknown tolerances: the differences of trainer and engine at version 0, which the engine holds now."""
         if self.calibration is not None:
             return
         first = check if check.version == 0 else as_first(check)
@@ -95,8 +99,7 @@ class EngineCheck:
             self.calibration = calibrate(first, await _answers(engine, first, {}))
 
     async def verdict(self, engine: RolloutEngine, questions: Questions) -> CheckVerdict:
-        """Whether the engine holds the version. Tolerances that are not known yet are measured at this
-        version."""
+        """Whether the engine holds the version; tolerances that are not known yet are measured at this version."""
         check = questions.check
         answers = await _answers(engine, check, questions.columns)
         verdict = judge(check, questions.expected, answers, self.calibration or uncalibrated(check.dtype))
@@ -106,10 +109,8 @@ class EngineCheck:
 
 
 def no_answer(check: VersionCheck, error: LibraError) -> CheckVerdict:
-    """The verdict on an engine that failed to answer."""
-    return CheckVerdict(
-        False, "probe", "(all)", math.inf, 0.0, None, len(check.projections), None, 0.0, f"the engine failed: {error}"
-    )
+    detail, layers = f"the engine failed: {error}", len(check.projections)
+    return CheckVerdict(False, "probe", "(all)", math.inf, 0.0, None, layers, None, 0.0, detail)
 
 
 async def _answers(engine: RolloutEngine, check: VersionCheck, columns: dict[str, tuple[int, ...]]) -> Answers:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from libra import keys
 from libra.config import RunConfig, resolve_model
@@ -37,8 +37,7 @@ _SERVED_TYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a machine that an engine may use, in the format of environment variables; empty if not
-    set.
+    """The part of a machine that an engine may use, in the format of environment variables; empty if not set.
 
     ``cores``: a list per tensor-parallel rank, as "0-3|4-7", or "nobind". ``devices``: GPUs, as "0,1".
     """
@@ -67,7 +66,6 @@ class EngineKind:
     ----------
     engine : str
         "transformers", "vllm", or ``package.module:attribute`` of one's own.
-    slots, tp : int
     threads : int or None
         Torch threads, per tensor-parallel rank; None for all cores.
     share : Share or None
@@ -87,15 +85,9 @@ class EngineKind:
     def of(cls, config: RunConfig, supply: Mapping[str, float]) -> EngineKind:
         """The engine of a worker with these resources."""
         threads = int(supply.get(keys.THREADS, 0)) or config.cluster.threads
-        kind = cls(
-            config.rollout.engine,
-            int(supply[keys.ROLLOUT]),
-            int(supply.get(keys.TP, 0)) or config.rollout.tp,
-            threads,
-            min_pass_s=supply.get(keys.PASS_US, 0) / 1e6,
-        )
-        check_parallel(kind.engine, kind.tp)
-        return kind
+        tp, min_pass_s = int(supply.get(keys.TP, 0)) or config.rollout.tp, supply.get(keys.PASS_US, 0) / 1e6
+        check_parallel(config.rollout.engine, tp)
+        return cls(config.rollout.engine, int(supply[keys.ROLLOUT]), tp, threads, min_pass_s=min_pass_s)
 
     @property
     def fields(self) -> EngineKindFields:
@@ -111,10 +103,7 @@ class EngineKind:
 
 def check_parallel(engine: str, tp: int) -> None:
     """EngineError if engines of this kind cannot have this tensor-parallel degree."""
-    if engine == "vllm":
-        return
-    degrees = own_degrees(engine) if is_named(engine) else (1,)
-    if tp not in degrees:
+    if engine != "vllm" and tp not in (degrees := _degrees(engine)):
         can = f"has tp_degrees={degrees}" if is_named(engine) else "has no tensor parallelism"
         raise EngineError(
             f"a worker's engine is to have TP={tp}, but rollout.engine={engine} {can}; type rollout.engine=vllm, or start the "
@@ -122,75 +111,68 @@ def check_parallel(engine: str, tp: int) -> None:
         )
 
 
-def own_degrees(name: str) -> tuple[int, ...]:
-    """Tensor-parallel degrees that an engine of one's own declares; ConfigError if they are none."""
-    degrees = getattr(named_part(ENGINE, name), "tp_degrees", (1,))
+def _degrees(name: str) -> tuple[int, ...]:
+    """Tensor-parallel degrees of an engine that is not vLLM; ConfigError if it declares something else."""
+    degrees = getattr(named_part(ENGINE, name), "tp_degrees", (1,)) if is_named(name) else (1,)
     if not isinstance(degrees, tuple | list) or not degrees or any(type(tp) is not int or tp < 1 for tp in degrees):
         raise ConfigError(f"{ENGINE}: {name!r} has tp_degrees={degrees!r}; it is a tuple of whole numbers, e.g. (1, 2)")
     return tuple(degrees)
 
 
-def own_continues(name: str) -> bool:
-    """Whether engines of one's own continue a turn where an earlier request stopped
-    (`libra.types.TurnRequest.generated`)."""
-    return bool(getattr(named_part(ENGINE, name), "continues_turns", False))
-
-
 def check_engine(config: RunConfig) -> None:
-    """ConfigError if this machine lacks the configured engine, or a budget for KV does not hold one
-    context."""
-    if is_named(config.rollout.engine):
-        check_own_engine(config.rollout.engine)
-        _check_degrees(config)
-        if config.rollout.chunk_tokens is not None and not own_continues(config.rollout.engine):
+    """ConfigError if this machine lacks the configured engine, or a budget for KV does not hold one context."""
+    rollout, name = config.rollout, config.rollout.engine
+    if is_named(name):
+        check_own_engine(name)
+        degrees = _degrees(name)
+        listed = [("cluster.engines", group.tp) for group in config.cluster.engines] or [("rollout.tp", rollout.tp)]
+        for field, tp in listed:
+            if tp not in degrees:
+                allowed = " or ".join(map(str, degrees))
+                raise ConfigError(
+                    f"{field}: a degree of {tp}, and {name!r} has tp_degrees={degrees}; type tp {allowed}"
+                )
+        if rollout.chunk_tokens is not None and not getattr(named_part(ENGINE, name), "continues_turns", False):
             raise ConfigError(
-                f"rollout.chunk_tokens: {config.rollout.engine!r} does not declare that it continues a turn as if it were whole; "
-                "leave rollout.chunk_tokens out, or set its continues_turns = True once its requests heed TurnRequest.generated"
+                f"rollout.chunk_tokens: {name!r} does not declare that it continues a turn as if it were whole; leave "
+                "rollout.chunk_tokens out, or set its continues_turns = True once its requests heed TurnRequest.generated"
             )
-    elif config.rollout.engine == "vllm":
-        from libra.config.sections import check_vllm
-
-        try:
-            check_vllm()
-        except EngineError as error:
-            raise ConfigError(str(error)) from error
-    else:
-        _check_served(config)
-    _check_budgets(config)
-
-
-def _check_served(config: RunConfig) -> None:
-    try:
-        model = resolve_model(config.model.path)
-        kind = json.loads((Path(model) / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (LibraError, OSError, ValueError, AttributeError):
-        return  # the check of the model's files tells it, or a worker that fetches them
-    if config.model.loader is None and isinstance(model, Path) and kind not in _SERVED_TYPES:
-        from libra.rollout.weight_loading import check_served  # lazy: a second, for families that are not known
-
-        check_served(model, config.rollout.max_context_tokens)
-
-
-def _check_budgets(config: RunConfig) -> None:
-    rollout, cluster = config.rollout, config.cluster
-    if rollout.engine != "transformers":
         return
+    try:
+        if name == "vllm":
+            from libra.config.sections import check_vllm
+
+            check_vllm()
+        else:
+            _check_transformers(config)
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_transformers(config: RunConfig) -> None:
+    rollout, cluster = config.rollout, config.cluster
     if cluster.scheduler is None:
         engines = sum(group.count for group in cluster.engines) if cluster.engines else cluster.rollout_workers
         _check_host_memory(rollout.kv_host_gib, engines)
+    try:
+        model = resolve_model(config.model.path)
+        facts = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        kind = facts.get("model_type")
+    except (LibraError, OSError, ValueError, AttributeError):
+        return  # the check of the model's files reports it, or a worker that fetches them
+    if config.model.loader is None and isinstance(model, Path) and kind not in _SERVED_TYPES:
+        from libra.rollout.weight_loading import check_served  # lazy: a second, for families that are not known
+
+        check_served(model, rollout.max_context_tokens)
     given = [(name, gib) for name in ("kv_cache_gib", "kv_host_gib") if (gib := getattr(rollout, name)) is not None]
-    if given and isinstance(model := resolve_model(config.model.path), Path):
+    if (
+        given and isinstance(model, Path) and "num_hidden_layers" in facts
+    ):  # else they are nested, and the engine checks
         from libra.rollout.capacity import kv_token_bytes, tokens_within  # lazy: the package imports torch
 
-        sizes = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        if "num_hidden_layers" not in sizes:  # they are nested, and the engine checks them
-            return
-        token_bytes = kv_token_bytes(sizes, config.model.dtype)
         for name, gib in given:
-            try:
-                tokens_within(gib, token_bytes, rollout.max_context_tokens, f"rollout.{name}")
-            except EngineError as error:
-                raise ConfigError(str(error)) from error
+            token_bytes = kv_token_bytes(facts, config.model.dtype)
+            tokens_within(gib, token_bytes, rollout.max_context_tokens, f"rollout.{name}")
 
 
 def _check_host_memory(each_gib: float | None, engines: int = 1) -> None:
@@ -204,112 +186,64 @@ def _check_host_memory(each_gib: float | None, engines: int = 1) -> None:
 
 
 def check_own_engine(name: str) -> None:
-    """ConfigError unless ``name`` is a `libra.rollout.engine.EngineFactory`; a class needs an engine's
-    methods."""
+    """ConfigError unless ``name`` is a `libra.rollout.engine.EngineFactory`; a class needs an engine's methods."""
     from libra.rollout.engine import RolloutEngine
 
     factory = named_function(ENGINE, name, ENGINE_CALL, **dict.fromkeys(_REQUIRED))
-    if isinstance(factory, type):
-        methods = (each for each in dir(RolloutEngine) if not each.startswith("_"))
-        lacking = [each for each in methods if not callable(getattr(factory, each, None))]
-        if lacking:
-            raise ConfigError(
-                f"{ENGINE}: {name!r} lacks {', '.join(lacking)}; it must be a libra.rollout.engine.RolloutEngine"
-            )
-
-
-def _check_degrees(config: RunConfig) -> None:
-    name, degrees = config.rollout.engine, own_degrees(config.rollout.engine)
-    listed = [("cluster.engines", group.tp) for group in config.cluster.engines] or [("rollout.tp", config.rollout.tp)]
-    for field, tp in listed:
-        if tp not in degrees:
-            allowed = " or ".join(map(str, degrees))
-            raise ConfigError(f"{field}: a degree of {tp}, and {name!r} has tp_degrees={degrees}; type tp {allowed}")
-
-
-def _own_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int) -> RolloutEngine:
-    from libra.rollout import RolloutEngine
-
-    given = {
-        "model_dir": model_dir,
-        "slots": kind.slots,
-        "max_context_tokens": config.rollout.max_context_tokens,
-        "version": version,
-    }
-    optional = {
-        "dtype": config.model.dtype,
-        "threads": kind.threads,
-        "kv_cache_gib": config.rollout.kv_cache_gib,
-        "min_pass_s": kind.min_pass_s,
-        "device": config.cluster.device,
-        "loader": config.model.loader,
-    } | ({"cores": kind.share.cores, "devices": kind.share.devices} if kind.share is not None else {})
-    if own_degrees(kind.engine) != (1,):
-        optional["tp"] = kind.tp
-    engine = built(ENGINE, kind.engine, ENGINE_CALL, given, optional)
-    if not isinstance(engine, RolloutEngine):
+    methods = [each for each in dir(RolloutEngine) if not each.startswith("_")] if isinstance(factory, type) else []
+    lacking = [each for each in methods if not callable(getattr(factory, each, None))]
+    if lacking:
         raise ConfigError(
-            f"{ENGINE}: {kind.engine!r} made a {type(engine).__name__}; it must be a libra.rollout.engine.RolloutEngine"
+            f"{ENGINE}: {name!r} lacks {', '.join(lacking)}; it must be a libra.rollout.engine.RolloutEngine"
         )
-    return engine
+
+
+def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int = 0) -> RolloutEngine:
+    """An engine that serves the weights in ``model_dir`` as ``version``, not started."""
+    rollout = config.rollout
+    limits: dict[str, Any] = {"slots": kind.slots, "max_context_tokens": rollout.max_context_tokens, "version": version}
+    options: dict[str, Any] = {
+        "dtype": config.model.dtype, "threads": kind.threads, "kv_cache_gib": rollout.kv_cache_gib
+    }  # fmt: skip
+    share: dict[str, Any] = {} if kind.share is None else {"cores": kind.share.cores, "devices": kind.share.devices}
+    if kind.engine == "vllm":
+        from libra.rollout.vllm.async_engine import VLLMEngine
+
+        options |= {"tp": kind.tp, "keep_kv": rollout.keep_kv, "engine_args": rollout.engine_args}
+        return VLLMEngine(model_dir, **limits, **options, **share)
+    options |= {"min_pass_s": kind.min_pass_s, "device": config.cluster.device, "loader": config.model.loader}
+    if is_named(kind.engine):
+        from libra.rollout import RolloutEngine
+
+        tp = {} if _degrees(kind.engine) == (1,) else {"tp": kind.tp}
+        engine = built(ENGINE, kind.engine, ENGINE_CALL, {"model_dir": model_dir, **limits}, options | share | tp)
+        if not isinstance(engine, RolloutEngine):
+            raise ConfigError(
+                f"{ENGINE}: {kind.engine!r} made a {type(engine).__name__}; it must be a libra.rollout.engine.RolloutEngine"
+            )
+        return engine
+    _check_host_memory(rollout.kv_host_gib)  # of this machine, which need not be the driver's
+    from libra.rollout.transformers_engine import TransformersEngine
+
+    return TransformersEngine(
+        model_dir,
+        **limits,
+        **options,
+        exact_logprobs=rollout.exact_logprobs,
+        speculate=rollout.speculate,
+        host_kv_gib=rollout.kv_host_gib,
+        record_routes=config.trainer.routes == "replay",
+    )
 
 
 def stats_of(engine: RolloutEngine) -> dict[str, float]:
     """An engine's counters, for the ``version_served`` event."""
     stats = engine.stats()
-    by_rows: dict[str, float] = {}
+    counted = ("generated_tokens", "prefilled_tokens", "cached_tokens", "steps", "drafted_tokens", "accepted_tokens")
+    found: dict[str, float] = {name: getattr(stats, name) for name in counted}
+    found |= {"busy_s": round(stats.busy_s, 6), "restarts": getattr(engine, "restarts", 0)}
     for rows, each in sorted(stats.drafted_by_rows.items()):
-        by_rows |= {f"drafted_tokens_batch{rows}": each.drafted, f"accepted_tokens_batch{rows}": each.accepted}
+        found |= {f"drafted_tokens_batch{rows}": each.drafted, f"accepted_tokens_batch{rows}": each.accepted}
         if each.gain is not None:
-            by_rows[f"draft_gain_batch{rows}"] = round(each.gain, 4)
-    return {
-        "generated_tokens": stats.generated_tokens,
-        "prefilled_tokens": stats.prefilled_tokens,
-        "cached_tokens": stats.cached_tokens,
-        "steps": stats.steps,
-        "drafted_tokens": stats.drafted_tokens,
-        "accepted_tokens": stats.accepted_tokens,
-        "busy_s": round(stats.busy_s, 6),
-        "restarts": getattr(engine, "restarts", 0),
-    } | by_rows
-
-
-def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int = 0) -> RolloutEngine:
-    """An engine that serves the weights in ``model_dir`` as ``version``, not started."""
-    if is_named(kind.engine):
-        return _own_engine(config, kind, model_dir, version)
-    if kind.engine == "vllm":
-        from libra.rollout.vllm.async_engine import VLLMEngine
-
-        return VLLMEngine(
-            model_dir,
-            version=version,
-            slots=kind.slots,
-            max_context_tokens=config.rollout.max_context_tokens,
-            dtype=config.model.dtype,
-            tp=kind.tp,
-            threads=kind.threads,
-            keep_kv=config.rollout.keep_kv,
-            kv_cache_gib=config.rollout.kv_cache_gib,
-            engine_args=config.rollout.engine_args,
-            **({"cores": kind.share.cores, "devices": kind.share.devices} if kind.share is not None else {}),
-        )
-    _check_host_memory(config.rollout.kv_host_gib)  # of this machine, which need not be the driver's
-    from libra.rollout.transformers_engine import TransformersEngine
-
-    return TransformersEngine(
-        model_dir,
-        slots=kind.slots,
-        max_context_tokens=config.rollout.max_context_tokens,
-        dtype=config.model.dtype,
-        threads=kind.threads,
-        version=version,
-        exact_logprobs=config.rollout.exact_logprobs,
-        speculate=config.rollout.speculate,
-        kv_cache_gib=config.rollout.kv_cache_gib,
-        host_kv_gib=config.rollout.kv_host_gib,
-        min_pass_s=kind.min_pass_s,
-        device=config.cluster.device,
-        loader=config.model.loader,
-        record_routes=config.trainer.routes == "replay",
-    )
+            found[f"draft_gain_batch{rows}"] = round(each.gain, 4)
+    return found

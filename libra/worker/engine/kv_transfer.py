@@ -49,8 +49,7 @@ PURPOSE = "kv"
 GIVE_UP_S = 10.0
 """Seconds after which a transfer is abandoned; its bytes no longer count when they arrive."""
 SILENT_S = 30.0
-"""Seconds for which a home that did not answer is not asked again; the connections to it have ended by
-then."""
+"""Seconds for which a home that did not answer is not asked again; connections to it have ended by then."""
 ASKED_AT_ONCE, ASKED_OF_ONE = 8, 2
 """Most requests at once to all homes and to one: a stopped home blocks only its share of threads."""
 KEPT_NOTICES = 4096
@@ -66,8 +65,7 @@ def give(channel: Channel, request: dict[str, Any], kv: KVObject) -> bool:
 def ask(
     address: Address, secret: str, trajectory_id: str, version: int, limit_bytes: int, *, neighbours: bool = True
 ) -> KVObject:
-    """The KV of a trajectory under weights ``version`` from the worker at ``address``, read in place on
-    this machine.
+    """The KV of a trajectory under weights ``version`` from the worker at ``address``, read in place on this machine.
 
     KVRefused if it has none or more than ``limit_bytes``, or the bytes changed; TransportError or
     OSError without answer.
@@ -145,13 +143,9 @@ class KVTransfers:
         output = await self._serving.generate(request)
         if output.cached_tokens < brought.num_tokens:
             brought = _Brought(refused="the engine did not use it: its weights have changed, or its pool was full")
-        if not brought.num_bytes:
-            brought.took_s = output.prefill_s
-        self._context.report(
-            HomeChanged(
-                key=key, took_s=round(brought.took_s, 6), num_bytes=brought.num_bytes, refused=brought.refused, **move
-            )
-        )
+        took_s = round(brought.took_s if brought.num_bytes else output.prefill_s, 6)
+        changed = HomeChanged(key=key, took_s=took_s, num_bytes=brought.num_bytes, refused=brought.refused, **move)
+        self._context.report(changed)
         return output
 
     async def _bring(self, trajectory_id: str, home: Address) -> _Brought:
@@ -183,8 +177,7 @@ class KVTransfers:
                 raise
 
     def _serve(self, channel: Channel, client: str) -> None:
-        request = channel.recv_frame()
-        if request is None:
+        if (request := channel.recv_frame()) is None:
             return
         trajectory_id, version = str(request["trajectory_id"]), int(request["version"])
         try:
@@ -202,8 +195,7 @@ class KVTransfers:
         if serving.out is not None:
             raise KVRefused(f"the engine of {self._context.name} has no KV: it is out of service")
         kv = await cast("MovesKV", serving.engine).export_kv(trajectory_id)
-        if kv is None:
-            raise KVRefused(f"{self._context.name} has no KV of {trajectory_id}")
-        if kv.version != version:
-            raise KVRefused(f"KV of {trajectory_id}: it is of version {kv.version}, needed is {version}")
+        if kv is None or kv.version != version:
+            has = "no KV" if kv is None else f"KV of version {kv.version}, not {version},"
+            raise KVRefused(f"{self._context.name} has {has} of {trajectory_id}")
         return kv

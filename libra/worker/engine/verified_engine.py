@@ -1,11 +1,9 @@
-"""The engine of one worker and one run, which serves a version only once it has shown that it holds
-it.
+"""The engine of one worker and one run, which serves a version only once it has shown that it holds it.
 
-``pull`` loads the newest version and checks it (`engine_check`). An engine that disagrees is
-quarantined: closed, restarted from the version's own file, and checked again. If it disagrees a
-second time it stays out of service, and every quantum sent here fails with an EngineError.
-``sleep`` closes the engine to free its memory; ``wake`` builds one from the newest version's own
-files, and has it checked.
+``pull`` loads the newest version and checks it. An engine that disagrees is quarantined: closed,
+restarted from the version's own file, and checked again. If it disagrees a second time it stays out
+of service, and every quantum sent here fails with an EngineError. ``sleep`` closes the engine to
+free its memory; ``wake`` builds one from the newest version's own files, and has it checked.
 
 Invariants
 ----------
@@ -44,7 +42,8 @@ from libra.errors import EngineAsleep, EngineError, ModelError
 from libra.rollout import RolloutEngine
 from libra.rollout.engine import MovesKV
 from libra.types import StopReason, TurnOutput, TurnRequest
-from libra.weights import CheckVerdict, WeightStore, WeightVersion
+from libra.weights import WeightStore, WeightVersion
+from libra.weights.version_check import CheckVerdict
 from libra.worker.engine.engine_check import EngineCheck, Questions, no_answer
 from libra.worker.model_files import collect_frozen, link_model
 
@@ -59,15 +58,6 @@ SendFact = Callable[[facts.Fact], None]
 
 TRIES = 4
 """Attempts at one turn if its engine is quarantined during it."""
-
-
-@dataclass(slots=True)
-class _LoadTimes:
-    """On the performance counter."""
-
-    started_s: float
-    stopped_s: float
-    load_s: float
 
 
 @dataclass(slots=True)
@@ -175,28 +165,25 @@ class Serving:
         of service.
         """
         with self._turns.one(request.trajectory_id):
-            return await self._generate(request)
-
-    async def _generate(self, request: TurnRequest) -> TurnOutput:
-        for _ in range(TRIES):
-            await self.pull()
-            self._check_awake(request)
-            seen = self.quarantines
-            try:
-                output = await self.engine.generate(request)
-            except EngineError:
-                if self.quarantines == seen:
-                    raise
-                logger.info("quarantine: %s is generated again", request.trajectory_id)
-                continue
-            if output.stop_reason is StopReason.ABORT:
+            for _ in range(TRIES):
+                await self.pull()
                 self._check_awake(request)
-            self._notice_restart()
-            if not self._unchecked(output):
-                return output
-            async with self._loading:  # the verdict on the version that was loaded during the turn
-                if self.quarantines == seen and not self._unchecked(output):
+                seen = self.quarantines
+                try:
+                    output = await self.engine.generate(request)
+                except EngineError:
+                    if self.quarantines == seen:
+                        raise
+                    logger.info("quarantine: %s is generated again", request.trajectory_id)
+                    continue
+                if output.stop_reason is StopReason.ABORT:
+                    self._check_awake(request)
+                self._notice_restart()
+                if not self._unchecked(output):
                     return output
+                async with self._loading:  # the verdict on the version that was loaded during the turn
+                    if self.quarantines == seen and not self._unchecked(output):
+                        return output
         raise self.out or EngineError(f"{request.trajectory_id}: {TRIES} engines were quarantined during one turn")
 
     def _check_awake(self, request: TurnRequest) -> None:
@@ -236,6 +223,12 @@ class Serving:
         restarts = int(getattr(self.engine, "restarts", 0))
         if restarts != self._restarts:
             self._restarts, self.verified = restarts, None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError(f"{self.starter.model_dir}: the engine is closed")
+
+    # ---------------------------------------------------------------- sleep and wake
 
     async def sleep(self, *, abort: bool = False) -> None:
         """Stop new generations, wait for running ones, and free the engine's memory. No effect if it sleeps.
@@ -280,7 +273,12 @@ class Serving:
                 starter.build, check.calibration = build, None
             self.out = None
             try:
-                await self._start_verified(await self._newest())
+                newest = await self._newest()
+                self.engine, self._restarts = starter.make(newest), 0
+                if newest is None:
+                    await self._start()
+                else:
+                    await self._load(newest, start=True)
             except BaseException:
                 starter.build, check.calibration = before
                 await _to_the_end(self._shutdown())
@@ -288,32 +286,12 @@ class Serving:
             self.asleep = False
             self._report(facts.EngineWoke(""))
 
-    async def _start_verified(self, version: WeightVersion | None) -> None:
-        started_s = time.perf_counter()
-        if version is None:
-            await self._start(None)
-            return
-        self.announced = max(self.announced, version.number)
-        check = await asyncio.to_thread(self.engine_check.published, version)
-        await asyncio.to_thread(self.engine_check.verify_file, version, check)
-        await self._start(version)
-        times = _LoadTimes(started_s, started_s, time.perf_counter() - started_s)
-        before = [version.number - 1]
-        questions = await asyncio.to_thread(self.engine_check.questions, self.engine, version, check, before)
-        try:
-            verdict = await self.engine_check.verdict(self.engine, questions)
-        except EngineError as error:
-            verdict = no_answer(check, error)
-        await self._finish_load(questions, verdict, times)
-
     async def _park_and_shutdown(self) -> None:
-        """Close the engine; KV that it can keep stays available to other engines."""
-        if self.out is None:
-            try:
-                if self.engine.capacity().exchanges_kv:
-                    await cast("MovesKV", self.engine).park_kv()
-            except EngineError as error:
-                logger.warning("asleep: KV was lost: %s", error)
+        try:
+            if self.out is None and self.engine.capacity().exchanges_kv:
+                await cast("MovesKV", self.engine).park_kv()
+        except EngineError as error:
+            logger.warning("asleep: KV was lost: %s", error)
         await self._shutdown()
 
     async def _shutdown(self) -> None:
@@ -322,75 +300,69 @@ class Serving:
         self.starter.unlink()
         await asyncio.to_thread(collect_frozen)
 
-    async def _load(self, version: WeightVersion) -> None:
-        started_s = time.perf_counter()
-        self.announced = max(self.announced, version.number)  # turns that arrive now wait
-        engine, engine_check = self.engine, self.engine_check
-        await self._leave_version()
-        before = sorted({engine.version, version.number - 1} - {version.number})
-        check = await asyncio.to_thread(engine_check.published, version)
-        # Work that needs no engine comes first: the engine serves its version meanwhile.
-        questions, _ = await asyncio.gather(
-            asyncio.to_thread(engine_check.questions, engine, version, check, before),
-            asyncio.to_thread(engine_check.verify_file, version, check),
-        )
-        times = _LoadTimes(started_s, time.perf_counter(), 0.0)
-        try:
-            await engine_check.calibrate(engine, check)
-            loading_s = time.perf_counter()
-            if engine.version != version.number:
-                await engine.load_version(version.number, version.directory)
-            load_s = time.perf_counter() - loading_s
-            verdict = await engine_check.verdict(engine, questions)
-            times.load_s = load_s
-        except EngineError as error:
-            verdict = no_answer(check, error)
-        await self._finish_load(questions, verdict, times)
+    async def _start(self) -> None:
+        async with self.starter.one_model:
+            self._check_open()
+            await self.engine.start()
 
-    async def _finish_load(self, questions: Questions, verdict: CheckVerdict, times: _LoadTimes) -> None:
-        """Serve the version if the verdict allows it; else restart the engine and check once more."""
+    # ---------------------------------------------------------------- versions
+
+    async def _load(self, version: WeightVersion, *, start: bool = False) -> None:
+        """Have the engine load the version, or ``start`` from its files, and serve it if the check allows that."""
+        started_s, number = time.perf_counter(), version.number
+        self.announced = max(self.announced, number)  # turns that arrive now wait
+        engine, engine_check = self.engine, self.engine_check
+        if not start:
+            await self._leave_version()
+        # Work that needs no engine comes first: an engine that is awake serves its version meanwhile.
+        before = {number - 1} if start else {engine.version, number - 1} - {number}
+        questions = await engine_check.questions(engine, version, sorted(before))
+        stopped_s, load_s = time.perf_counter(), 0.0
+        if start:
+            await self._start()
+            stopped_s, load_s = started_s, time.perf_counter() - started_s
+        try:
+            if not start:
+                await engine_check.calibrate(engine, questions.check)
+                loading_s = time.perf_counter()
+                if engine.version != number:
+                    await engine.load_version(number, version.directory)
+                load_s = time.perf_counter() - loading_s
+            verdict = await engine_check.verdict(engine, questions)
+        except EngineError as error:
+            verdict = no_answer(questions.check, error)
         self._check_open()
-        version = questions.version
         if not verdict.passed:
             self._quarantine(version, verdict, out=False)
-            times.stopped_s, times.load_s = time.perf_counter(), 0.0
+            stopped_s, load_s = time.perf_counter(), 0.0
             verdict = await self._restart(questions)
             self._check_open()
         if not verdict.passed:
             self.out = EngineError(
-                f"engine: version {version.number} cannot be served: {verdict.layer}: {verdict.detail}, and so it was after "
+                f"engine: version {number} cannot be served: {verdict.layer}: {verdict.detail}, and so it was after "
                 f"a restart from {version.directory}; this worker's engine stays out. Restart the worker to try again; where "
                 "every worker reports this, the engine does not support this model"
             )
             self._quarantine(version, verdict, out=True)
             await self.engine.close()
             raise self.out
-        self.verified, self._held = version.number, questions
+        self.verified, self._held = number, questions
         now_s = time.perf_counter()
-        logger.info(
-            "version %d checked by %s (%.3f s): %s",
-            version.number, verdict.method, now_s - times.started_s, verdict.detail,
-        )  # fmt: skip
+        check_s, stopped_s = now_s - started_s - load_s, now_s - stopped_s
+        logger.info("version %d checked by %s (%.3f s): %s", number, verdict.method, now_s - started_s, verdict.detail)
+        self._report(facts.VersionServed(number, "", round(load_s, 6)))
+        self._report(self._checked(number, verdict, check_s, stopped_s))
+
+    def _checked(self, number: int, verdict: CheckVerdict, check_s: float, stopped_s: float) -> facts.VersionChecked:
         calibration = self.engine_check.calibration
-        checked = facts.VersionChecked(
-            version=version.number,
-            worker="",
-            method=verdict.method,
-            gap=verdict.gap,
-            tolerance=verdict.tolerance,
-            moved_nats=verdict.moved_nats,
-            layers=verdict.num_layers,
-            changed_layers=verdict.num_changed,
-            smallest_change=verdict.smallest_change,
-            measured=calibration is not None and calibration.measured,
-            check_s=round(now_s - times.started_s - times.load_s, 6),
-            stopped_s=round(now_s - times.stopped_s, 6),
-        )
-        self._report(facts.VersionServed(version.number, "", round(times.load_s, 6)))
-        self._report(checked)
+        return facts.VersionChecked(
+            version=number, worker="", method=verdict.method, gap=verdict.gap, tolerance=verdict.tolerance,
+            moved_nats=verdict.moved_nats, layers=verdict.num_layers, changed_layers=verdict.num_changed,
+            smallest_change=verdict.smallest_change, measured=calibration is not None and calibration.measured,
+            check_s=round(check_s, 6), stopped_s=round(stopped_s, 6),
+        )  # fmt: skip
 
     async def _leave_version(self) -> None:
-        """Report whether the engine still holds its verified version."""
         held, engine = self._held, self.engine
         if not self._recheck or held is None or not held.version.number == self.verified == engine.version:
             return
@@ -409,21 +381,11 @@ class Serving:
         await self.engine.close()
         self.starter.unlink()
         try:
-            await self._start(questions.version)
+            self.engine, self._restarts = self.starter.make(questions.version), 0
+            await self._start()
             return await self.engine_check.verdict(self.engine, questions)
         except (EngineError, ModelError) as error:
             return no_answer(questions.check, error)
-
-    async def _start(self, version: WeightVersion | None) -> None:
-        self.engine, self._restarts = self.starter.make(version), 0
-        async with self.starter.one_model:
-            self._check_open()
-            await self.engine.start()
-
-    def _check_open(self) -> None:
-        """EngineError if the engine was closed permanently."""
-        if self._closed:
-            raise EngineError(f"{self.starter.model_dir}: the engine is closed")
 
     def _quarantine(self, version: WeightVersion, verdict: CheckVerdict, *, out: bool) -> None:
         self.quarantines += 1

@@ -27,8 +27,7 @@ from libra.worker.model_files import ONE_MODEL_AT_A_TIME
 logger = logging.getLogger(__name__)
 
 DECLARED_AGAIN_FRAC = 0.1
-"""An engine declares its capacity again when its speed differs by this share from the last
-declaration."""
+"""An engine declares its capacity again when its speed differs by this share from the last declaration."""
 SWITCH_INTERVAL_S = 0.0005
 """Seconds that a thread of a rollout worker may hold the interpreter lock while another waits for it."""
 
@@ -60,22 +59,23 @@ class WorkerEngine:
 
     async def start(self, *, asleep: bool) -> None:
         """Start the engine, or if it begins ``asleep``, prepare it to be woken."""
+        context, name = self.context, self.context.name
         if asleep:
             self.serving.asleep = True
         else:
             await self.serving.start()
         # Before the report: the scheduler sends these to every engine that joined, and an unknown message closes the worker.
-        self.context.listen("libra-version", self._version_announced)
-        self.context.listen("libra-ahead", self._ahead_announced)
-        self.context.listen("libra-rank", self._rank_announced)
-        host_gib = self.context.spec.config.rollout.kv_host_gib
+        context.listen("libra-version", self._version_announced)
+        context.listen("libra-ahead", self._ahead_announced)
+        context.listen("libra-rank", self._rank_announced)
+        host_gib = context.spec.config.rollout.kv_host_gib
         if host_gib is not None:
-            self.kv = KVTransfers(self.context, self.serving, int(host_gib * GIB))
-            self.context.listen("libra-kv", self.kv.announced)
+            self.kv = KVTransfers(context, self.serving, int(host_gib * GIB))
+            context.listen("libra-kv", self.kv.announced)
         kv = None if self.kv is None else self.kv.address
-        self._report(EngineJoined(self.context.name, self.kind.fields, self.context.weights.offered, kv))
+        self._report(EngineJoined(name, self.kind.fields, context.weights.offered, kv))
         if asleep:
-            self._report(EngineSlept(self.context.name))
+            self._report(EngineSlept(name))
         # The engine's thread and this event loop share one lock; at 5 ms, Python's default, the loop waits for whole steps.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -96,11 +96,10 @@ class WorkerEngine:
         await self.serving.close()
 
     async def generate(self, key: str, request: TurnRequest) -> TurnOutput:
-        """One turn of the trajectory whose task is ``key``; see `Serving.generate`. With it comes its KV, if
-        it changes its home and has to bring it."""
+        """One turn of the trajectory whose task is ``key``, with the KV that it has to bring; see `Serving.generate`."""
         return await (self.serving.generate(request) if self.kv is None else self.kv.generate(key, request))
 
-    # ---------------------------------------------------------------- versions
+    # ---------------------------------------------------------------- versions and ranks
 
     def _version_announced(
         self, version: int, holders: Sequence[Sequence[Any]] = (), digest: str | None = None, **extra: Any
@@ -110,6 +109,14 @@ class WorkerEngine:
         task = asyncio.ensure_future(self._pull_announced())
         self._pulls.add(task)
         task.add_done_callback(self._pulls.discard)
+
+    async def _pull_announced(self) -> None:
+        try:
+            await self.serving.pull()
+        except LibraError as error:
+            if not self._closing:
+                run = self.context.spec.run
+                logger.warning("run %s: a version was not loaded, the next quantum tries again: %s", run, error)
 
     def _ahead_announced(self, ahead: Sequence[int] | None, **extra: Any) -> None:
         self._ahead = None if ahead is None else tuple(ahead)
@@ -123,23 +130,12 @@ class WorkerEngine:
 
     def keeps_slot(self, key: str) -> bool:
         """Whether the next generation of a running task may begin in its slot (`libra.policy.leaves_slot`)."""
-        rank = self._ranks.get(key) or priority_here(self.context.worker, key)
-        return not leaves_slot(rank, self._ahead)
-
-    async def _pull_announced(self) -> None:
-        try:
-            await self.serving.pull()
-        except LibraError as error:
-            if not self._closing:
-                logger.warning(
-                    "run %s: a version was not loaded, the next quantum tries again: %s", self.context.spec.run, error
-                )
+        return not leaves_slot(self._ranks.get(key) or priority_here(self.context.worker, key), self._ahead)
 
     # ---------------------------------------------------------------- reports
 
     def turn_ended(self) -> None:
-        """Declare the capacity again if the passes show another speed; checks whenever an eighth more of them
-        ran."""
+        """Declare the capacity again if its passes show another speed; checks after an eighth more of them."""
         passes = self.serving.engine.stats().steps
         if passes >= self._next_look:
             self._next_look = passes + max(FEWEST_PASSES // 2, min(passes, KEPT_PASSES) // 8)

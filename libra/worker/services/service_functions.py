@@ -1,5 +1,4 @@
-"""Functions of a service with a model that need no user code: ``judge``, ``logprob``, ``score``,
-``embed`` and ``teach``.
+"""Functions of a service with a model that need no user code: ``judge``, ``logprob``, ``score``, ``embed``, ``teach``.
 
 Each input is answered alone, without a batch's padding: the same input has the same answer, bit for
 bit, in any batch. An input is a text, or a mapping with "prompt" (a text) or "messages", and
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,79 +24,66 @@ QUESTION = "Question:\n{prompt}\n\nAnswer:\n{completion}\n\nIs this answer right
 
 
 def judge(
-    model: Any, tokenizer: Any, inputs: Sequence[Any], *, question: str = QUESTION, yes: str = "yes", no: str = "no"
-) -> list[float]:
-    """Probability, 0 to 1, that the model answers ``yes`` rather than ``no`` to ``question``, a text with
-    the keys of an input in braces."""
-    found = []
-    for given in inputs:
-        asked = _ids(tokenizer, [{"role": "user", "content": _said(tokenizer, _filled(question, given))}])
-        told = [float(_logp(model, asked, _plain_ids(tokenizer, answer)).sum()) for answer in (yes, no)]
-        if not all(map(math.isfinite, told)):
-            raise ServiceFault(
-                f"judge: the model's log-probabilities of {yes!r} and {no!r} are {told[0]} and {told[1]}, so it judges nothing; "
-                "its weights are damaged, or too large for their type"
-            )
-        found.append(1.0 / (1.0 + math.exp(min(700.0, told[1] - told[0]))))
-    return found
+    model: Any, tokenizer: Any, given: Any, *, question: str = QUESTION, yes: str = "yes", no: str = "no"
+) -> float:
+    """Probability, 0 to 1, of the answer ``yes`` rather than ``no`` to ``question``, with keys of an input in braces."""
+    asked = _ids(tokenizer, [{"role": "user", "content": _said(tokenizer, _filled(question, given))}])
+    nats = [float(_logp(model, asked, _plain_ids(tokenizer, answer)).sum()) for answer in (yes, no)]
+    if not all(map(math.isfinite, nats)):
+        raise ServiceFault(
+            f"judge: the model's log-probabilities of {yes!r} and {no!r} are {nats[0]} and {nats[1]}, so it judges nothing; "
+            "its weights are damaged, or too large for their type"
+        )
+    return 1.0 / (1.0 + math.exp(min(700.0, nats[1] - nats[0])))
 
 
-def logprob(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[float]:
-    """Mean log-probability, in nats, of the completion's tokens after the prompt, the end of the turn
-    included."""
-    found = []
+def logprob(model: Any, tokenizer: Any, given: Any) -> float:
+    """Mean log-probability, in nats, of the completion's tokens after the prompt, the end of the turn included."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for given in inputs:
-        completion = np.append(_plain_ids(tokenizer, _part(given, "completion")), np.asarray(end, np.int32))
-        if not len(completion):
-            raise ServiceFault(
-                "logprob: the completion is empty, and the tokenizer has no end of a turn; ask about a text"
-            )
-        found.append(float(_logp(model, _ids(tokenizer, _messages(given)), completion).mean()))
-    return found
+    completion = np.append(_plain_ids(tokenizer, _part(given, "completion")), np.asarray(end, np.int32))
+    if not len(completion):
+        raise ServiceFault("logprob: the completion is empty, and the tokenizer has no end of a turn; ask about a text")
+    return float(_logp(model, _ids(tokenizer, _messages(given)), completion).mean())
 
 
-def score(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[float]:
-    """The number of a reward model (a sequence classification model with one label) for prompt and
-    completion."""
-    import torch
-
-    found = []
-    for given in inputs:
-        said = [*_messages(given), {"role": "assistant", "content": _part(given, "completion")}]
-        ids = torch.from_numpy(_ids(tokenizer, said, answers=False).astype(np.int64))[None]
-        with torch.no_grad():
-            found.append(float(model(input_ids=ids.to(_device(model))).logits[0, 0]))
-    return found
+def score(model: Any, tokenizer: Any, given: Any) -> float:
+    """The number of a reward model (sequence classification with one label) for prompt and completion."""
+    said = [*_messages(given), {"role": "assistant", "content": _part(given, "completion")}]
+    return float(_run(model, _ids(tokenizer, said, answers=False)).logits[0, 0])
 
 
-def embed(model: Any, tokenizer: Any, inputs: Sequence[Any]) -> list[list[float]]:
+def embed(model: Any, tokenizer: Any, given: Any) -> list[float]:
     """The mean of the last layer's hidden states over the tokens of a text."""
-    import torch
-
-    found = []
-    for given in inputs:
-        text = given if isinstance(given, str) else f"{_part(given, 'prompt')}\n{_part(given, 'completion')}"
-        ids = torch.from_numpy(_plain_ids(tokenizer, text).astype(np.int64))[None]
-        with torch.no_grad():
-            hidden_TH = model.base_model(input_ids=ids.to(_device(model)), use_cache=False).last_hidden_state[0]
-        found.append([float(number) for number in hidden_TH.float().mean(0).cpu()])
-    return found
+    text = given if isinstance(given, str) else f"{_part(given, 'prompt')}\n{_part(given, 'completion')}"
+    hidden_TH = _run(model.base_model, _plain_ids(tokenizer, text), use_cache=False).last_hidden_state[0]
+    return [float(number) for number in hidden_TH.float().mean(0).cpu()]
 
 
-def teach(model: Any, tokenizer: Any, inputs: Sequence[ToTeach]) -> list[Scored]:
-    """A teacher's scores of each generated token of groups of trajectories (``distil.teacher`` only)."""
-    return [given.scores(model) for given in inputs]
+def teach(model: Any, tokenizer: Any, given: ToTeach) -> Scored:
+    """A teacher's scores of each generated token of a group of trajectories (``distil.teacher`` only)."""
+    return given.scores(model)
+
+
+def _each(answer: Callable[..., Any]) -> Callable[..., list[Any]]:
+    @wraps(answer)
+    def answers(model: Any, tokenizer: Any, inputs: Sequence[Any], **args: Any) -> list[Any]:
+        return [answer(model, tokenizer, given, **args) for given in inputs]
+
+    return answers
 
 
 FUNCTIONS: Mapping[str, Callable[..., list[Any]]] = {
-    "judge": judge, "logprob": logprob, "score": score, "embed": embed, "teach": teach,
-}  # fmt: skip
-"""By the names of `libra.config.task_sections.MODEL_FUNCTIONS`."""
+    answer.__name__: _each(answer) for answer in (judge, logprob, score, embed, teach)
+}
+"""From a model, its tokenizer and inputs to answers, by the names of `libra.config.task_sections.MODEL_FUNCTIONS`."""
 
 
-def _device(model: Any) -> Any:
-    return next(model.parameters()).device
+def _run(model: Any, ids: NDArray[np.int32], **options: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        device = next(model.parameters()).device
+        return model(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(device), **options)
 
 
 def _logp(model: Any, before: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -142,8 +129,7 @@ def _plain_ids(tokenizer: Any, text: str) -> NDArray[np.int32]:
 
 
 def _ids(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, answers: bool = True) -> NDArray[np.int32]:
-    """Tokens of a conversation by the model's chat template, up to where the model answers if it
-    ``answers`` next."""
+    """Tokens of a conversation by the model's chat template, up to where the model answers if it ``answers`` next."""
     if getattr(tokenizer, "chat_template", None) is None:
         return _plain_ids(tokenizer, "\n".join(message["content"] for message in messages) + ("\n" if answers else ""))
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answers)

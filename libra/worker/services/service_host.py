@@ -1,5 +1,4 @@
-"""The services of a worker (section ``services``): one host for all runs there;
-`libra.policy.service_schedule` decides.
+"""The services of a worker (section ``services``), one host for all runs there; `libra.policy.service_schedule` decides.
 
 Invariants
 ----------
@@ -27,7 +26,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from distributed import Worker
@@ -36,7 +35,7 @@ from libra.cluster.device_lock import DeviceLock, Turn
 from libra.cluster.hardware_inventory import gpus_here
 from libra.config import resolve_model
 from libra.config.service_devices import GPU_FRAC, service_workers
-from libra.config.task_sections import MODEL_FUNCTIONS, ServiceEntry
+from libra.config.task_sections import ServiceEntry
 from libra.envs.grader import bounded_reward
 from libra.envs.retries import refused, with_retries
 from libra.envs.tool_calls import NoThread, run_bounded
@@ -53,6 +52,9 @@ from libra.worker.services.service_functions import FUNCTIONS
 from libra.worker.services.service_models import ToTeach
 
 logger = logging.getLogger(__name__)
+
+Outcome = tuple[Any, BaseException | None] | None
+"""The value of a call or its exception; None after its time limit."""
 
 HOST_BYTES_PER_S = 4e9
 """Speed at which weights are copied to a device, until it was measured."""
@@ -71,8 +73,7 @@ class Request(NamedTuple):
 
 @dataclass(slots=True)
 class Loaded:
-    """A service of this worker: its model in host memory, if any, its copies by device, and the number of
-    its runs."""
+    """A service of this worker: its model in host memory, if any, its copies by device, and the number of its runs."""
 
     entry: ServiceEntry
     function: Callable[..., Any]
@@ -93,16 +94,20 @@ class ServiceHost:
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
         self._batches: dict[asyncio.Task[None], str] = {}  # with the name of the service
-        self._shared = False  # other processes have asked for the device, or will
-        self._sharers = 1
+        self._sharers = 1  # workers of a run that use the device
 
     def share(self, context: WorkerContext) -> None:
         """Add a run; the least room that a run allows for weights on the device counts."""
         config = context.spec.config
-        sharers = self._sharers = service_workers(config)
-        copies = (each.model.num_bytes for each in self._loaded.values() if str(self._device) in each.copies)
-        self._rooms[id(context)] = _room(self._device, config.services.device_gib, sum(copies), sharers)
-        self._shared = self._shared or sharers > 1
+        self._sharers = service_workers(config)
+        gib, device = config.services.device_gib, self._device
+        room = None if gib is None else round(gib * 2**30)
+        if room is None and device.type != "cpu":
+            import torch
+
+            taken = sum(each.model.num_bytes for each in self._loaded.values() if str(device) in each.copies)
+            room = int(GPU_FRAC * (torch.cuda.mem_get_info(device)[0] + taken) / self._sharers)
+        self._rooms[id(context)] = room
         self._bound()
 
     def leave(self, context: WorkerContext) -> None:
@@ -110,33 +115,34 @@ class ServiceHost:
         del self._rooms[id(context)]
         self._bound()
 
-    def _shared_words(self) -> str:
-        if self._sharers == 1:
-            return ""
-        return (
-            f". {self._sharers} tool workers share the device; type cluster.tool_workers=1 for one that has all of it"
-        )
-
     def _bound(self) -> None:
         rooms = [room for room in self._rooms.values() if room is not None]
         self._schedule.bound(str(self._device), min(rooms, default=None))
 
     async def load(self, entry: ServiceEntry, shown: str = "") -> str:
-        """Load a service, ``shown`` in its run, once; its name here. ModelError, or ConfigError without room
-        on the device."""
+        """Load a service, ``shown`` in its run, once; its name here.
+
+        ModelError, or ConfigError without room on the device.
+        """
         name = _identity(entry)
         if name not in self._loaded:
-            function, model = _function(entry), None
+            known, model = FUNCTIONS.get(entry.function), cast("Any", None)
+            function: Any = known or named_part("services.named", entry.function)
             if entry.model is not None:
+                from libra.worker.services.service_models import HostModel
+
                 directory = local_model(str(resolve_model(entry.model)))
-                model = await asyncio.to_thread(_host_model, directory, entry.function == "score")
+                model = await asyncio.to_thread(HostModel, directory, labels=entry.function == "score")
                 logger.info("service %s: %s in host memory, %d bytes", name, entry.model, model.num_bytes)
             num_bytes = 0 if model is None else model.num_bytes
             facts = ServiceFacts(name, entry.max_batch, entry.max_wait_s, num_bytes, num_bytes / HOST_BYTES_PER_S)
             try:
                 self._schedule.declare(facts)
             except ConfigError as error:
-                raise ConfigError(f"{str(error).replace(name, shown or name)}{self._shared_words()}") from error
+                sharers = f". {self._sharers} tool workers share the device; type cluster.tool_workers=1 for one that has all of it"
+                raise ConfigError(
+                    f"{str(error).replace(name, shown or name)}{sharers if self._sharers > 1 else ''}"
+                ) from error
             self._loaded[name] = Loaded(entry, function, model)
         self._loaded[name].users += 1
         return name
@@ -159,7 +165,7 @@ class ServiceHost:
         if not loaded.users and self._loaded.pop(name, None) is not None:
             self._schedule.withdraw(name)
             loaded.copies.clear()
-            _give_memory_back(self._device)
+            self._give_memory_back()
 
     async def answer(self, name: str, given: Any, context: WorkerContext) -> Any:
         """The answer of a service; ServiceFault."""
@@ -175,7 +181,6 @@ class ServiceHost:
                 self._schedule.cancel(name, number)  # nobody waits for it any longer
 
     def _look(self) -> None:
-        """Begin the batches that may, and look again when time makes another one ripe."""
         loop = asyncio.get_running_loop()
         for fire in self._schedule.fire(loop.time()):
             task = loop.create_task(self._run(fire))
@@ -187,7 +192,7 @@ class ServiceHost:
         self._timer = None if next_s is None else loop.call_at(next_s, self._look)
 
     async def _run(self, fire: Fire) -> None:
-        loop, loaded, threads = asyncio.get_running_loop(), self._loaded[fire.service], BatchThreads()
+        loop, loaded, threads = asyncio.get_running_loop(), self._loaded[fire.service], list[asyncio.Future[None]]()
         requests = [self._requests[number] for number in fire.requests if number in self._requests]
         restore_s, failed, asked_s = 0.0, fire.restores, loop.time()
         began_s, turn = asked_s, None
@@ -196,12 +201,16 @@ class ServiceHost:
                 turn = await self._turn(fire, loaded)
             finally:
                 began_s = loop.time()
-                self._evict(fire)
+                for other in set(fire.evicted) & self._loaded.keys():
+                    self._loaded[other].copies.pop(fire.device, None)
             if fire.restores:
                 loaded.copies[fire.device], restore_s = await self._restored(fire, loaded, threads)
                 failed = False
             if requests:
-                _give(requests, await self._answers(fire, loaded, requests, threads))
+                answers = await self._answers(fire, loaded, requests, threads)
+                for request, answer in zip(requests, answers, strict=True):
+                    if not request.answer.done():
+                        request.answer.set_result(answer)
         except Exception as error:  # noqa: BLE001 boundary: the service's own code, whose errors are those who asked's
             fault = error if isinstance(error, ServiceFault) else ServiceFault(f"service failed: {error_text(error)}")
             for request in requests:
@@ -209,12 +218,14 @@ class ServiceHost:
                     request.answer.set_exception(fault)
         finally:
             end = partial(self._ended, fire, restore_s, began_s - asked_s, failed, turn)
-            threads.when_returned(end) if fire.device else end()
+            if fire.device and not all(thread.done() for thread in threads):
+                asyncio.gather(*threads).add_done_callback(end)
+            else:
+                end()
             if requests:
                 self._report(fire, requests, began_s, restore_s)
 
     async def _turn(self, fire: Fire, loaded: Loaded) -> Turn | None:
-        """The turn of a batch on its device, which other processes of the machine may have; ServiceTimeout."""
         if not fire.device or self._lock is None:
             return None
         try:
@@ -222,75 +233,71 @@ class ServiceHost:
         except ToolFault as error:
             raise ServiceTimeout(str(error)) from error
 
-    def _evict(self, fire: Fire) -> None:
-        for other in fire.evicted:
-            if other in self._loaded:
-                self._loaded[other].copies.pop(fire.device, None)
-
-    def _ended(self, fire: Fire, restore_s: float, device_s: float, failed: bool, turn: Turn | None) -> None:
+    def _ended(self, fire: Fire, restore_s: float, device_s: float, failed: bool, turn: Turn | None, *_: Any) -> None:
         if turn is not None:
-            self._shared = self._shared or turn.others_came
-            if self._shared:
-                _give_memory_back(self._device)
+            if turn.others_came or self._sharers > 1:
+                self._give_memory_back()
             turn.release()
         now_s = asyncio.get_running_loop().time()
         self._schedule.ended(fire, now_s, restore_s=restore_s, device_s=device_s, failed=failed)
         self._look()
 
-    async def _restored(self, fire: Fire, loaded: Loaded, threads: BatchThreads) -> tuple[Any, float]:
+    def _give_memory_back(self) -> None:
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+    async def _restored(self, fire: Fire, loaded: Loaded, threads: list[asyncio.Future[None]]) -> tuple[Any, float]:
         name, limit_s = f"service {fire.service}", loaded.entry.timeout_s
-        outcome = await threads.run(loaded.model.restored, limit_s, name, device=self._device)
+        outcome = await _in_thread(partial(loaded.model.restored, self._device), limit_s, name, threads)
         if outcome is None:
             raise ServiceTimeout(
                 f"{name}: its weights were not on the device within {limit_s:g} s; type a larger timeout_s for it in services.named"
             )
-        restored, error = outcome
-        if error is not None:
-            raise ServiceFault(f"service failed: {error_text(error)}") from error
-        model, restore_s = restored
-        return model, restore_s
+        if outcome[1] is not None:
+            raise ServiceFault(f"service failed: {error_text(outcome[1])}") from outcome[1]
+        restored: tuple[Any, float] = outcome[0]
+        return restored
 
     async def _answers(
-        self, fire: Fire, loaded: Loaded, requests: Sequence[Request], threads: BatchThreads
+        self, fire: Fire, loaded: Loaded, requests: Sequence[Request], threads: list[asyncio.Future[None]]
     ) -> Sequence[Any]:
         inputs = [request.given for request in requests]
         given = [inputs] if loaded.model is None else [loaded.copies[fire.device], loaded.model.tokenizer, inputs]
         call = partial(loaded.function, *given, **loaded.entry.args)
-        name, back_off = loaded.entry.function, requests[0].context.spec.back_off
-        is_async, limit_s = asyncio.iscoroutinefunction(loaded.function), loaded.entry.timeout_s
+        name, limit_s = f"service {loaded.entry.function}", loaded.entry.timeout_s
 
-        async def attempt() -> tuple[Any, BaseException | None] | None:
-            if is_async:
-                return await run_bounded(call, {}, limit_s, is_async=True, name=f"service {name}")
-            return await threads.run(call, limit_s, f"service {name}")
+        async def attempt() -> Outcome:
+            if asyncio.iscoroutinefunction(loaded.function):
+                return await run_bounded(call, {}, limit_s, is_async=True, name=name)
+            return await _in_thread(call, limit_s, name, threads)
 
         outcome, retries = await with_retries(
             attempt,
             lambda each: refused(each[1], time.time()) if each is not None else None,
-            back_off,
-            f"service {name}, request {fire.requests[0]}",
+            requests[0].context.spec.back_off,
+            f"{name}, request {fire.requests[0]}",
         )
         if outcome is None:
             raise ServiceTimeout(
-                f"service {name}: a batch of {len(inputs)} did not return within {limit_s:g} s; type a smaller max_batch or a "
+                f"{name}: a batch of {len(inputs)} did not return within {limit_s:g} s; type a smaller max_batch or a "
                 "larger timeout_s for it in services.named"
             )
         answers, error = outcome
-        if error is not None and refused(error, time.time()) is not None:
-            raise ServiceFault(
-                f"service {name}: its API refuses calls for now (HTTP 429), also after {retries} retries"
-            ) from error
         if error is not None:
-            raise ServiceFault(f"service {name}: {error_text(error)}") from error
+            limited = refused(error, time.time()) is not None
+            why = f"its API refuses calls for now (HTTP 429), also after {retries} retries"
+            raise ServiceFault(f"{name}: {why if limited else error_text(error)}") from error
         if isinstance(answers, str | bytes | Mapping) or not hasattr(answers, "__len__") or len(answers) != len(inputs):
             raise ServiceFault(
-                f"service {name}: it gave {str(answers)[:60]!r} for {len(inputs)} inputs; return a list with one value for each"
+                f"{name}: it gave {str(answers)[:60]!r} for {len(inputs)} inputs; return a list with one value for each"
             )
         return list(answers)
 
     def _report(self, fire: Fire, requests: Sequence[Request], began_s: float, restore_s: float) -> None:
         """Report the batch to each run that had a request in it, under the run's own name of the service."""
-        ended_s = asyncio.get_running_loop().time()
+        ran_s = max(0.0, asyncio.get_running_loop().time() - began_s - restore_s)
         for context in {id(request.context): request.context for request in requests}.values():
             own = [request for request in requests if request.context is context]
             named = context.spec.config.services.named
@@ -299,10 +306,30 @@ class ServiceHost:
             context.report(
                 ServiceAnswered(
                     service=name, worker=context.name, requests=len(own), waited_s=round(waited_s, 6),
-                    restore_s=round(restore_s, 6), ran_s=round(max(0.0, ended_s - began_s - restore_s), 6),
-                    restored=fire.restores, evicted=len(fire.evicted),
+                    restore_s=round(restore_s, 6), ran_s=round(ran_s, 6), restored=fire.restores, evicted=len(fire.evicted),
                 )
             )  # fmt: skip
+
+
+async def _in_thread(
+    call: Callable[[], Any], limit_s: float, name: str, threads: list[asyncio.Future[None]]
+) -> Outcome:
+    """`libra.envs.tool_calls.run_bounded` in a thread that nothing can stop; its return ends a future of ``threads``."""
+    loop = asyncio.get_running_loop()
+    returned: asyncio.Future[None] = loop.create_future()
+    threads.append(returned)
+
+    def called() -> Any:
+        try:
+            return call()
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop has closed, and with it the worker
+                loop.call_soon_threadsafe(returned.set_result, None)
+
+    outcome = await run_bounded(called, {}, limit_s, is_async=False, name=name)
+    if outcome is not None and isinstance(outcome[1], NoThread):
+        returned.set_result(None)
+    return outcome
 
 
 class RunServices:
@@ -327,13 +354,14 @@ class RunServices:
 
     async def close(self) -> None:
         """Unload them; late answers that have not come are dropped, and named."""
-        missing: dict[str, list[str]] = {}
-        for task, (service, trajectory_id) in self._later.items():
-            missing.setdefault(service, []).append(trajectory_id)
+        for task in self._later:
             task.cancel()
-        for service, ids in missing.items():
+        if self._later:
+            services, ids = zip(*self._later.values(), strict=True)
             named = f"{', '.join(sorted(ids)[:NAMED])}{', ...' if len(ids) > NAMED else ''}"
-            logger.warning("service %r: %d late rewards did not come before the run left: %s", service, len(ids), named)
+            logger.warning(
+                "services %s: %d late rewards did not come before the run left: %s", set(services), len(ids), named
+            )
         await asyncio.gather(*self._later, return_exceptions=True)
         for name in self._here.values():
             await self._host.unload(name, self._context)
@@ -361,8 +389,8 @@ class RunServices:
         where = f"service {service!r}, late reward of {trajectory_id}"
         try:
             reward = bounded_reward(float(await self.answer(service, given)), where)
-            _, iteration, group, sample = trajectory_id.split("-")
-            trajectory = TrajectoryId(int(iteration), int(group), int(sample), "train")
+            iteration, group, sample = map(int, trajectory_id.split("-")[1:])
+            trajectory = TrajectoryId(iteration, group, sample, "train")
             await asyncio.to_thread(write_late, self._context.spec.late_dir, trajectory, reward)
         except RecordExists:
             logger.info("%s: one was delivered before, and the first one counts", where)
@@ -380,7 +408,8 @@ async def open_services(context: WorkerContext) -> RunServices:
     host = _HOSTS.get(context.worker)
     if host is None:
         device = compute_device(context.spec.config.cluster.device)
-        host = _HOSTS[context.worker] = ServiceHost(device, None if device.type == "cpu" else _lock_here())
+        gpus = [] if device.type == "cpu" else gpus_here()
+        host = _HOSTS[context.worker] = ServiceHost(device, DeviceLock(gpus[0].name) if gpus else None)
     services = RunServices(context, host)
     try:
         await services.open()
@@ -390,87 +419,6 @@ async def open_services(context: WorkerContext) -> RunServices:
     return services
 
 
-def _lock_here() -> DeviceLock | None:
-    seen = gpus_here()
-    return DeviceLock(seen[0].name) if seen else None
-
-
-def _room(device: Any, gib: float | None, taken: int, sharers: int = 1) -> int | None:
-    """Bytes for weights on ``device``, shared by so many workers, where services have ``taken`` some."""
-    if gib is not None:
-        return round(gib * 2**30)
-    if device.type == "cpu":
-        return None
-    import torch
-
-    return int(GPU_FRAC * (torch.cuda.mem_get_info(device)[0] + taken) / sharers)
-
-
-def _give_memory_back(device: Any) -> None:
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()
-
-
-def _give(requests: Sequence[Request], answers: Sequence[Any]) -> None:
-    for request, answer in zip(requests, answers, strict=True):
-        if not request.answer.done():
-            request.answer.set_result(answer)
-
-
 def _identity(entry: ServiceEntry) -> str:
     said = json.dumps(entry.model_dump(mode="json"), sort_keys=True, default=str)
     return f"{entry.function}-{hashlib.blake2b(said.encode(), digest_size=6).hexdigest()}"
-
-
-def _function(entry: ServiceEntry) -> Callable[..., Any]:
-    if entry.function in MODEL_FUNCTIONS:
-        return FUNCTIONS[entry.function]
-    found: Callable[..., Any] = named_part("services.named", entry.function)
-    return found
-
-
-def _host_model(directory: Any, labels: bool) -> Any:
-    from libra.worker.services.service_models import HostModel
-
-    return HostModel(directory, labels=labels)
-
-
-class BatchThreads:
-    """Calls of a batch in threads that nothing can stop: a device is theirs until they have returned."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._running = 0
-        self._then: Callable[[], None] | None = None
-
-    async def run(
-        self, function: Callable[..., Any], timeout_s: float, name: str, **arguments: Any
-    ) -> tuple[Any, BaseException | None] | None:
-        """`libra.envs.tool_calls.run_bounded` of ``function(**arguments)`` in a thread."""
-        self._running += 1
-
-        def call(**more: Any) -> Any:
-            try:
-                return function(**more)
-            finally:
-                with contextlib.suppress(RuntimeError):  # the loop has closed, and with it the worker
-                    self._loop.call_soon_threadsafe(self._returned)
-
-        outcome = await run_bounded(call, arguments, timeout_s, is_async=False, name=name)
-        if outcome is not None and isinstance(outcome[1], NoThread):
-            self._returned()
-        return outcome
-
-    def when_returned(self, then: Callable[[], None]) -> None:
-        """Call ``then`` when all have returned; at once where they have."""
-        if self._running:
-            self._then = then
-        else:
-            then()
-
-    def _returned(self) -> None:
-        self._running -= 1
-        if not self._running and self._then is not None:
-            self._then()

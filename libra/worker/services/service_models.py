@@ -1,5 +1,4 @@
-"""The model of a service, in host memory while a run has the service and on a device while there is
-room; and teachers.
+"""The model of a service, in host memory while a run has the service and on a device while there is room; and teachers.
 
 Invariants
 ----------
@@ -30,11 +29,13 @@ from libra.model_loader import build_model, build_tokenizer
 from libra.seals import parsed_json
 from libra.tensors import compute_device, digest, untied
 from libra.types import Taught, Trajectory
-from libra.worker.context import WorkerContext
 from libra.worker.model_files import local_model
 
 if TYPE_CHECKING:
     from libra.train.teacher_model import Scoring, TeacherModel
+
+
+_ONE_GROUP = threading.Lock()
 
 
 class HostModel:
@@ -55,8 +56,7 @@ class HostModel:
         self._digest = digest(tensors)
 
     def restored(self, device: torch.device) -> tuple[Any, float]:
-        """A copy on ``device``, verified, and the seconds that it took; WeightsError if it is not what host
-        memory has."""
+        """A copy on ``device``, verified, and its seconds; WeightsError if it is not what host memory has."""
         began_s = time.perf_counter()
         model = copy.deepcopy(self._model).to(device)
         if (found := digest(dict(model.state_dict()))) != self._digest:
@@ -86,36 +86,14 @@ def _reward_model(directory: Path) -> Any:
 
 
 class Scored(NamedTuple):
-    """A teacher's scores of each member of a group, None for one that does not train; and the seconds of
-    scoring."""
+    """A teacher's scores of each member of a group, None for one that does not train; and the seconds of scoring."""
 
     taught: list[Taught | None]
     seconds: float
 
 
-class OwnTeacher:
-    """One per host with TEACHER, in a run whose ``distil.teacher`` is a model of its own."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self.context = context
-        self._model: TeacherModel | None = None
-        self._one_at_a_time = threading.Lock()
-
-    def load(self) -> None:
-        """Load the model, in any thread; ModelError if it is none."""
-        self._model = load_teacher(self.context.spec.config, self.context.model_dir)
-
-    def score(self, members: Sequence[Trajectory]) -> Scored:
-        """The teacher's scores of a group; equal members have equal scores."""
-        assert self._model is not None, "the teacher scores after it is loaded"
-        with self._one_at_a_time:
-            return scores_of(self._model, self.context.spec.config.run.seed, members)
-
-
 def load_teacher(config: RunConfig, student: Path) -> TeacherModel:
     """The teacher of a run, for a student whose model files are in ``student``; ModelError."""
-    import torch
-
     from libra.train.teacher_model import TeacherModel
 
     named = teacher_model(config)
@@ -123,17 +101,10 @@ def load_teacher(config: RunConfig, student: Path) -> TeacherModel:
     if config.cluster.threads is not None:
         torch.set_num_threads(config.cluster.threads)
     directory, device = local_model(str(resolve_model(named))), compute_device(config.cluster.device)
+    scoring, dtype = scoring_of(config, student), getattr(torch, config.model.dtype)
     if config.distil.service is not None:
-        from libra.worker.services.service_models import language_model
-
-        return TeacherModel(language_model(directory).to(device), scoring_of(config, student))
-    return TeacherModel.load(
-        directory,
-        scoring_of(config, student),
-        dtype=getattr(torch, config.model.dtype),
-        device=device,
-        loader=config.model.loader,
-    )
+        return TeacherModel(language_model(directory).to(device), scoring)
+    return TeacherModel.load(directory, scoring, dtype=dtype, device=device, loader=config.model.loader)
 
 
 def scoring_of(config: RunConfig, student: Path) -> Scoring:
@@ -161,10 +132,11 @@ class ToTeach:
 
 
 def scores_of(model: TeacherModel, seed: int, members: Sequence[Trajectory]) -> Scored:
-    """A teacher's scores of a group, in a run with ``seed``; equal members have equal scores."""
-    began_s = time.perf_counter()
-    taught = [model.score(each, _rng(seed, each)) if each.failure.trains else None for each in members]
-    return Scored(taught, time.perf_counter() - began_s)
+    """A teacher's scores of a group, in a run with ``seed``, one group at a time; equal members have equal scores."""
+    with _ONE_GROUP:
+        began_s = time.perf_counter()
+        taught = [model.score(each, _rng(seed, each)) if each.failure.trains else None for each in members]
+        return Scored(taught, time.perf_counter() - began_s)
 
 
 def _rng(seed: int, member: Trajectory) -> np.random.Generator:

@@ -1,5 +1,4 @@
-"""Numbers of a batch: the spread of its rewards, its failures, its agents' sequences, and its late
-rewards."""
+"""Metrics of a batch that need no step: its rewards, failures, token ages, late rewards; and lengths for the planner."""
 
 from __future__ import annotations
 
@@ -10,19 +9,69 @@ from typing import Any
 import numpy as np
 
 from libra.config import RunConfig
-from libra.policy.late_rewards import GuessWorth, WaitingGroup
-from libra.store.run_records import read_batch_facts
-from libra.types import EndReason, FailureClass, ToolStatus, Trajectory
+from libra.policy import Verdict
+from libra.policy.late_rewards import GuessWorth
+from libra.types import EndReason, FailureClass, Prompt, ToolStatus, Trajectory
 from libra.untrusted import shown
-from libra.worker.run_spec import RunFiles
+from libra.worker.training.batch_rows import without_stale
 from libra.worker.trajectory.trajectory_state import CONTEXT_FULL
 
+Groups = Sequence[Sequence[Trajectory]]
+BatchRows = Sequence[Mapping[str, Any]]
+"""The facts of a batch, one row a group."""
+Lengths = tuple[int, int, int, int, float]
+"""Tokens of prompt, generated and observed; turns; seconds with tools."""
+
+NO_SIGNAL, NOT_NEEDED = "no signal", "not needed"
+"""Why a group stands by (``spare`` of its row)."""
 ZERO_ADVANTAGE = 1e-6
 """Advantages up to this size count as 0: equal rewards leave rounding errors."""
 MAX_CAUSE_CHARS = 200
 
 
-def signal_numbers(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def numbers_of(config: RunConfig, batch: int, groups: Groups, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """All metrics of a batch with these committed facts that need no step."""
+    rows: BatchRows = facts["groups"]
+    numbers = batch_stats(groups, rows, batch) | spare_numbers(rows, config.trainer.train_prompts)
+    numbers |= late_numbers(facts) | taught_numbers(rows)
+    if config.agent.given:
+        numbers["agent_sequences"] = sum(1 + len(each.starts) for group in groups for each in group if each.turns)
+    return numbers
+
+
+def batch_stats(groups: Groups, rows: BatchRows, batch: int) -> dict[str, Any]:
+    """Rewards, failures, tokens and lags of a batch."""
+    members, lag = [member for group in groups for member in group], lags(groups, rows, batch)
+    trained = [member for member in members if member.failure.trains]
+    late = sum("over_age" in row for row in rows)
+    return {
+        "reward": float(np.mean([t.reward for t in trained])) if trained else float("nan"),
+        "trajectories": len(members),
+        "failures": sum(t.failure is not FailureClass.NONE for t in members),
+        "left_out": len(members) - len(trained),
+        **failure_counts(members),
+        **signal_numbers(members, rows),
+        "generated_tokens": int(sum(t.num_action_tokens for t in members)),
+        "tokens": int(sum(len(t.token_ids) for t in members)),
+        "turns": int(sum(len(t.turns) for t in members)),
+        "max_turns": max((len(t.turns) for t in members), default=0),
+        "length_ends_frac": float(np.mean([t.end_reason is EndReason.LENGTH for t in members])),
+        "lag": float(lag.mean()) if lag.size else 0.0,
+        "lag_max": int(lag.max()) if lag.size else 0,
+    } | ({"over_age": late} if late else {})
+
+
+def lags(groups: Groups, rows: BatchRows, batch: int) -> np.ndarray:
+    """Lag in versions of every generated token that may train; tokens that are left out for their age have none."""
+    parts = [np.zeros(0, np.int32)]
+    for group, row in zip(groups, rows, strict=True):
+        if row.get("over_age") != Verdict.DROP and "spare" not in row:
+            kept = [without_stale(t, row) for t in group if t.failure.trains]
+            parts += [batch - t.weight_version[t.is_action] for t in kept]
+    return np.concatenate(parts)
+
+
+def signal_numbers(trajectories: Sequence[Trajectory], rows: BatchRows) -> dict[str, Any]:
     """The spread of a batch's rewards, and why nothing can be learned from it.
 
     ``rows`` are the batch's facts, one a group, with ``advantages`` and ``trains`` of its members. Over
@@ -57,7 +106,7 @@ def signal_numbers(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[st
     }
 
 
-def _cause(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]], num_compared: int) -> str:
+def _cause(trajectories: Sequence[Trajectory], rows: BatchRows, num_compared: int) -> str:
     if any(
         trains and abs(advantage) > ZERO_ADVANTAGE
         for row in rows
@@ -105,48 +154,8 @@ def _one_line(text: str) -> str:
     return line if len(line) <= MAX_CAUSE_CHARS else f"{line[:MAX_CAUSE_CHARS]} ..."
 
 
-def waiting_after(files: RunFiles, batch: int) -> list[WaitingGroup]:
-    """The groups that batch ``batch`` left with rewards to come; none for a batch before the first."""
-    return [
-        WaitingGroup(iteration, group, trained, tuple(missing), {int(s): float(v) for s, v in given.items()}, *weight)
-        for iteration, group, trained, missing, given, *weight in _late_facts(files, batch).get("waiting", ())
-    ]
-
-
-def worth_after(files: RunFiles, batch: int) -> GuessWorth:
-    """The worth of guesses by batch ``batch``."""
-    return GuessWorth(*_late_facts(files, batch).get("worth", ()))
-
-
-def waiting_row(group: WaitingGroup) -> list[Any]:
-    """A group as `waiting_after` reads it."""
-    given = {str(sample): value for sample, value in group.given.items()}
-    return [group.iteration, group.group, group.batch, list(group.missing), given, group.guess_weight]
-
-
-def _late_facts(files: RunFiles, batch: int) -> dict[str, Any]:
-    facts = read_batch_facts(files.batches_dir, batch) if batch >= 0 else {}
-    late: dict[str, Any] = facts.get("late", {})
-    return late
-
-
-def agent_numbers(config: RunConfig, trajectories: Iterable[Trajectory]) -> dict[str, int]:
-    """``agent_sequences`` of a batch, all sequences of its trajectories; nothing without an agent.
-
-    It equals the number of trajectories where no conversation was edited, compacted or branched, and
-    there were no sub-agents.
-    """
-    if not config.agent.given:
-        return {}
-    return {"agent_sequences": sum(1 + len(each.starts) for each in trajectories if each.turns)}
-
-
 def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    """The failures of a batch; every count is present in every iteration.
-
-    ``failures/<class>``: members that ended so. ``resampled/<class>``: failed attempts that were
-    followed by another one; ``resampled`` is their sum.
-    """
+    """``failures/<class>``: members that ended so; ``resampled/<class>``: failed attempts before another; their sum."""
     ended = Counter(member.failure for member in trajectories)
     again = Counter(name for member in trajectories if member.retried for name in member.retried.split(","))
     failed = [failure for failure in FailureClass if failure is not FailureClass.NONE]
@@ -154,4 +163,80 @@ def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
         **{f"failures/{failure}": ended[failure] for failure in failed},
         **{f"resampled/{failure}": again[str(failure)] for failure in failed if not failure.trains},
         "resampled": again.total(),
+    }
+
+
+def spare_numbers(rows: BatchRows, most: int | None) -> dict[str, int]:
+    """Metrics of ``trainer.train_prompts``; none without it."""
+    if most is None:
+        return {}
+    reasons = [row.get("spare") for row in rows]
+    return {
+        "groups_trained": reasons.count(None),
+        "groups_replaced": sum(reason is None for reason in reasons[most:]),
+        "groups_spare": reasons.count(NOT_NEEDED),
+    }
+
+
+def late_numbers(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of late rewards; none with ``trainer.late=off``. A batch that corrects has something to learn from."""
+    if (late := facts.get("late")) is None:
+        return {}
+    ages = [age for *_, age in late["came"]]
+    return ({"no_signal": ""} if late["rows"] else {}) | {
+        "late_came": len(ages),
+        "late_delay": float(np.mean(ages)) if ages else 0.0,
+        "late_waiting": sum(len(missing) for _, _, _, missing, _, _ in late["waiting"]),
+        "late_dropped": len(late["dropped"]),
+        "late_guess_worth": GuessWorth(*late["worth"]).slope,
+    }
+
+
+def taught_numbers(rows: BatchRows) -> dict[str, Any]:
+    """Groups that the teacher has not scored; none without a teacher. Scored groups have something to learn from."""
+    if not any("taught" in row for row in rows):
+        return {}
+    learns = {"no_signal": ""} if any(row["taught"] for row in rows) else {}
+    return learns | {"late_taught": sum(not row["taught"] and "spare" not in row for row in rows)}
+
+
+def question_chars(prompt: Prompt) -> int:
+    """Characters of all messages before the first generation."""
+    return sum(len(message["content"]) for message in prompt.messages)
+
+
+def lengths_of(trajectories: Iterable[Trajectory]) -> list[Lengths]:
+    """Lengths of every trajectory that has a turn."""
+    found = []
+    for turns in (each.turns for each in trajectories if each.turns):
+        generated, observed, tool_s = (
+            sum(turn[name] for turn in turns) for name in ("generated_tokens", "observation_tokens", "tool_s")
+        )
+        prompt = int(turns[0]["prompt_tokens"])
+        found.append((prompt, int(generated), int(observed), len(turns), round(float(tool_s), 6)))
+    return found
+
+
+def generated_for(groups: Groups, rows: BatchRows) -> dict[str, Any]:
+    """Tokens by worker and lengths of a batch, for the planner.
+
+    For each group that has a member: its prompt's characters with its generated tokens
+    (``question_tokens``), and with the tokens of members that have a gradient (``trained_tokens``).
+    """
+    members = [member for group in groups for member in group]
+    by_worker: Counter[str] = Counter()
+    for turn in (turn for member in members for turn in member.turns):
+        by_worker[turn["worker"]] += int(turn["generated_tokens"])
+    generated, trained = [], []
+    for group, row in zip(groups, rows, strict=True):
+        if group:
+            chars = question_chars(group[0].prompt)
+            generated.append((chars, sum(member.num_action_tokens for member in group)))
+            parts = zip(group, row["advantages"], row["trains"], strict=True)
+            trained.append((chars, sum(len(m.token_ids) for m, advantage, trains in parts if trains and advantage)))
+    return {
+        "worker_tokens": dict(by_worker),
+        "question_tokens": generated,
+        "trained_tokens": trained,
+        "trajectory_lengths": lengths_of(members),
     }

@@ -1,5 +1,4 @@
-"""The trajectories of a batch for a step, from the run directory, or with ``trainer.dispatch=peer``
-from their graders.
+"""The trajectories of a batch for a step, from the run directory, or with ``trainer.dispatch=peer`` from their graders.
 
 A worker that grades a group keeps its trajectories in memory, a row each, and reports its address
 with the group. ``batch`` adds each member's holder and length to its facts. A training rank
@@ -20,6 +19,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -29,11 +29,19 @@ import numpy as np
 from libra import keys
 from libra.config import RunConfig
 from libra.errors import StoreError, TransferError
-from libra.store.run_records import pack_trajectory, read_group, read_scores, scores_path, unpack_trajectory
+from libra.policy.late_rewards import GuessWorth, WaitingGroup
+from libra.store.run_records import (
+    pack_trajectory,
+    read_batch_facts,
+    read_group,
+    read_scores,
+    scores_path,
+    unpack_trajectory,
+)
 from libra.transport import Address
 from libra.transport.rows import RowServer, fetch_rows
-from libra.types import Taught, Trajectory
-from libra.worker.run_spec import RunSpec
+from libra.types import Trajectory
+from libra.worker.run_spec import RunFiles, RunSpec
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -46,12 +54,7 @@ FETCHED = ("fetched_rows", "fetched_bytes", "stored_rows")
 """Numbers of a step: rows from other workers, their bytes, and rows from the run directory."""
 
 
-def num_kept(config: RunConfig) -> int:
-    """Number of groups whose rows a worker keeps."""
-    return (config.run.eta + 3) * config.trainer.prompts
-
-
-def members_of(batch: dict[str, Any], groups_dir: Path, *, of_the_step: bool = False) -> list[Trajectory]:
+def members_of(batch: Mapping[str, Any], groups_dir: Path, *, of_the_step: bool = False) -> list[Trajectory]:
     """All trajectories of a committed batch, with their advantages and late rewards.
 
     ``of_the_step`` leaves out filtered trajectories, adds earlier ones that late rewards correct
@@ -61,8 +64,11 @@ def members_of(batch: dict[str, Any], groups_dir: Path, *, of_the_step: bool = F
     """
     trajectories = []
     for row in batch["members"]:
-        members = take_late(read_group(groups_dir / Path(row["path"]).name), row)
-        take_scores(members, row, groups_dir)
+        path = groups_dir / Path(row["path"]).name
+        members = take_late(read_group(path), row)
+        if row.get("taught"):
+            for member, taught in zip(members, read_scores(scores_path(path), len(members)), strict=True):
+                member.taught = taught
         for member, advantage, trains in zip(members, row["advantages"], row["trains"], strict=True):
             member.advantage = advantage
             if trains or not (of_the_step and member.failure.trains):
@@ -77,21 +83,12 @@ def members_of(batch: dict[str, Any], groups_dir: Path, *, of_the_step: bool = F
 
 
 def without_stale(member: Trajectory, row: Mapping[str, Any]) -> Trajectory:
-    """A trajectory as it trains: tokens of versions before ``from_version`` of its group's row are no
-    actions."""
+    """A trajectory as it trains: its group's row may exclude tokens of versions before ``from_version``."""
     if (least := row.get("from_version")) is None:
         return member
     fresh = member.weight_version >= least
     taught = None if member.taught is None else member.taught.only(fresh[member.is_action])
     return replace(member, is_action=member.is_action & fresh, taught=taught)
-
-
-def take_scores(members: list[Trajectory], row: Mapping[str, Any], groups_dir: Path) -> None:
-    """Give ``members`` of a group their scores by the teacher, if its ``row`` of a batch has ``taught``."""
-    if row.get("taught"):
-        scores = read_scores(scores_path(groups_dir / Path(row["path"]).name), len(members))
-        for member, taught in zip(members, scores, strict=True):
-            member.taught = taught
 
 
 def take_late(members: list[Trajectory], row: Mapping[str, Any]) -> list[Trajectory]:
@@ -105,6 +102,30 @@ def late_rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of groups of earlier batches that the late rewards of a batch correct, by its facts."""
     rows: list[dict[str, Any]] = facts.get("late", {}).get("rows", [])
     return rows
+
+
+def waiting_after(files: RunFiles, batch: int) -> list[WaitingGroup]:
+    """The groups that batch ``batch`` left with rewards to come; none for a batch before the first."""
+    return [
+        WaitingGroup(iteration, group, trained, tuple(missing), {int(s): v for s, v in given.items()}, weight)
+        for iteration, group, trained, missing, given, weight in _late_facts(files, batch).get("waiting", ())
+    ]
+
+
+def worth_after(files: RunFiles, batch: int) -> GuessWorth:
+    """The worth of guesses by batch ``batch``."""
+    return GuessWorth(*_late_facts(files, batch).get("worth", ()))
+
+
+def waiting_row(group: WaitingGroup) -> list[Any]:
+    """A group as `waiting_after` reads it."""
+    given = {str(sample): value for sample, value in group.given.items()}
+    return [group.iteration, group.group, group.batch, list(group.missing), given, group.guess_weight]
+
+
+def _late_facts(files: RunFiles, batch: int) -> Mapping[str, Any]:
+    late: Mapping[str, Any] = read_batch_facts(files.batches_dir, batch).get("late", {}) if batch >= 0 else {}
+    return late
 
 
 class RowKeeper:
@@ -131,16 +152,19 @@ class RowKeeper:
         self.server.close()
 
 
+def num_kept(config: RunConfig) -> int:
+    """Number of groups whose rows a worker keeps."""
+    return (config.run.eta + 3) * config.trainer.prompts
+
+
 def keeper_of(worker: Worker, spec: RunSpec) -> RowKeeper | None:
     """For a worker that grades groups, if the run's ``trainer.dispatch`` is "peer"."""
-    if spec.config.trainer.dispatch != "peer" or not worker.state.total_resources.get(keys.GRADE):
-        return None
-    return RowKeeper(worker, spec)
+    grades = spec.config.trainer.dispatch == "peer" and worker.state.total_resources.get(keys.GRADE)
+    return RowKeeper(worker, spec) if grades else None
 
 
 def lengths(members: Sequence[Trajectory]) -> list[list[int]]:
-    """For each member: whether its failure class trains, and tokens and actions of its `Sample` (0 and 0:
-    it has none)."""
+    """For each member: whether its failure class trains, and tokens and actions of its `Sample`; both are 0 without one."""
     found = []
     for member in members:
         where = np.flatnonzero(member.is_action)
@@ -167,48 +191,36 @@ class SliceFetcher:
         fetched = fetch_rows(wanted, self._spec.secret)
         for address, error in fetched.failed.items():
             logger.warning("run %s: %s:%d: %s; the run directory has its rows", self._spec.run, *address, error)
-        arrived = {name: unpack_trajectory(bytes(view), source=name) for name, view in fetched.rows.items()}
-        self.numbers["fetched_rows"] += len(arrived)
+        self.numbers["fetched_rows"] += len(fetched.rows)
         self.numbers["fetched_bytes"] += fetched.num_bytes
-        whole = [arrived[name] if name in arrived else self._stored(name) for name in rows]
-        self._take_scores(whole)
-        return [without_stale(member, self._group_of[str(member.trajectory_id)][0]) for member in whole]
-
-    def _take_scores(self, members: Sequence[Trajectory]) -> None:
-        read: dict[Path, list[Taught | None]] = {}
-        for member in members:
-            row, index = self._group_of[str(member.trajectory_id)]
+        scores_of, found = lru_cache(read_scores), []
+        for name in rows:
+            row, index = self._group_of[name]
+            path, data = self._spec.groups_dir / Path(row["path"]).name, fetched.rows.get(name)
+            member = self._stored(name, path, index) if data is None else unpack_trajectory(bytes(data), source=name)
             if row.get("taught"):
-                path = self._path(row)
-                if path not in read:
-                    read[path] = read_scores(scores_path(path))
-                member.taught = read[path][index]
+                member.taught = scores_of(scores_path(path))[index]
+            found.append(without_stale(member, row))
+        return found
 
-    def _path(self, row: Mapping[str, Any]) -> Path:
-        return self._spec.groups_dir / Path(row["path"]).name
-
-    def _stored(self, name: str) -> Trajectory:
-        row, index = self._group_of[name]
+    def _stored(self, name: str, path: Path, index: int) -> Trajectory:
         self.numbers["stored_rows"] += 1
         try:
-            return read_group(self._path(row))[index]
+            return read_group(path)[index]
         except StoreError as error:
             raise TransferError(f"trajectory {name} could neither be fetched nor read: {error}") from error
 
 
 def lazy_batch(batch: Mapping[str, Any], fetcher: SliceFetcher) -> LazyBatch:
-    """The batch of a step for a training rank, with no row fetched yet; as `members_of` with
-    ``of_the_step``."""
+    """The batch of a step for a training rank, with no row fetched yet; as `members_of` with ``of_the_step``."""
     from libra.train.samples import LazyBatch, RowFacts
 
     facts, num_trajectories = [], 0
     for row in batch["members"]:
         members = zip(row["rows"], row["lengths"], row["advantages"], row["trains"], strict=True)
         for name, (sound, num_tokens, num_actions), advantage, trains in members:
-            if sound and not trains:  # filtered
-                continue
-            num_trajectories += 1
-            if sound and num_actions:
+            num_trajectories += bool(trains or not sound)  # others are filtered
+            if sound and trains and num_actions:
                 facts.append(RowFacts(name, num_tokens, num_actions, advantage))
     for row in batch.get("late", ()):
         late = zip(row["rows"], row["lengths"], row["advantages"], row["trains"], row["counts"], strict=True)

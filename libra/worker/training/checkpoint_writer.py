@@ -80,8 +80,7 @@ class CheckpointWriter:
             return result
 
     def save_due(self, version: int) -> list[Path]:
-        """Write the checkpoint that is due at or before ``version``, the replica's own, if earlier starts did
-        not write it."""
+        """Write the checkpoints due at or before ``version``, the replica's own, unless an earlier start wrote them."""
         with self._state:
             self._copy_if_due(version)
             due = sorted(self._copies)
@@ -93,15 +92,14 @@ class CheckpointWriter:
             self.replica.load(directory)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the replica's weights, and nothing else of its state."""
+        """Replace only the replica's weights."""
         with self._state:
             self.replica.take_weights(weights)
 
     def save(self, version: int) -> Path:
         """Write the checkpoint of ``version``; its directory.
 
-        Raises CheckpointError if the replica is past that version and that state was not copied, or the
-        disk refuses.
+        CheckpointError if the replica is past that version and has no copy, or the disk refuses.
         """
         from libra.train.checkpoint import checkpoint_name, save_checkpoint
 
@@ -125,8 +123,7 @@ class CheckpointWriter:
         return target
 
     def save_or_later(self, version: int) -> Path:
-        """As `save`; in a group whose rank 0 was lost before it copied that state, the checkpoint of the state
-        it has now."""
+        """As `save`, or the checkpoint of the present state in a group whose rank 0 was lost before it copied that one."""
         try:
             return self.save(version)
         except CheckpointError:

@@ -1,5 +1,4 @@
-"""A training worker's membership of its group: joins on a message of the scheduler, and admits its
-tasks.
+"""A training worker's membership of its group: joins on a message of the scheduler, and admits its tasks.
 
 `libra.scheduler.gangs` forms groups; see there for the messages. All ranks of a new group begin in
 the state of the rank with most steps, and not behind the published version: survivors send theirs,
@@ -76,8 +75,7 @@ class GangMember:
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """Run something as ``rank`` of the group, exclusively on this worker; a task whose group has ended is
-        returned."""
+        """Run as ``rank`` of the group, exclusively on this worker; a task whose group has ended is returned."""
         with self.in_turn:
             if self.group is None or self.group.rank != rank:
                 self._broken(
@@ -92,7 +90,6 @@ class GangMember:
                 raise Reschedule() from None
 
     def _broken(self, number: int, rank: int, detail: str) -> None:
-        """Report that group ``number`` ended; the scheduler may already know, and be forming the next one."""
         self.group = None
         self.context.report(GangRankFailed(number, rank, detail[:500]))
 
@@ -102,12 +99,10 @@ class GangMember:
                 self._open(message)
             else:
                 self._join(message)
-        except LibraError as error:
-            logger.warning("training group %d: %s", message["gang"], error)
-            self._broken(message["gang"], message["rank"], str(error))
         except Exception as error:  # the boundary of this thread, whose exceptions are not reported
-            logger.exception("training group %d", message["gang"])
-            self._broken(message["gang"], message["rank"], f"{type(error).__name__}: {error}")
+            known = isinstance(error, LibraError)
+            logger.warning("training group %d: %s", message["gang"], error, exc_info=not known)
+            self._broken(message["gang"], message["rank"], str(error) if known else f"{type(error).__name__}: {error}")
 
     def _open(self, message: dict[str, Any]) -> None:
         from libra.train.replica_group import Rendezvous
@@ -115,11 +110,8 @@ class GangMember:
         if self._rendezvous is not None:
             self._rendezvous.close()
         host = get_address_host(self.context.address)
-        self._rendezvous = Rendezvous(self._token(message["gang"]), host)
+        self._rendezvous = Rendezvous(group_token(self.context.spec, message["gang"]), host)
         self.context.report(GangOpen(message["gang"], host, self._rendezvous.address[1]))
-
-    def _token(self, number: int) -> str:
-        return group_token(self.context.spec, number)
 
     def _join(self, message: dict[str, Any]) -> None:
         from libra.train.replica_group import TrainGroup
@@ -130,7 +122,7 @@ class GangMember:
                 (message["host"], message["port"]),
                 rank,
                 message["size"],
-                token=self._token(number),
+                token=group_token(self.context.spec, number),
                 epoch=number,
                 on_gpus=compute_device(self.context.spec.config.cluster.device).type == "cuda",
             )

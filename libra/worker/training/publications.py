@@ -1,7 +1,7 @@
 """Publishes the weights of a trainer, with their check, beside its next step.
 
-Passes of step ``v`` and the publication of version ``v`` read the same weights, in threads of their
-own. A step whose passes end first waits for that thread, or publishes the version itself.
+Passes of step ``v`` and the publication of version ``v`` read the same weights, in separate threads.
+A step whose passes end first waits for that thread, or publishes the version itself.
 
 Invariants
 ----------
@@ -19,16 +19,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
 from libra.projections import project_tensors
-from libra.weights import VersionCheck, WeightStore, WeightVersion
+from libra.weights import WeightStore, WeightVersion
+from libra.weights.version_check import Logps, VersionCheck
 
 if TYPE_CHECKING:
     from libra.train import Replica
@@ -58,8 +57,7 @@ class Publications:
         self._thread = threading.local()
 
     def of(self, replica: Replica, *, alone: bool) -> None:
-        """Publish this replica's weights from now on; of one that trains ``alone`` beside its steps, if its
-        model allows it."""
+        """Publish this replica's weights from now on; if it trains ``alone`` and its model permits, beside its steps."""
         self.replica, self._changing, self.alone = replica, -1, alone
         self.beside = alone and replica.score_beside()
         if alone:
@@ -75,25 +73,23 @@ class Publications:
             return self._publish(version)
 
     def begin(self, version: int) -> None:
-        """Publish a version in a thread of its own. `publish` waits for it, and publishes again what failed."""
-        threading.Thread(target=self._begun, args=(version,), name="libra-publication", daemon=True).start()
+        """Publish a version in a separate thread. `publish` waits for it, and publishes again if it failed."""
+        threading.Thread(target=self._publish_beside, args=(version,), name="libra-publication", daemon=True).start()
 
-    def _begun(self, version: int) -> None:
+    def _publish_beside(self, version: int) -> None:
         try:
             self.publish(version)
         except Exception as error:  # the boundary of this thread; the task of the publication raises it
             logger.warning("version %d is not published yet: %s", version, error, exc_info=True)
 
     def before_change(self, step: int) -> float:
-        """Called by step ``step`` before it changes the weights: they are published when it returns. Seconds
-        that it waited."""
+        """Publish the weights before step ``step`` changes them; seconds of waiting."""
         if getattr(self._thread, "repeats", False):
             return 0.0
         began_s = time.perf_counter()
         with self._lock:
             if self._changing < step:
-                numbers = self.store.numbers()
-                if step not in numbers and step > max(numbers, default=-1):
+                if step > max(self.store.numbers(), default=-1):
                     self._publish(step)
                 self._changing = step
         return time.perf_counter() - began_s
@@ -118,67 +114,43 @@ class Publications:
             self.report(published)
         return published
 
+    def assist(self) -> None:
+        """On other ranks of a sharded replica, while rank 0 publishes: the same collectives, in the same order."""
+        assert self.replica is not None, "a rank assists before there is a replica"
+        self.replica.all_weights()
+        _probe(self.replica, self.max_context_tokens)
 
-def probe_tokens(vocab_size: int, max_context_tokens: int) -> tuple[NDArray[np.int32], ...]:
-    """The fixed token ids that are scored: the same for every version, trainer and engine of a run."""
+
+def _probe(replica: Replica, max_context_tokens: int) -> tuple[tuple[tuple[int, ...], ...], Logps]:
+    """Fixed token ids, the same for every version, trainer and engine of a run, and the replica's log-probabilities in nats."""
     rng, length = np.random.default_rng(PROBE_SEED), min(PROBE_TOKENS, max_context_tokens)
-    return tuple(rng.integers(0, vocab_size, length).astype(np.int32) for _ in range(PROBES))
+    vocabulary = int(replica.model.config.get_text_config().vocab_size)
+    rows = [rng.integers(0, vocabulary, length).astype(np.int32) for _ in range(PROBES)]
+    logp = tuple(tuple(float(nats) for nats in replica.score(row)) for row in rows)
+    return tuple(tuple(row.tolist()) for row in rows), logp
 
 
 def publish_checked(store: WeightStore, replica: Replica, version: int, max_context_tokens: int) -> WeightVersion:
-    """Publish the replica's weights as ``version`` with their check; an existing version keeps its own.
-    WeightsError."""
+    """Publish the replica's weights as ``version`` with their check; an existing version keeps its own. WeightsError."""
     tensors = replica.all_weights()
-    # If the model is sharded, passes are collectives, which all ranks enter in one order; see `assist`.
-    logp = probe_logp(replica, max_context_tokens) if replica.is_sharded else None
+    # If the model is sharded, passes are collectives, which all ranks enter in one order; see `Publications.assist`.
+    sharded = _probe(replica, max_context_tokens) if replica.is_sharded else None
 
     def check(content: str) -> str:
-        answers = probe_logp(replica, max_context_tokens) if logp is None else logp
-        return make_check(store, replica, version, content, tensors, answers, max_context_tokens).to_json()
+        probe, logp = sharded or _probe(replica, max_context_tokens)
+        text = store.check_text(version - 1) if version > 0 else None
+        before = None if text is None else VersionCheck.from_json(text, f"version {version - 1} under {store.root}")
+        known = before if before is not None and before.probe == probe else None
+        return VersionCheck(
+            version=version,
+            digest=content,
+            dtype=str(replica.dtype).removeprefix("torch."),
+            seed=version,
+            projections=project_tensors(tensors, version),
+            probe=probe,
+            logp=logp,
+            previous_logp=None if known is None else known.logp,
+            first_logp=logp if version == 0 else None if known is None else known.first_logp,
+        ).to_json()
 
     return store.publish(version, tensors, check=check, content=replica.content)
-
-
-def assist(replica: Replica, max_context_tokens: int) -> None:
-    """The part of the other ranks of a sharded replica while rank 0 publishes: the same collectives, in
-    the same order."""
-    replica.all_weights()
-    probe_logp(replica, max_context_tokens)
-
-
-def vocabulary(replica: Replica) -> int:
-    """Size of the model's vocabulary."""
-    return int(replica.model.config.get_text_config().vocab_size)
-
-
-def probe_logp(replica: Replica, max_context_tokens: int) -> tuple[tuple[float, ...], ...]:
-    """The replica's log-probabilities of the probe tokens, in nats."""
-    rows = probe_tokens(vocabulary(replica), max_context_tokens)
-    return tuple(tuple(float(nats) for nats in replica.score(row)) for row in rows)
-
-
-def make_check(
-    store: WeightStore,
-    replica: Replica,
-    version: int,
-    content: str,
-    tensors: Mapping[str, Tensor],
-    logp: tuple[tuple[float, ...], ...],
-    max_context_tokens: int,
-) -> VersionCheck:
-    """The check of ``version``, which the replica holds: its answers to the questions that engines get."""
-    probe = tuple(tuple(row.tolist()) for row in probe_tokens(vocabulary(replica), max_context_tokens))
-    text = store.check_text(version - 1) if version > 0 else None
-    before = None if text is None else VersionCheck.from_json(text, f"version {version - 1} under {store.root}")
-    known = before is not None and before.probe == probe
-    return VersionCheck(
-        version=version,
-        digest=content,
-        dtype=str(replica.dtype).removeprefix("torch."),
-        seed=version,
-        projections=project_tensors(tensors, version),
-        probe=probe,
-        logp=logp,
-        previous_logp=before.logp if before is not None and known else None,
-        first_logp=logp if version == 0 else before.first_logp if before is not None and known else None,
-    )

@@ -1,5 +1,4 @@
-"""The replica of a training worker: made from the configuration, recovered, and open to hybrid
-replicas."""
+"""The replica of a training worker: made from the configuration, recovered, and open to hybrid replicas."""
 
 from __future__ import annotations
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from libra.train import Replica, StepReport
     from libra.train.replica_group import TrainGroup
     from libra.train.samples import LazyBatch
-    from libra.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +37,16 @@ _one_at_a_time = threading.Lock()
 
 def pool_token(spec: RunSpec, gang: int) -> str:
     """The secret with which a hybrid replica joins the core of this gang in this start of the run."""
-    return hmac.new(spec.secret.encode(), f"hybrid/{spec.epoch}/{gang}".encode(), hashlib.sha256).hexdigest()
+    return _token(spec, "hybrid", gang)
 
 
 def group_token(spec: RunSpec, gang: int) -> str:
     """The secret of the members of this training group."""
-    return hmac.new(spec.secret.encode(), f"group/{spec.epoch}/{gang}".encode(), hashlib.sha256).hexdigest()
+    return _token(spec, "group", gang)
+
+
+def _token(spec: RunSpec, purpose: str, gang: int) -> str:
+    return hmac.new(spec.secret.encode(), f"{purpose}/{spec.epoch}/{gang}".encode(), hashlib.sha256).hexdigest()
 
 
 class Trainer:
@@ -70,9 +72,7 @@ class Trainer:
     @property
     def checkpoints(self) -> CheckpointWriter:
         """The replica's checkpoints; only if there is a replica."""
-        assert self._checkpoints is not None, (
-            f"{self.context.name} was given a task of training before it has a replica"
-        )
+        assert self._checkpoints is not None, f"{self.context.name} got a task of training before it has a replica"
         return self._checkpoints
 
     @property
@@ -91,7 +91,6 @@ class Trainer:
         self._checkpoints = CheckpointWriter(replica, spec.checkpoints_dir, spec.config)
 
     def _published(self, version: int) -> dict[str, Tensor] | None:
-        """The weights of a version, whose digest is compared at the first time."""
         store = self.context.weights.store
         try:
             if version not in store.numbers():
@@ -109,8 +108,7 @@ class Trainer:
         self.context.report(*held, VersionPublished(number, digest, version.num_bytes))
 
     def pinned(self, newest: int) -> range:
-        """Versions under which a step from ``newest`` on may score tokens (``trainer.old_logp=version``), and
-        so may a resumed run from its newest checkpoint on; empty for other settings."""
+        """Versions that steps from the newest checkpoint on may score tokens with (``trainer.old_logp=version``)."""
         config = self.context.spec.config
         if config.trainer.old_logp != "version" or config.rollout.exact_logprobs:
             return range(0)
@@ -120,13 +118,12 @@ class Trainer:
         return range(max(0, (step_of(saved[-1]) if saved else 0) - config.run.eta), newest + 1)
 
     def recover(self, steps: int, *, or_next: bool = False) -> list[dict[str, Any]]:
-        """Bring the replica to the weights after ``steps`` steps; see `recover`."""
+        """As `recover`, for its replica."""
         with self.publications.repeating():
             return recover(self.checkpoints, self.context.spec, self.context.weights.store, steps, or_next=or_next)
 
     def add_waves(self, batch: int, upto: int, *, last: LazyBatch | None = None) -> int:
-        """Add the committed waves of step ``batch`` before ``upto`` that the replica lacks, in order; returns
-        how many it has.
+        """Add the committed waves of step ``batch`` before ``upto`` that the replica lacks, in order; how many it has then.
 
         ``last`` is the one before ``upto``, if its trajectories are not to be read from the run directory.
         In a group a collective, unless all ranks have them.
@@ -137,24 +134,20 @@ class Trainer:
             return added
         waves = committed_waves(spec, batch)
         for number in range(added, min(upto, len(waves))):
-            parts: list[Trajectory] | LazyBatch
-            if last is not None and number + 1 == upto:
-                parts = last
-            else:
-                parts = members_of({"members": waves[number]}, spec.groups_dir, of_the_step=True)
-            added = self.checkpoints.accumulate(parts, batch)
+            given: Any = last if number + 1 == upto else None
+            if given is None:
+                given = members_of({"members": waves[number]}, spec.groups_dir, of_the_step=True)
+            added = self.checkpoints.accumulate(given, batch)
         return added
 
     def open_pool(self, gang: int) -> None:
-        """On rank 0 of the core: let hybrid replicas join, and report where. No effect in a run without hybrid
-        workers."""
+        """On rank 0 of the core in a run with hybrid workers: let their replicas join, and report where."""
         spec = self.context.spec
-        if not spec.config.cluster.hybrid_workers:
-            return
-        self.close()
-        host = get_address_host(self.context.address)
-        pool = self.replica.admit_hybrids(pool_token(spec, gang), host=host)
-        self.context.report(HybridPoolOpened(gang, host, pool.address[1]))
+        if spec.config.cluster.hybrid_workers:
+            self.close()
+            host = get_address_host(self.context.address)
+            pool = self.replica.admit_hybrids(pool_token(spec, gang), host=host)
+            self.context.report(HybridPoolOpened(gang, host, pool.address[1]))
 
     def close(self) -> None:
         """Release the hybrid replicas."""
@@ -165,8 +158,7 @@ class Trainer:
 def recover(
     checkpoints: CheckpointWriter, spec: RunSpec, store: WeightStore, steps: int, *, or_next: bool = False
 ) -> list[dict[str, Any]]:
-    """Bring the replica to the weights after ``steps`` steps: the newest checkpoint, then every committed
-    batch since.
+    """Bring the replica to the weights after ``steps`` steps: the newest checkpoint, then every committed batch since.
 
     Nothing is generated, and a replica at that step or later is not changed. If the result differs from
     a published version (another machine, another number of threads), the published weights are used,
@@ -190,7 +182,13 @@ def recover(
             logger.info("batch %d was committed before: its step is repeated", batch)
             content = result.digest or replica.hashed()
             replayed.append(result.as_dict() | {"digest": content})
-            _load_published(checkpoints, spec, store, batch + 1, content)
+            if batch + 1 in store.numbers() and (published := store.get(batch + 1)).digest != content:
+                logger.warning(
+                    "run %s: step %d taken again gave weights %s, version %d was published as %s; the published ones are "
+                    "taken. Is this another machine, or another number of threads?",
+                    spec.run, batch, content, batch + 1, published.digest,
+                )  # fmt: skip
+                checkpoints.take_weights(store.read(published))
     return replayed
 
 
@@ -211,21 +209,6 @@ def _retaken(checkpoints: CheckpointWriter, spec: RunSpec, facts: Mapping[str, A
     for wave in waves:
         checkpoints.accumulate(members_of({"members": wave}, spec.groups_dir, of_the_step=True), batch)
     return checkpoints.close(batch)
-
-
-def _load_published(
-    checkpoints: CheckpointWriter, spec: RunSpec, store: WeightStore, version: int, digest: str
-) -> None:
-    if version not in store.numbers():
-        return
-    published = store.get(version)
-    if published.digest != digest:
-        logger.warning(
-            "run %s: step %d taken again gave weights %s, version %d was published as %s; the published ones are taken. "
-            "Is this another machine, or another number of threads?",
-            spec.run, version - 1, digest, version, published.digest,
-        )  # fmt: skip
-        checkpoints.take_weights(store.read(published))
 
 
 def make_replica(spec: RunSpec, model_dir: Path, group: TrainGroup | None) -> Replica:

@@ -59,18 +59,14 @@ async def grade(
     for left in reversed(range(resample + 1)):
         try:
             reward = await run_grader(environment, episode, GRADE_TIMEOUT_S, back_off)
-            reward = reward if extra is None else _with_extra(reward, extra[index], member)
-            if isinstance(reward, Late):
-                _take_provisional(reward, member, late)
-            else:
-                member.reward = reward
+            _take(reward if extra is None else _with_extra(reward, extra[index], member), member, late)
             break
         except RewardFault as error:
             failure = failure_of(error)
             if left:
                 failed.append(str(failure))
-                continue
-            member.failure, member.failure_detail, member.reward = failure, str(error)[:2000], float("nan")
+            else:
+                member.failure, member.failure_detail, member.reward = failure, str(error)[:2000], float("nan")
     member.retried = ",".join(failed)
 
 
@@ -78,24 +74,25 @@ NOT_YET = "its reward is late, without a provisional value (libra.Late(fast=None
 """Detail of the failure of a trajectory that has no reward until one is delivered."""
 
 
-def _take_provisional(reward: Late, member: Trajectory, late: str) -> None:
-    provisional = reward.provisional
-    if member.trajectory_id.split == "eval":
-        if provisional is None:
-            raise RewardFault(
-                f"{member.trajectory_id}: an evaluation waits for no late reward; return libra.Late(fast=NUMBER)"
-            )
-        member.reward = provisional
+def _take(reward: float | Late, member: Trajectory, late: str) -> None:
+    if not isinstance(reward, Late):
+        member.reward = reward
         return
-    if late == "off":
+    provisional, is_eval = reward.provisional, member.trajectory_id.split == "eval"
+    if is_eval and provisional is None:
         raise RewardFault(
-            f"{member.trajectory_id}: the reward is libra.Late, and trainer.late=off; type trainer.late=correct, wait or drop"
+            f"{member.trajectory_id}: an evaluation waits for no late reward; return libra.Late(fast=NUMBER)"
         )
-    member.late = [float(reward.offset), float(reward.factor)]
-    if provisional is not None:
-        member.reward = provisional
-    else:
+    if not is_eval:
+        if late == "off":
+            raise RewardFault(
+                f"{member.trajectory_id}: the reward is libra.Late, and trainer.late=off; type trainer.late=correct, wait or drop"
+            )
+        member.late = [float(reward.offset), float(reward.factor)]
+    if provisional is None:
         member.failure, member.failure_detail, member.reward = FailureClass.REWARD, NOT_YET, float("nan")
+    else:
+        member.reward = provisional
 
 
 def _with_extra(reward: float | Late, more: float, member: Trajectory) -> float | Late:
@@ -105,9 +102,8 @@ def _with_extra(reward: float | Late, more: float, member: Trajectory) -> float 
         raise RewardFault(
             f"{member.trajectory_id}: the reward node returned {repr_text(more)}; it must be a finite number"
         ) from error
-    if isinstance(total, Late):
-        return total
-    return bounded_reward(total, f"{member.trajectory_id}, with what the reward node returned")
+    where = f"{member.trajectory_id}, with the number of the reward node"
+    return total if isinstance(total, Late) else bounded_reward(total, where)
 
 
 _CLASSES: tuple[tuple[type[Exception], FailureClass], ...] = (
@@ -123,8 +119,7 @@ _CLASSES: tuple[tuple[type[Exception], FailureClass], ...] = (
 """The first match counts, so a subclass is listed before its base."""
 
 FAULTS = (EngineError, EnvironmentFault)
-"""Errors that end a trajectory as a failure. Any other error (a full disk, a bug) ends the run, which
-can be resumed."""
+"""Errors that end a trajectory as a failure. Any other error (a full disk, a bug) ends the run, which can be resumed."""
 
 
 def failure_of(error: EngineError | EnvironmentFault) -> FailureClass:

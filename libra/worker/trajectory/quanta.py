@@ -53,7 +53,6 @@ from libra.types import (
     Phase,
     Prompt,
     StopReason,
-    ToolCall,
     ToolReturn,
     ToolStatus,
     TrajectoryId,
@@ -63,10 +62,10 @@ from libra.untrusted import MAX_ERROR_CHARS, error_text, storable, storable_call
 from libra.worker.context import WorkerContext
 from libra.worker.dask_worker import priority_here, still_wanted
 from libra.worker.engine.worker_engine import WorkerEngine
-from libra.worker.trajectory.agent_sequences import agent_calls, cut_at_stop
 from libra.worker.trajectory.graded_members import FAULTS, failure_of
 from libra.worker.trajectory.session_leases import SessionLeases
 from libra.worker.trajectory.trajectory_state import (
+    Attempt,
     TrajectoryRules,
     TrajectoryState,
     end_record,
@@ -74,10 +73,11 @@ from libra.worker.trajectory.trajectory_state import (
     generation_record,
     returned,
 )
-from libra.worker.trajectory.turn_calls import StoppableActions, TurnCalls, recorded
+from libra.worker.trajectory.turn_calls import StoppableActions, TurnCalls, agent_calls, cut_at_stop, recorded
 
 if TYPE_CHECKING:
     from libra.rollout import ChatFormat
+    from libra.types import ToolCall
     from libra.worker.trajectory.agent_quanta import Agents
 
 STEP = "step"
@@ -85,10 +85,9 @@ STEP = "step"
 KEPT_PROMPTS = 1024
 """Tokenised prompts kept in memory per worker."""
 KEPT_STATES = 4096
-"""States kept per worker, and ends of trajectories; a missing one is read from the journal."""
+"""States kept per worker; a missing one is read from the journal."""
 KEPT_BYTES, RECORD_BYTES, TOKEN_BYTES = 64 << 20, 2048, 20
-"""Memory for the records of ended trajectories, whose group may be built here; about that much per
-record and token."""
+"""Memory for the records of ended trajectories, whose group may be built here; about so much per record and token."""
 KILLED = "killed: it took more than"
 """In the detail of a failure: the action took more than its memory."""
 
@@ -115,9 +114,8 @@ class QuantumRunner:
     ) -> None:
         self.context, self.engine, self._leaving = context, engine, leaving
         self.states: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()
-        self._ended: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()  # without records and context
-        self._whole: OrderedDict[TrajectoryId, int] = OrderedDict()  # bytes of ended ones in `states`
-        self._whole_bytes = 0
+        self._ended: OrderedDict[TrajectoryId, int] = OrderedDict()  # bytes of the ended ones in `states`
+        self._ended_bytes = 0
         self.closing = False
         self.sessions = None if context.environment.session is None else SessionLeases(context)
         self.agents: Agents | None = None
@@ -125,6 +123,7 @@ class QuantumRunner:
         self.calls = TurnCalls(context, self.sessions, processes)
         self.stoppable = StoppableActions()
         self._rules = TrajectoryRules.of(context.spec.config, context.environment)
+        self._keeps_version = keeps_version(context.spec.config)
         self._prompts: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
 
     @cached_property
@@ -137,17 +136,14 @@ class QuantumRunner:
             self.context.model_dir, environment.tool_schemas, tool_format=environment.tool_format, loader=loader
         )
 
-    @cached_property
-    def _keeps_version(self) -> bool:
-        return keeps_version(self.context.spec.config)
-
     def close(self) -> None:
         """Stop writing records."""
         self.closing = True
 
+    # ---------------------------------------------------------------- states
+
     def state(self, tid: TrajectoryId, prompt: Prompt, quantum: int = 0) -> TrajectoryState:
-        """The trajectory's state with every record written so far; ``quantum`` is their number, 0 if that is
-        not known."""
+        """The trajectory's state with every record written so far; ``quantum`` is their number, 0 if unknown."""
         state = self.states.get(tid)
         if state is None:
             state = self.states[tid] = TrajectoryState(tid, prompt, self._rules)
@@ -158,14 +154,38 @@ class QuantumRunner:
                 state.apply(record)
         return state
 
+    def drop(self, tid: TrajectoryId) -> None:
+        """Keep no records of a trajectory; the journal has them."""
+        self.states.pop(tid, None)
+        self._ended_bytes -= self._ended.pop(tid, 0)
+
+    def _release(self, state: TrajectoryState) -> None:
+        self.drop(state.tid)
+        self.states[state.tid] = state
+        num_bytes = RECORD_BYTES * len(state.records) + TOKEN_BYTES * state.attempt.num_context_tokens
+        self._ended[state.tid] = num_bytes
+        self._ended_bytes += num_bytes
+        while self._ended_bytes > KEPT_BYTES:
+            self.drop(next(iter(self._ended)))
+
+    def _end_with_group(self, state: TrajectoryState) -> None:
+        tid = state.tid
+        path = group_path(self.context.spec.groups_dir, tid.iteration, tid.group, tid.split)
+        if os.access(path, os.F_OK):
+            (member,) = (member for member in read_group(path) if member.trajectory_id == tid)
+            state.end, state.failure, state.detail = member.end_reason, member.failure, member.failure_detail
+            state.quanta = max(state.quanta, len(member.turns))
+
+    # ---------------------------------------------------------------- one quantum
+
     async def run(self, key: str, tid: TrajectoryId, prompt: Prompt, quantum: int = 0) -> TrajectoryState:
         """Run the next quantum of a trajectory here, write its record, report it; returns the state after it.
 
-        ``quantum`` is its number, where the scheduler knows it: then its group has no record, and the
+        ``quantum`` is its number, if the scheduler knows it: then its group has no record, and the
         journal has exactly the records before it. With 0 both are looked up. A next generation follows at
         once while nothing better waits for the slot.
         """
-        state = self._ended.get(tid) or self.state(tid, prompt, quantum)
+        state = self.state(tid, prompt, quantum)
         if state.phase is not None and not quantum:
             self._end_with_group(state)
         if state.phase is None:
@@ -184,8 +204,12 @@ class QuantumRunner:
         goes_on = True
         while goes_on:
             started_s, first = time.time(), state.quanta
-            phase, lease = state.phase, state.lease
-            await self._one_quantum(key, state, started_s)
+            phase, lease = state.phase, state.attempt.lease
+            try:
+                await self._quantum(key, state, started_s)
+            except BaseException:
+                self.drop(tid)  # it may be ahead of the journal
+                raise
             self._end_leases(state, lease)
             goes_on = (
                 phase is Phase.ROLLOUT
@@ -201,47 +225,13 @@ class QuantumRunner:
         return state
 
     def _end_leases(self, state: TrajectoryState, lease: tuple[str, str] | None) -> None:
-        if self.sessions is None:
-            return
-        for each in {lease, state.lease} - {None}:
-            if each is not None and (state.phase is None or each != state.lease):
+        if self.sessions is not None:
+            kept = None if state.phase is None else state.attempt.lease
+            for each in {lease, state.attempt.lease} - {None, kept}:
+                assert each is not None
                 self.sessions.release(each)
 
-    def _end_with_group(self, state: TrajectoryState) -> None:
-        tid = state.tid
-        path = group_path(self.context.spec.groups_dir, tid.iteration, tid.group, tid.split)
-        if not os.access(path, os.F_OK):
-            return
-        (member,) = (member for member in read_group(path) if member.trajectory_id == tid)
-        state.end, state.failure, state.detail = member.end_reason, member.failure, member.failure_detail
-        state.quanta = max(state.quanta, len(member.turns))
-
-    def _release(self, state: TrajectoryState) -> None:
-        """Remember that a trajectory has ended, and keep the newest `KEPT_BYTES` of records for their groups."""
-        self._ended[state.tid] = replace(state, records=[], context=[], prompt=Prompt(state.prompt.prompt_id, ()))
-        if len(self._ended) > KEPT_STATES:
-            self._ended.popitem(last=False)
-        self.states.pop(state.tid, None)
-        self._whole_bytes -= self._whole.pop(state.tid, 0)
-        self.states[state.tid] = state
-        self._whole[state.tid] = RECORD_BYTES * len(state.records) + TOKEN_BYTES * state.num_context_tokens
-        self._whole_bytes += self._whole[state.tid]
-        while self._whole_bytes > KEPT_BYTES:
-            self.drop(next(iter(self._whole)))
-
-    def drop(self, tid: TrajectoryId) -> None:
-        """Keep no records of a trajectory; the journal has them."""
-        self.states.pop(tid, None)
-        self._whole_bytes -= self._whole.pop(tid, 0)
-
-    async def _one_quantum(self, key: str, state: TrajectoryState, started_s: float) -> None:
-        try:
-            await self._attempt(key, state, started_s)
-        except BaseException:
-            self.drop(state.tid)  # it may be ahead of the journal
-            raise
-
-    async def _attempt(self, key: str, state: TrajectoryState, started_s: float) -> None:
+    async def _quantum(self, key: str, state: TrajectoryState, started_s: float) -> None:
         try:
             if state.phase is Phase.ROLLOUT:
                 await self._generate(key, state)
@@ -251,52 +241,47 @@ class QuantumRunner:
                         self._forget(state)
                 return
             self.context.epoch.check()  # what an action changes outside is not undone by a record that is refused
-            if self.calls.revocable(state):
-                await self.stoppable.run(key, state.quanta, self._act(state, self.calls.cores_of(key)))
-            else:
-                await self._act(state, self.calls.cores_of(key))
+            action = self._act(state, self.calls.cores_of(key))
+            await (self.stoppable.run(key, state.quanta, action) if self.calls.revocable(state) else action)
         except (EngineAsleep, ActionRevoked) as error:
             self.context.report(GivenBack(key, revoked=isinstance(error, ActionRevoked)))
             raise
-        except FAULTS as error:
-            self._commit(state, failure_record(failure_of(error), str(error)), started_s)
-            self._forget(state)
-        except Unstorable as error:
-            self._commit(state, failure_record(FailureClass.TOOL, str(error)), started_s)
+        except (*FAULTS, Unstorable) as error:
+            failure = FailureClass.TOOL if isinstance(error, Unstorable) else failure_of(error)
+            self._commit(state, failure_record(failure, str(error)), started_s)
             self._forget(state)
 
     async def _generate(self, key: str, state: TrajectoryState) -> None:
         assert self.engine is not None, f"{state.tid}: a generation was sent to a worker without an engine"
-        serving, context = self.engine.serving, self.context
-        rollout = context.spec.config.rollout
+        serving, context, now = self.engine.serving, self.context, state.attempt
+        rollout, environment = context.spec.config.rollout, context.environment
         await serving.pull()
         started_s = time.time()
         if self._keeps_version and self._ends_version(state, {serving.engine.version}, started_s):
             return
-        begun = None if state.context else await begin_state(context.environment, state.prompt, str(state.tid))
-        prompt_ids = self._prompt_ids(state.prompt) if not state.context else None
-        context_ids = state.context_ids if prompt_ids is None else prompt_ids
+        begun, prompt_ids, context_ids = None, None, now.context_ids
+        if not now.context:
+            begun = await begin_state(environment, state.prompt, str(state.tid))
+            prompt_ids = context_ids = self._prompt_ids(state.prompt)
         temperature = self._temperature(state.tid)
-        given = context.environment
-        script = given.scripted(state.tid, state.prompt, state.turns) if isinstance(given, Scripted) else None
-        done = sum(map(len, state.unfinished))
+        script = environment.scripted(state.tid, state.prompt, now.turns) if isinstance(environment, Scripted) else None
+        done = sum(map(len, now.unfinished))
         wanted = rollout.max_new_tokens if script is None else script.new_tokens
-        if state.request is not None and state.request.max_tokens is not None:
-            wanted = min(wanted, state.request.max_tokens)
-        room = rollout.max_context_tokens - len(context_ids)
-        left = max(1, min(wanted - done, room))
+        if now.request is not None and now.request.max_tokens is not None:
+            wanted = min(wanted, now.request.max_tokens)
+        left = max(1, min(wanted - done, rollout.max_context_tokens - len(context_ids)))
         part = min(left, rollout.chunk_tokens or left)
         output = await self.engine.generate(
             key,
             TurnRequest(
                 trajectory_id=str(state.tid),
-                turn=state.turns,
+                turn=now.turns,
                 context_ids=context_ids,
                 max_new_tokens=part,
                 temperature=temperature,
                 top_p=rollout.top_p,
                 stop_ids=() if rollout.ignore_eos else self.chat.stop_ids,
-                seed=context.spec.turn_seed(state.tid, state.turns, state.draw),
+                seed=context.spec.turn_seed(state.tid, now.turns, now.number),
                 priority=priority_here(context.worker, key),
                 group=f"{state.tid.split}-{state.tid.iteration}-{state.tid.group}",
                 generated=done,
@@ -306,19 +291,20 @@ class QuantumRunner:
         self.engine.turn_ended()
         if self._keeps_version and self._ends_version(state, set(output.weight_versions.tolist()), started_s):
             return
-        text, calls, stopped = "", tuple[ToolCall, ...](), None
-        if state.request is not None:
-            output, stopped = cut_at_stop(output, state.unfinished, state.request.stop, self.chat.decode)
+        stopped = None
+        if now.request is not None:
+            output, stopped = cut_at_stop(output, now.unfinished, now.request.stop, self.chat.decode)
         if stopped is None and output.stop_reason is StopReason.LENGTH and part < left:
             output = replace(output, stop_reason=StopReason.PARKED)
+            record = generation_record(now.turns, prompt_ids, output, "", (), begun)
         else:
-            text = storable(self.chat.decode(np.concatenate([*state.unfinished, output.token_ids])))
+            text = storable(self.chat.decode(np.concatenate([*now.unfinished, output.token_ids])))
             calls = self._parse(text) if script is None else script.calls
-        record = generation_record(state.turns, prompt_ids, output, text, calls, begun)
-        record.stopped = stopped
+            record = generation_record(now.turns, prompt_ids, output, text, calls, begun)
+            record.stopped = stopped
         self._hold(state, record, started_s)
         state.apply(record)
-        if not ((state.calls or state.answered) and self._inline(state)):  # else both are appended together
+        if not ((now.calls or now.answered) and self._inline(now)):  # else both are appended together
             self._append(state)
         if state.phase is None:
             self._forget(state)
@@ -343,9 +329,8 @@ class QuantumRunner:
         return config.rollout.temperature
 
     def _ends_version(self, state: TrajectoryState, versions: set[int], started_s: float) -> bool:
-        """Begin a trajectory again if tokens of ``versions`` would give it more than one version
-        (`libra.policy.one_version`)."""
-        if len(had := state.versions | versions) < 2:
+        """Begin again if tokens of ``versions`` would give it more than one version (`libra.policy.one_version`)."""
+        if len(had := state.attempt.versions | versions) < 2:
             return False
         self._commit(state, RestartRecord(began=min(had), serves=max(had)), started_s)
         self._forget(state)
@@ -357,8 +342,8 @@ class QuantumRunner:
 
     def _parse(self, text: str) -> tuple[ToolCall, ...]:
         environment = self.context.environment
-        if self.context.spec.config.agent.given:
-            return agent_calls(self.context.environment, text)
+        if self._rules.agent:
+            return agent_calls(environment, text)
         try:
             return storable_calls(environment.parse(text))
         except Exception as error:  # the boundary to the user's environment
@@ -374,63 +359,55 @@ class QuantumRunner:
                 self._prompts.popitem(last=False)
         return ids
 
-    def _inline(self, state: TrajectoryState) -> bool:
-        """Whether the environment's answer, or every call that is not malformed, runs in the generation's
-        quantum."""
-        if state.answered:
-            return self.context.environment.inline_steps
-        calls = state.calls
-        inline = {tool.name for tool in self.context.environment.tools if tool.inline}
-        return all(call.error is not None or call.name in inline for call in calls)
+    def _inline(self, now: Attempt) -> bool:
+        """Whether the environment's answer, or every call that is not malformed, runs in the generation's quantum."""
+        environment = self.context.environment
+        if now.answered:
+            return environment.inline_steps
+        inline = {tool.name for tool in environment.tools if tool.inline}
+        return all(call.error is not None or call.name in inline for call in now.calls)
 
     async def _act(self, state: TrajectoryState, cores: int | None = None) -> None:
-        started_s, turn = time.time(), state.turns - 1
+        started_s, now, environment = time.time(), state.attempt, self.context.environment
+        turn = now.turns - 1
         if state.rules.agent:
             assert self.agents is not None, f"{state.tid}: an action was sent to a worker without agents"
             self._commit(state, await self.agents.act(state), started_s)
             return
-        copy = StateCopy(self.context.environment, state.state, str(state.tid))
-        last = state.records[-1]
+        copy = StateCopy(environment, now.state, str(state.tid))
+        last, lease, role = state.records[-1], now.lease, "tool"
         assert isinstance(last, GenerationRecord), f"{state.tid}: an action follows a generation"
-        if state.answered:
-            reply = await run_step(self.context.environment, last.text, copy, str(state.tid))
+        if now.answered:
+            reply = await run_step(environment, last.text, copy, str(state.tid))
             if reply is None:
                 self._commit(state, end_record(turn, copy.data), started_s)
                 return
             returns, role = [ToolReturn(STEP, ToolStatus.OK, reply, time.time() - started_s, len(reply))], "user"
-            lease = state.lease
         else:
-            lease = await self.calls.lease(state)
-            try:
-                returns, role = await self.calls.returns(state, turn, copy, lease, cores), "tool"
-            except BaseException:
-                if self.sessions is not None and lease is not None and lease != state.lease:
-                    self.sessions.release(lease)  # no record has it
-                raise
+            returns, lease = await self.calls.returns(state, copy, cores)
         ended = bool(len(last.token_ids)) and self.chat.ends(int(last.token_ids[-1]), role)
-        shown, observation = self._fitted(state, [r.content for r in returns], role, ended)
+        shown, observation = self._fitted(now, [r.content for r in returns], role, ended)
         kept = tuple(recorded(each, content) for each, content in zip(returns, shown, strict=True))
         record = ActionRecord(turn=turn, returns=kept, observation_ids=observation, state=copy.data, lease=lease)
         self._commit(state, record, started_s)
 
-    def _fitted(
-        self, state: TrajectoryState, contents: list[str], role: str, ended: bool
-    ) -> tuple[list[str], NDArray[np.int32]]:
+    def _fitted(self, now: Attempt, contents: list[str], role: str, ended: bool) -> tuple[list[str], NDArray[np.int32]]:
         from libra.rollout.chat_format import fitted  # here: it imports torch, as the chat format does
 
         rollout = self.context.spec.config.rollout
-        left = rollout.max_context_tokens - state.num_context_tokens
+        left = rollout.max_context_tokens - now.num_context_tokens
         try:
             return fitted(self.chat, contents, left, rollout.max_new_tokens, ended=ended, role=role)
         except Exception as error:  # the boundary to the model's own template and tokenizer
             raise ToolFault(f"the chat template cannot show what the tools returned: {error_text(error)}") from error
+
+    # ---------------------------------------------------------------- records and reports
 
     def _commit(self, state: TrajectoryState, record: QuantumRecord, started_s: float) -> None:
         self._append(state, self._packed(state, record, started_s))
         state.apply(record)
 
     def _packed(self, state: TrajectoryState, record: QuantumRecord, started_s: float) -> bytes:
-        """The record, stamped, as the journal takes it; Unstorable."""
         record.worker, record.epoch = self.context.name, self.context.spec.epoch
         record.start_s, record.stop_s = started_s, time.time()
         return self.context.journal.pack(str(state.tid), state.quanta, record)
@@ -447,7 +424,6 @@ class QuantumRunner:
     def _report(
         self, key: str, state: TrajectoryState, first: int, started_s: float, phase: Phase, *, goes_on: bool
     ) -> None:
-        """Report a quantum of this ``phase`` by the records from index ``first`` on; ``goes_on``."""
         new = state.records[first:]
         generated = [record for record in new if isinstance(record, GenerationRecord)]
         answers = [record for record in new if isinstance(record, ActionRecord | RequestRecord)]
@@ -471,16 +447,15 @@ class QuantumRunner:
             worker=self.context.name,
             version=min((int(r.weight_versions.min()) for r in generated if len(r.token_ids)), default=-1),
             end=str(state.end) if state.end is not None else "",
-            unfinished=bool(new and state.unfinished),
+            unfinished=bool(new and state.attempt.unfinished),
             next=str(state.phase) if state.phase is not None else "",
             goes_on=goes_on,
-            context_tokens=state.num_context_tokens,
+            context_tokens=state.attempt.num_context_tokens,
             stop_s=stop_s,
             calls=self.calls.with_resources(state),
             ran_s=ran_s,
             killed=failure is FailureClass.TOOL and KILLED in detail,
         )
-        if failure is FailureClass.NONE:
-            self.context.report(finished)
-        else:
-            self.context.report(finished, FailureClassified(key, str(failure), detail))
+        self.context.report(finished)
+        if failure is not FailureClass.NONE:
+            self.context.report(FailureClassified(key, str(failure), detail))

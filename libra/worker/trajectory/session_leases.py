@@ -1,5 +1,4 @@
-"""Leases of sessions by trajectories, from any worker: an action runs where its trajectory's session
-is.
+"""Leases of sessions by trajectories, from any worker: an action runs where its trajectory's session is.
 
 The record of an action has the lease (address of the worker and name), so every worker knows it.
 The worker of the next action requests it from there, by a message between workers, and writes the
@@ -68,8 +67,7 @@ class SessionAnswer(NamedTuple):
 
 
 class SessionLeases:
-    """The session pool of this worker, and access to other workers' pools. Only for environments with a
-    session."""
+    """The session pool of this worker, and access to other workers' pools; for environments with a session."""
 
     def __init__(self, context: WorkerContext) -> None:
         kind = context.environment.session
@@ -101,6 +99,12 @@ class SessionLeases:
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
+    async def _release(self, lease: Lease) -> None:
+        try:
+            await self._ask(lease, MARGIN_S, lease=lease[1])
+        except (TimeoutError, *PEER_ERRORS) as error:
+            logger.info("sessions: %s was not released: its worker %s does not answer (%r)", lease[1], lease[0], error)
+
     async def run(
         self,
         lease: Lease,
@@ -114,40 +118,31 @@ class SessionLeases:
 
         Errors as of `libra.envs.run_action`, and SessionLost.
         """
-        called = SessionCall(lease[1], prompt, call, action_id, state.data, where)
-        asked = {"called": msgspec.msgpack.encode(called)}
-        if lease[0] == self.context.address:
-            answer = await self._requested(what="run", asked=asked)
-        else:
-            limit_s = self.context.environment.session_limit_s(call.name) + TOTAL_S + MARGIN_S
-            try:
-                answer = await asyncio.wait_for(
-                    ask_worker(self.context.worker, lease[0], self._op, what="run", asked=asked), limit_s
-                )
-            except (TimeoutError, *PEER_ERRORS) as error:
-                raise SessionLost(
-                    f"{action_id}: the worker {lease[0]} with its session does not answer ({error!r:.200})"
-                ) from error
+        called = msgspec.msgpack.encode(SessionCall(lease[1], prompt, call, action_id, state.data, where))
+        limit_s = self.context.environment.session_limit_s(call.name) + TOTAL_S + MARGIN_S
+        try:
+            answer = await self._ask(lease, limit_s, called=called)
+        except (TimeoutError, *PEER_ERRORS) as error:
+            if lease[0] == self.context.address:
+                raise
+            raise SessionLost(
+                f"{action_id}: the worker {lease[0]} with its session does not answer ({error!r:.200})"
+            ) from error
         if "fault" in answer:
-            raise _FAULTS.get(answer["fault"], EnvironmentFault)(f"{answer['text']}")
+            raise _FAULTS.get(answer["fault"], EnvironmentFault)(answer["text"])
         found = msgspec.msgpack.decode(answer["found"], type=SessionAnswer)
         state.data = found.state
         return found.returned
 
-    async def _release(self, lease: Lease) -> None:
-        try:
-            if lease[0] == self.context.address:
-                await self._requested(what="release", asked={"lease": lease[1]})
-            else:
-                await asyncio.wait_for(
-                    ask_worker(self.context.worker, lease[0], self._op, what="release", asked={"lease": lease[1]}),
-                    MARGIN_S,
-                )
-        except (TimeoutError, *PEER_ERRORS) as error:
-            logger.info("sessions: %s was not released: its worker %s does not answer (%r)", lease[1], lease[0], error)
+    async def _ask(self, lease: Lease, limit_s: float, **asked: Any) -> Mapping[str, Any]:
+        if lease[0] == self.context.address:
+            return await self._requested(asked)
+        asking = ask_worker(self.context.worker, lease[0], self._op, asked=asked)
+        answer: Mapping[str, Any] = await asyncio.wait_for(asking, limit_s)
+        return answer
 
-    async def _requested(self, what: str, asked: Mapping[str, Any], comm: Any = None) -> dict[str, Any]:
-        if what == "release":
+    async def _requested(self, asked: Mapping[str, Any], comm: Any = None) -> dict[str, Any]:
+        if "lease" in asked:
             await self.pool.release(asked["lease"])
             self._report()
             logger.info("sessions: %s has ended; %s", asked["lease"], self._counts())
@@ -185,6 +180,5 @@ class SessionLeases:
             self.context.report(SessionsUsed(**new))
 
     def _counts(self) -> str:
-        counts = asdict(self.pool.counts)
-        done = ", ".join(f"{number} {name}" for name, number in counts.items())
+        done = ", ".join(f"{number} {name}" for name, number in asdict(self.pool.counts).items())
         return f"{len(self.pool.leases)} leased, {len(self.pool.free)} free, {done}"

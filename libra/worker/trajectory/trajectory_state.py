@@ -1,5 +1,8 @@
-"""A trajectory's state as a pure function of its records: its turns so far, its next phase, whether it
-has ended.
+"""A trajectory's state as a pure function of its records, and the trajectory that the store and the grader get.
+
+The conversations of an agent may have branches. A `RequestRecord` names the turn that it continues,
+and the generation after it is its answer. Sequences follow each other in the token arrays
+(`libra.agents.conversation`).
 
 Invariants
 ----------
@@ -25,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from libra.agents.conversation import paths
 from libra.config import RunConfig
 from libra.envs import Environment, has_steps
 from libra.store.quantum_records import (
@@ -54,7 +58,9 @@ from libra.types import (
     turn_outcome,
 )
 from libra.untrusted import MAX_ERROR_CHARS, storable
-from libra.worker.trajectory.agent_sequences import AgentTurns
+
+Part = tuple[NDArray[np.int32], GenerationRecord | None]
+"""Token ids, and the record that generated them where they are trained."""
 
 CONTEXT_FULL = "the context is full"
 MOST_CHARS = 2**31 - 1
@@ -69,26 +75,18 @@ def generation_record(
     calls: Sequence[ToolCall],
     state: bytes | None = None,
 ) -> GenerationRecord:
-    """Record of a generation; ``prompt_ids`` and the first ``state`` go into the first one of an attempt
-    only."""
+    """Record of a generation; only the first one of an attempt has ``prompt_ids`` and the first ``state``."""
+    drawn = None if output.drawn is None else list(output.drawn)
+    made = {name: getattr(output, name) for name in _OF_THE_OUTPUT}
     return GenerationRecord(
-        turn=turn,
-        prompt_ids=prompt_ids,
-        token_ids=output.token_ids,
-        logprobs=output.logprobs,
-        weight_versions=output.weight_versions,
-        kv_versions=output.kv_versions,
-        stop_reason=output.stop_reason,
-        cached_tokens=output.cached_tokens,
-        queued_s=output.queued_s,
-        busy_s=output.busy_s,
-        text=text,
-        calls=tuple(calls),
-        drawn=None if output.drawn is None else list(output.drawn),
-        state=state,
-        routes=output.routes,
-        routes_from=output.routes_from,
+        turn=turn, prompt_ids=prompt_ids, text=text, calls=tuple(calls), drawn=drawn, state=state, **made
     )
+
+
+_OF_THE_OUTPUT = (
+    "token_ids", "logprobs", "weight_versions", "kv_versions", "stop_reason", "cached_tokens", "queued_s", "busy_s",
+    "routes", "routes_from",
+)  # fmt: skip
 
 
 def end_record(turn: int, state: bytes | None) -> ActionRecord:
@@ -111,8 +109,7 @@ def failure_record(failure: FailureClass, detail: str) -> FailureRecord:
 
 
 def returned(records: Iterable[QuantumRecord]) -> tuple[str, ToolOutcome]:
-    """First tool, and the outcome, of the calls that returned in these records of one turn; ("",
-    `NO_TOOL`) if none did."""
+    """First tool and outcome of the calls that returned in these records of one turn; ("", `NO_TOOL`) if none did."""
     found = [r for record in records if isinstance(record, ActionRecord | RequestRecord) for r in record.returns]
     return (found[0].tool if found else ""), turn_outcome(r.status for r in found)
 
@@ -152,11 +149,13 @@ class TrajectoryRules:
 
 
 @dataclass(slots=True)
-class TrajectoryState:
-    """The state after the records so far.
+class Attempt:
+    """A trajectory since its prompt: everything that a fresh attempt begins without.
 
     Attributes
     ----------
+    number : int
+        Counts fresh attempts.
     state : bytes or None
         The environment's state of it after the last record; None if it has none.
     lease : (str, str) or None
@@ -166,25 +165,15 @@ class TrajectoryState:
         it yet.
     answered : bool
         Its last turn had no calls, and waits for the environment's answer.
-    parents : list of int
-        The turns that an agent's requests continue, in order; -1 for none.
     request : RequestRecord or None
         The agent's request that waits for its answer.
-    held : bytes or None
-        The last record, packed, if it is applied and will be appended together with the next.
+    parents, paths : lists
+        For each request of an agent the turn that it continues, -1 for none; for each turn its tokens
+        since the start of its conversation.
     """
 
-    tid: TrajectoryId
-    prompt: Prompt
-    rules: TrajectoryRules
-    quanta: int = 0
-    end: EndReason | None = None
-    failure: FailureClass = FailureClass.NONE
-    detail: str = ""
+    number: int = 0
     records: list[QuantumRecord] = field(default_factory=list)
-    retried: list[FailureClass] = field(default_factory=list)
-    draw: int = 0
-    first: int = 0  # index of the first record of this draw
     context: list[NDArray[np.int32]] = field(default_factory=list)
     num_context_tokens: int = 0
     turns: int = 0
@@ -193,29 +182,14 @@ class TrajectoryState:
     state: bytes | None = None
     lease: tuple[str, str] | None = None
     unfinished: list[NDArray[np.int32]] = field(default_factory=list)
-    held: bytes | None = None
-    parents: list[int] = field(default_factory=list)
     request: RequestRecord | None = None
+    parents: list[int] = field(default_factory=list)
     paths: list[list[NDArray[np.int32]]] = field(default_factory=list)
 
     @property
-    def phase(self) -> Phase | None:
-        """Its next phase; None if it has ended."""
-        if self.end is not None:
-            return None
-        if self.rules.agent:
-            return Phase.TOOL if self.request is None else Phase.ROLLOUT
-        return Phase.TOOL if self.calls or self.answered else Phase.ROLLOUT
-
-    @property
-    def draw_records(self) -> list[QuantumRecord]:
-        """Records of this draw."""
-        return self.records[self.first :]
-
-    @property
     def versions(self) -> set[int]:
-        """Versions of the tokens of this draw."""
-        made = (record.weight_versions for record in self.draw_records if isinstance(record, GenerationRecord))
+        """Versions of its generated tokens."""
+        made = (record.weight_versions for record in self.records if isinstance(record, GenerationRecord))
         return {int(version) for each in made for version in np.unique(each)}
 
     @property
@@ -223,92 +197,116 @@ class TrajectoryState:
         """All tokens so far (T,)."""
         return np.concatenate(self.context) if self.context else np.zeros(0, np.int32)
 
+    def extend(self, token_ids: NDArray[np.int32]) -> None:
+        """Append tokens to the context."""
+        self.context.append(token_ids)
+        self.num_context_tokens += len(token_ids)
+
+
+@dataclass(slots=True)
+class TrajectoryState:
+    """The state after the records so far; ``held`` is the last record, packed, if it is applied and not appended yet."""
+
+    tid: TrajectoryId
+    prompt: Prompt
+    rules: TrajectoryRules
+    attempt: Attempt = field(default_factory=Attempt)
+    records: list[QuantumRecord] = field(default_factory=list)
+    quanta: int = 0
+    retried: list[FailureClass] = field(default_factory=list)
+    end: EndReason | None = None
+    failure: FailureClass = FailureClass.NONE
+    detail: str = ""
+    held: bytes | None = None
+
+    @property
+    def phase(self) -> Phase | None:
+        """Its next phase; None if it has ended."""
+        now = self.attempt
+        if self.end is not None:
+            return None
+        acts = now.request is None if self.rules.agent else now.calls or now.answered
+        return Phase.TOOL if acts else Phase.ROLLOUT
+
     def apply(self, record: QuantumRecord) -> None:
         """Apply the next record."""
+        now = self.attempt
         self.records.append(record)
+        now.records.append(record)
         self.quanta += 1
         if isinstance(record, GenerationRecord):
             self._generated(record)
         elif isinstance(record, ActionRecord):
             self._acted(record)
         elif isinstance(record, RequestRecord):
-            before = self.paths[record.parent] if record.parent >= 0 else []
-            self.parents.append(record.parent)
-            self.context = [*before, record.observation_ids]
-            self.num_context_tokens = sum(map(len, self.context))
-            self.request = record
+            now.parents.append(record.parent)
+            now.context = [*(now.paths[record.parent] if record.parent >= 0 else []), record.observation_ids]
+            now.num_context_tokens = sum(map(len, now.context))
+            now.request = record
         elif isinstance(record, AgentEndRecord):
             self._finish(record.end, record.failure, record.detail)
         elif isinstance(record, RestartRecord):
-            self._begin_again()
+            self.attempt = Attempt(now.number + 1)
         elif len(self.retried) >= self.rules.resample:
             self._finish(EndReason.FAILURE, record.failure, record.detail)
         else:
             self.retried.append(record.failure)
             if not record.failure.keeps_records:
-                self._begin_again()
+                self.attempt = Attempt(now.number + 1)
 
     def _generated(self, record: GenerationRecord) -> None:
+        now = self.attempt
         if record.state is not None:
-            self.state = record.state
+            now.state = record.state
         if record.prompt_ids is not None:
-            self._extend(record.prompt_ids)
-        self._extend(record.token_ids)
+            now.extend(record.prompt_ids)
+        now.extend(record.token_ids)
         if record.is_unfinished:
-            self.unfinished.append(record.token_ids)
+            now.unfinished.append(record.token_ids)
             return
-        self.unfinished = []
-        self.turns += 1
+        now.unfinished = []
+        now.turns += 1
         if record.unstorable is not None:
             self._finish(EndReason.FAILURE, FailureClass.POLICY, record.unstorable)
         elif self.rules.agent:
-            self.paths.append(list(self.context))
-            self.request = None
+            now.paths.append(list(now.context))
+            now.request = None
         elif record.stop_reason is StopReason.LENGTH and not self.rules.ignore_eos:
-            self._finish(EndReason.LENGTH, FailureClass.POLICY, f"turn {self.turns - 1} was cut at its token limit")
+            self._finish(EndReason.LENGTH, FailureClass.POLICY, f"turn {now.turns - 1} was cut at its token limit")
         elif not record.calls and self.rules.steps:
-            self.answered = True
+            now.answered = True
         elif not record.calls:
             self._finish(EndReason.ANSWERED, FailureClass.NONE, "")
-        elif self.turns >= self.rules.max_turns:
-            self._finish(EndReason.MAX_TURNS, FailureClass.POLICY, f"{self.turns} turns and still calling tools")
+        elif now.turns >= self.rules.max_turns:
+            self._finish(EndReason.MAX_TURNS, FailureClass.POLICY, f"{now.turns} turns and still calling tools")
         else:
-            self.calls = record.calls
+            now.calls = record.calls
 
     def _acted(self, record: ActionRecord) -> None:
+        now = self.attempt
         if record.state is not None:
-            self.state = record.state
+            now.state = record.state
         if record.lease is not None:
-            self.lease = record.lease
-        self._extend(record.observation_ids)
-        self.calls, answered, self.answered = (), self.answered, False
+            now.lease = record.lease
+        now.extend(record.observation_ids)
+        now.calls, answered, now.answered = (), now.answered, False
         if record.ends:
             self._finish(EndReason.ANSWERED, FailureClass.NONE, "")
-        elif answered and self.turns >= self.rules.max_turns:
-            self._finish(EndReason.MAX_TURNS, FailureClass.POLICY, f"{self.turns} turns and not at the end")
-        elif self.num_context_tokens >= self.rules.max_context_tokens:
+        elif answered and now.turns >= self.rules.max_turns:
+            self._finish(EndReason.MAX_TURNS, FailureClass.POLICY, f"{now.turns} turns and not at the end")
+        elif now.num_context_tokens >= self.rules.max_context_tokens:
             self._finish(EndReason.LENGTH, FailureClass.POLICY, CONTEXT_FULL)
 
-    def _begin_again(self) -> None:
-        self.draw += 1
-        self.first = len(self.records)
-        self.context, self.num_context_tokens, self.turns, self.calls = [], 0, 0, ()
-        self.answered, self.state, self.lease, self.unfinished = False, None, None, []
-        self.parents, self.request, self.paths = [], None, []
-
-    def _extend(self, token_ids: NDArray[np.int32]) -> None:
-        self.context.append(token_ids)
-        self.num_context_tokens += len(token_ids)
-
     def _finish(self, end: EndReason, failure: FailureClass, detail: str) -> None:
-        self.end, self.failure, self.detail, self.calls, self.answered = end, failure, detail, (), False
+        self.end, self.failure, self.detail = end, failure, detail
+        self.attempt.calls, self.attempt.answered = (), False
 
     # ---------------------------------------------------------------- once it has ended
 
     def episode(self, decode: Callable[[bytes | None], Any] = lambda _: None) -> Episode:
         """The trajectory as the grader sees it; ``decode`` reads the environment's state of it."""
         turns: list[Turn] = []
-        for record in self.draw_records:
+        for record in self.attempt.records:
             if isinstance(record, GenerationRecord):
                 ids = tuple(record.token_ids.tolist())
                 if record.turn < len(turns):  # a further part of it
@@ -322,23 +320,12 @@ class TrajectoryState:
         result, reward = None, None
         if isinstance(last, AgentEndRecord):
             result, reward = json.loads(last.result) if last.result else None, last.reward
-        end = self.end or EndReason.FAILURE
-        return Episode(str(self.tid), self.prompt, tuple(turns), end, decode(self.state), result, reward)
+        state, end = decode(self.attempt.state), self.end or EndReason.FAILURE
+        return Episode(str(self.tid), self.prompt, tuple(turns), end, state, result, reward)
 
     def trajectory(self, epoch: int) -> Trajectory:
         """All tokens and turns as the store keeps them, not graded yet."""
-        parts: list[
-            tuple[NDArray[np.int32], GenerationRecord | None]
-        ] = []  # tokens, and the record that generated them
-        if self.rules.agent:
-            parts, _ = AgentTurns.of(self.draw_records).parts()
-        for record in () if self.rules.agent else self.draw_records:
-            if isinstance(record, GenerationRecord):
-                if record.prompt_ids is not None:
-                    parts.append((record.prompt_ids, None))
-                parts.append((record.token_ids, record))
-            elif isinstance(record, ActionRecord):
-                parts.append((record.observation_ids, None))
+        parts, places = self._parts()
 
         def column(name: str, fill: int, dtype: type[np.generic]) -> NDArray[Any]:
             return _joined([np.full(len(ids), fill) if r is None else getattr(r, name) for ids, r in parts], dtype)
@@ -351,7 +338,7 @@ class TrajectoryState:
             behaviour_logprob=column("logprobs", 0, np.float32),
             weight_version=column("weight_versions", -1, np.int32),
             kv_version=column("kv_versions", -1, np.int32),
-            turns=self._turn_rows(),
+            turns=self._turn_rows(places),
             end_reason=self.end or EndReason.FAILURE,
             failure=self.failure,
             failure_detail=self.detail,
@@ -361,64 +348,115 @@ class TrajectoryState:
             drawn=_drawn([record for _, record in parts if record is not None]),
         )
 
+    def _parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
+        """All tokens in order; for each turn the start of the sequence that trains it, and the tokens of context before it."""
+        if self.rules.agent:
+            return AgentTurns.of(self.attempt.records).parts()
+        parts: list[Part] = []
+        places: list[tuple[int, int]] = []
+        total = 0
+        for record in self.attempt.records:
+            before = getattr(record, "prompt_ids", getattr(record, "observation_ids", None))
+            if before is not None:
+                parts.append((before, None))
+                total += len(before)
+            if isinstance(record, GenerationRecord):
+                if record.turn == len(places):
+                    places.append((0, total))
+                parts.append((record.token_ids, record))
+                total += len(record.token_ids)
+        return parts, places
+
     def _routes(self, num_tokens: int) -> NDArray[np.int16] | None:
         """The experts of each token by the newest record that has them (T, layers, experts); None if none has."""
         found: NDArray[np.int16] | None = None
-        for record in self.draw_records:
+        for record in self.attempt.records:
             if isinstance(record, GenerationRecord) and (routes := record.routes) is not None:
                 if found is None:
                     found = np.full((num_tokens, *routes.shape[1:]), -1, np.int16)
                 found[record.routes_from : record.routes_from + len(routes)] = routes
         return found
 
-    def _turn_rows(self) -> list[dict[str, Any]]:
+    def _turn_rows(self, places: list[tuple[int, int]]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
-        context = 0
-        places = AgentTurns.of(self.draw_records).parts()[1] if self.rules.agent else []
-        for record in self.draw_records:
+        for record in self.attempt.records:
             if isinstance(record, GenerationRecord):
-                start, context = places[record.turn] if self.rules.agent else (0, context)
-                context += 0 if record.prompt_ids is None else len(record.prompt_ids)
-                parts = rows.pop() if record.turn < len(rows) else {}
-                rows.append(
-                    {
-                        "turn": record.turn,
-                        "tool": record.calls[0].name if record.calls else "",
-                        "status": NO_TOOL,
-                        "num_calls": len(record.calls),
-                        "prompt_tokens": parts.get("prompt_tokens", context),
-                        "generated_tokens": parts.get("generated_tokens", 0) + len(record.token_ids),
-                        "observation_tokens": 0,
-                        "stop_reason": str(record.stop_reason),
-                        "cached_tokens": parts.get("cached_tokens", record.cached_tokens),
-                        "generate_s": parts.get("generate_s", 0.0) + record.busy_s,
-                        "queued_s": parts.get("queued_s", 0.0) + record.queued_s,
-                        "tool_s": 0.0,
-                        "worker": record.worker,
-                        "text_chars": len(record.text),
-                        "payload_chars": 0,
-                        "sequence_start": start,
-                    }
-                )
-                context += len(record.token_ids)
+                if record.turn == len(rows):
+                    start, before = places[record.turn]
+                    rows.append(
+                        {
+                            "turn": record.turn, "prompt_tokens": before, "cached_tokens": record.cached_tokens,
+                            "sequence_start": start, "status": NO_TOOL, "generated_tokens": 0, "observation_tokens": 0,
+                            "generate_s": 0.0, "queued_s": 0.0, "tool_s": 0.0, "payload_chars": 0,
+                        }
+                    )  # fmt: skip
+                row = rows[record.turn]
+                row |= {
+                    "tool": record.calls[0].name if record.calls else "",
+                    "num_calls": len(record.calls),
+                    "stop_reason": str(record.stop_reason),
+                    "worker": record.worker,
+                    "text_chars": len(record.text),
+                }
+                row["generated_tokens"] += len(record.token_ids)
+                row["generate_s"] += record.busy_s
+                row["queued_s"] += record.queued_s
             elif isinstance(record, ActionRecord | RequestRecord):
                 at = record.parent if isinstance(record, RequestRecord) else len(rows) - 1
-                if at < 0:
-                    continue
-                tool, status = returned([record])
-                rows[at] |= {
-                    "tool": tool,
-                    "status": str(status),
-                    "observation_tokens": len(record.observation_ids),
-                    "tool_s": max((each.latency_s for each in record.returns), default=0.0),
-                    "payload_chars": min(sum(each.payload_chars for each in record.returns), MOST_CHARS),
-                }
-                context += len(record.observation_ids)
+                if at >= 0:
+                    tool, status = returned([record])
+                    rows[at] |= {
+                        "tool": tool,
+                        "status": str(status),
+                        "observation_tokens": len(record.observation_ids),
+                        "tool_s": max((each.latency_s for each in record.returns), default=0.0),
+                        "payload_chars": min(sum(each.payload_chars for each in record.returns), MOST_CHARS),
+                    }
         return rows
 
 
+@dataclass(slots=True)
+class AgentTurns:
+    """The answered requests of one attempt, by turn, and the records of each answer: several with `rollout.chunk_tokens`."""
+
+    requests: list[RequestRecord] = field(default_factory=list)
+    generated: list[list[GenerationRecord]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, records: Iterable[QuantumRecord]) -> AgentTurns:
+        """The turns in the records of one attempt, without a last request that has no answer."""
+        turns = cls()
+        for record in records:
+            if isinstance(record, RequestRecord):
+                turns.requests.append(record)
+                turns.generated.append([])
+            elif isinstance(record, GenerationRecord):
+                turns.generated[-1].append(record)
+        if turns.generated and not turns.generated[-1]:
+            turns.requests.pop()
+            turns.generated.pop()
+        return turns
+
+    def parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
+        """As `TrajectoryState._parts`, of all sequences, one after the other."""
+        parts: list[Part] = []
+        places = [(0, 0)] * len(self.requests)
+        total = 0
+        for path in paths([request.parent for request in self.requests]):
+            start = total
+            for step in path:
+                asked = self.requests[step.turn].observation_ids
+                parts.append((asked, None))
+                total += len(asked)
+                if step.trained:
+                    places[step.turn] = (start, total - start)
+                for record in self.generated[step.turn]:
+                    parts.append((record.token_ids, record if step.trained else None))
+                    total += len(record.token_ids)
+        return parts, places
+
+
 def _drawn(generations: Sequence[GenerationRecord]) -> Drawn | None:
-    """The further draws of all generations, a row for each generated token; None if one has none."""
     kept = [record.drawn for record in generations if record.drawn is not None]
     if not kept or len(kept) < len(generations):
         return None

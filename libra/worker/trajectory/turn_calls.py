@@ -1,22 +1,26 @@
-"""The tool calls of one turn: beside one another, in sessions, or in processes with leased cores."""
+"""The tool calls of one turn, concurrent, in sessions, or in processes with leased cores; and their texts' parsing."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from libra import keys
-from libra.envs import StateCopy, run_action
+from libra.agents.messages import split_reasoning
+from libra.envs import Environment, StateCopy, run_action
 from libra.envs.action_process import ActionProcesses
+from libra.envs.tool_call_formats import TOOL_FORMATS
 from libra.errors import ActionRevoked
 from libra.store.observations import keep_observation
-from libra.types import Phase, ToolCall, ToolReturn, ToolStatus
-from libra.untrusted import storable
+from libra.types import Phase, StopReason, ToolCall, ToolReturn, ToolStatus, TurnOutput
+from libra.untrusted import storable, storable_calls
 from libra.worker.context import WorkerContext
 from libra.worker.dask_worker import resources_here
 from libra.worker.trajectory.session_leases import SessionLeases
@@ -24,22 +28,24 @@ from libra.worker.trajectory.trajectory_state import TrajectoryState
 
 
 class TurnCalls:
-    """One per quantum runner; calls with resources of their own run in ``processes``, if the worker has
-    any."""
+    """One per quantum runner; calls with resources of their own run in ``processes``, if the worker has any."""
 
     def __init__(
         self, context: WorkerContext, sessions: SessionLeases | None, processes: ActionProcesses | None
     ) -> None:
         self._context, self._sessions, self._processes = context, sessions, processes
-        self._names = frozenset(tool.name for tool in context.environment.tools)
-        self._declaring = frozenset(tool.name for tool in context.environment.tools if tool.declares)
-        self._revocable = frozenset(tool.name for tool in context.environment.tools if tool.revocable)
+        tools = context.environment.tools
+        self._names = frozenset(tool.name for tool in tools)
+        self._declaring = frozenset(tool.name for tool in tools if tool.declares)
+        self._revocable = frozenset(tool.name for tool in tools if tool.revocable)
+        self._with_session = frozenset(tool.name for tool in tools if tool.takes_session)
+        self._in_order = self._with_session | {tool.name for tool in tools if tool.takes_state}
 
     def with_resources(self, state: TrajectoryState) -> tuple[str, ...]:
         """Tools that the next action calls, if one of them has resources."""
         if not self._declaring or state.rules.agent or state.phase is not Phase.TOOL:
             return ()
-        names = tuple(call.name for call in state.calls if call.error is None and call.name in self._names)
+        names = tuple(call.name for call in state.attempt.calls if call.error is None and call.name in self._names)
         return () if self._declaring.isdisjoint(names) else names
 
     def revocable(self, state: TrajectoryState) -> bool:
@@ -57,51 +63,83 @@ class TurnCalls:
             return None
         return int(resources_here(self._context.worker, key).get(keys.TOOL_CORES, 0)) or None
 
-    async def lease(self, state: TrajectoryState) -> tuple[str, str] | None:
-        """The trajectory's lease of a session; a new one of this worker at its first call that takes one."""
-        takes = {tool.name for tool in self._context.environment.tools if tool.takes_session}
-        if state.lease is not None or self._sessions is None or not any(call.name in takes for call in state.calls):
-            return state.lease
-        return await self._sessions.acquire(str(state.tid))
-
     async def returns(
-        self, state: TrajectoryState, turn: int, copy: StateCopy, lease: tuple[str, str] | None, cores: int | None
-    ) -> list[ToolReturn]:
-        """The returns of a turn's calls: all at once, or in order if one takes the trajectory's state or
-        session."""
+        self, state: TrajectoryState, copy: StateCopy, cores: int | None
+    ) -> tuple[list[ToolReturn], tuple[str, str] | None]:
+        """The returns of a turn's calls, and the trajectory's lease of a session.
+
+        All calls run at once, or in order if one takes the trajectory's state or session. The first
+        call that takes a session leases one of this worker, which is released if a call fails.
+        """
+        now, lease = state.attempt, state.attempt.lease
+        if lease is None and self._sessions is not None and any(call.name in self._with_session for call in now.calls):
+            lease = await self._sessions.acquire(str(state.tid))
+        try:
+            actions = [self._action(state, index, call, copy, lease, cores) for index, call in enumerate(now.calls)]
+            if any(call.name in self._in_order for call in now.calls):
+                return [await action for action in actions], lease
+            # All have ended before the trajectory continues, or ends.
+            outcomes = await asyncio.gather(*actions, return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+            return cast("list[ToolReturn]", outcomes), lease
+        except BaseException:
+            if self._sessions is not None and lease is not None and lease != now.lease:
+                self._sessions.release(lease)  # no record has it
+            raise
+
+    def _action(
+        self,
+        state: TrajectoryState,
+        index: int,
+        call: ToolCall,
+        copy: StateCopy,
+        lease: tuple[str, str] | None,
+        cores: int | None,
+    ) -> Coroutine[Any, Any, ToolReturn]:
+        now, spec = state.attempt, self._context.spec
         # Evaluations at two versions are the same questions, seeds and injected faults.
         name = str(state.tid if state.tid.split == "train" else state.tid._replace(iteration=0))
-        if state.draw:
-            name += f".{state.draw}"
-        environment = self._context.environment
-        with_session = {tool.name for tool in environment.tools if tool.takes_session}
+        action_id = f"{name}{f'.{now.number}' if now.number else ''}/{now.turns - 1}/{index}"
+        where = str(state.tid), now.number, now.turns - 1, index
+        if self._sessions is not None and lease is not None and call.error is None and call.name in self._with_session:
+            return self._sessions.run(lease, state.prompt, call, action_id, copy, where)
+        return run_action(
+            self._context.environment, state.prompt, call, action_id=action_id, state=copy,
+            keep=partial(keep_observation, spec.directory, *where), processes=self._processes,
+            cores=cores if len(now.calls) == 1 else None, back_off=spec.back_off,
+        )  # fmt: skip
 
-        def action(index: int, call: ToolCall) -> Coroutine[Any, Any, ToolReturn]:
-            action_id = f"{name}/{turn}/{index}"
-            if self._sessions is not None and lease is not None and call.error is None and call.name in with_session:
-                where = str(state.tid), state.draw, turn, index
-                return self._sessions.run(lease, state.prompt, call, action_id, copy, where)
-            keep = partial(keep_observation, self._context.spec.directory, str(state.tid), state.draw, turn, index)
-            return run_action(
-                environment, state.prompt, call, action_id=action_id, state=copy, keep=keep,
-                processes=self._processes, cores=cores if len(state.calls) == 1 else None,
-                back_off=self._context.spec.back_off,
-            )  # fmt: skip
 
-        actions = itertools.starmap(action, enumerate(state.calls))
-        stateful = {tool.name for tool in environment.tools if tool.takes_state} | with_session
-        if any(call.name in stateful for call in state.calls):
-            return [await action for action in actions]
-        outcomes = await asyncio.gather(
-            *actions,
-            return_exceptions=True,  # all have ended before the trajectory continues, or ends
-        )
-        returns: list[ToolReturn] = []
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            returns.append(outcome)
-        return returns
+def agent_calls(environment: Environment, text: str) -> tuple[ToolCall, ...]:
+    """The calls in the model's text outside its reasoning, by ``rollout.tool_format``."""
+    rest = split_reasoning(text)[1]
+    return storable_calls(TOOL_FORMATS[environment.tool_format].parse(rest, environment.tools))
+
+
+def cut_at_stop(
+    output: TurnOutput, before: Sequence[Any], stops: Sequence[str], decode: Callable[[Any], str]
+) -> tuple[TurnOutput, str | None]:
+    """A generation up to the token that completes the first of the client's stop texts, and that text.
+
+    Tokens sampled after it are dropped, as if the engine had stopped there. ``before``: ids of earlier
+    parts of the turn.
+    """
+    ids = output.token_ids
+
+    def found(count: int) -> str | None:
+        text = decode(np.concatenate([*before, ids[:count]]))
+        return min(((text.index(stop), stop) for stop in stops if stop in text), default=(0, None))[1]
+
+    if not stops or found(len(ids)) is None:
+        return output, None
+    # More tokens have at least the text of fewer.
+    end = 1 + bisect_left(range(1, len(ids)), True, key=lambda count: found(count) is not None)
+    columns = {
+        name: getattr(output, name)[:end] for name in ("token_ids", "logprobs", "weight_versions", "kv_versions")
+    }
+    return replace(output, **columns, stop_reason=StopReason.STOP), found(end)
 
 
 MOST_RECORDED_CHARS = 8000
@@ -109,8 +147,7 @@ MOST_RECORDED_CHARS = 8000
 
 
 def recorded(given: ToolReturn, content: str) -> ToolReturn:
-    """A tool's return for its record: the ``content`` that the model read, or of a large one a prefix and
-    a reference."""
+    """A tool's return for its record: the ``content`` that the model read, or a prefix and a reference if it is large."""
     if content != given.content:
         status = ToolStatus.TRUNCATED if given.status is ToolStatus.OK else given.status
         given = replace(given, content=storable(content), status=status)

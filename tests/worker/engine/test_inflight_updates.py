@@ -10,7 +10,8 @@ from factories import trajectory
 from libra.rollout import TransformersEngine
 from libra.train import Replica, TrainSettings
 from libra.types import TurnRequest
-from libra.weights import VersionCheck, WeightStore
+from libra.weights import WeightStore
+from libra.weights.version_check import VersionCheck
 from libra.worker.engine.verified_engine import Serving
 from libra.worker.training.publications import publish_checked
 

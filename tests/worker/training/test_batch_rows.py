@@ -8,10 +8,21 @@ import pytest
 from factories import trajectory
 from libra.driver.run_session import Session
 from libra.errors import TransferError
-from libra.store.run_records import group_path, pack_trajectory, write_group
+from libra.policy.late_rewards import GuessWorth, WaitingGroup
+from libra.store.run_records import commit_batch, group_path, pack_trajectory, write_group
 from libra.types import FailureClass, TrajectoryId
 from libra.worker.run_spec import RunSpec
-from libra.worker.training.batch_rows import FETCHED, RowKeeper, SliceFetcher, lazy_batch, lengths, num_kept
+from libra.worker.training.batch_rows import (
+    FETCHED,
+    RowKeeper,
+    SliceFetcher,
+    lazy_batch,
+    lengths,
+    num_kept,
+    waiting_after,
+    waiting_row,
+    worth_after,
+)
 
 
 def test_training_ranks_fetch_their_slices_and_read_no_record(make_config, client_wide):
@@ -94,3 +105,14 @@ def test_failures_and_what_a_filter_took_out_are_not_fetched():
     assert [fact.row for fact in batch.facts] == row["rows"][1:3]
     assert [(fact.num_tokens, fact.num_actions) for fact in batch.facts] == [(4, 3), (5, 4)]
     assert len(batch) == 3  # the failure is counted, what the filter took out is not
+
+
+def test_groups_and_the_worth_of_guesses_are_read_back_from_the_file_of_a_batch(tmp_path):
+    files = SimpleNamespace(batches_dir=tmp_path)
+    group = WaitingGroup(3, 1, 4, (0, 2), {1: 0.5}, guess_weight=0.25)
+    late = {"waiting": [waiting_row(group)], "worth": [2.0, 8.0]}
+    commit_batch(tmp_path, 0, [TrajectoryId(0, 0, 0)])
+    commit_batch(tmp_path, 1, [TrajectoryId(1, 0, 0)], late=late)
+    assert waiting_after(files, 1) == [group]
+    assert worth_after(files, 1) == GuessWorth(2.0, 8.0) and worth_after(files, 1).slope == 0.25
+    assert worth_after(files, 0) == worth_after(files, -1) == GuessWorth()

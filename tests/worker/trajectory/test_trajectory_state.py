@@ -55,10 +55,10 @@ def test_phases_alternate_until_a_turn_without_a_call_and_arrays_line_up_with_to
     state = fresh()
     assert state.phase is Phase.ROLLOUT
     state.apply(generated(0, [10, 11], (CALL,), first=[1, 2, 3]))
-    assert state.phase is Phase.TOOL and state.calls == (CALL,)
+    assert state.phase is Phase.TOOL and state.attempt.calls == (CALL,)
     state.apply(acted(0, [20], ToolStatus.TIMEOUT))
     assert state.phase is Phase.ROLLOUT
-    assert state.context_ids.tolist() == [1, 2, 3, 10, 11, 20]
+    assert state.attempt.context_ids.tolist() == [1, 2, 3, 10, 11, 20]
     state.apply(generated(1, [12], version=4))
     assert (state.phase, state.end, state.failure, state.quanta) == (None, EndReason.ANSWERED, FailureClass.NONE, 3)
     t = state.trajectory(epoch=5)
@@ -103,8 +103,14 @@ def test_after_any_other_failure_nothing_of_the_draw_is_left(failure):
     state = fresh(resample=1)
     state.apply(generated(0, [10, 11], (CALL,), first=[1, 2, 3]))
     state.apply(failed(FailureClass(failure)))
-    assert (state.phase, state.turns, state.draw, state.quanta, state.calls) == (Phase.ROLLOUT, 0, 1, 2, ())
-    assert len(state.context_ids) == state.num_context_tokens == 0
+    assert (state.phase, state.attempt.turns, state.attempt.number, state.quanta, state.attempt.calls) == (
+        Phase.ROLLOUT,
+        0,
+        1,
+        2,
+        (),
+    )
+    assert len(state.attempt.context_ids) == state.attempt.num_context_tokens == 0
     state.apply(generated(0, [12], first=[1, 2, 3]))
     t = state.trajectory(epoch=0)
     assert (t.failure, t.retried, t.token_ids.tolist()) == (FailureClass.NONE, failure, [1, 2, 3, 12])
@@ -134,12 +140,17 @@ def begun(state, first):
 def test_a_turn_without_a_call_waits_for_the_environment_which_may_end_it():
     state = fresh(steps=True)
     state.apply(begun(b"0", [1]))
-    assert (state.phase, state.answered, state.state) == (Phase.TOOL, True, b"0")
+    assert (state.phase, state.attempt.answered, state.attempt.state) == (Phase.TOOL, True, b"0")
     state.apply(stepped(0, [20], b"1"))
-    assert (state.phase, state.state, state.context_ids.tolist()) == (Phase.ROLLOUT, b"1", [1, 10, 20])
+    assert (state.phase, state.attempt.state, state.attempt.context_ids.tolist()) == (Phase.ROLLOUT, b"1", [1, 10, 20])
     state.apply(generated(1, [11]))
     state.apply(end_record(1, b"2"))
-    assert (state.phase, state.end, state.failure, state.state) == (None, EndReason.ANSWERED, FailureClass.NONE, b"2")
+    assert (state.phase, state.end, state.failure, state.attempt.state) == (
+        None,
+        EndReason.ANSWERED,
+        FailureClass.NONE,
+        b"2",
+    )
     episode = state.episode(lambda data: f"decoded {data!r}")
     assert episode.state == "decoded b'2'"
     assert [turn.returns[0].content if turn.returns else None for turn in episode.turns] == ["higher", None]
@@ -162,4 +173,4 @@ def test_a_fresh_draw_begins_without_the_state_of_the_failed_one_and_a_repeated_
         state = fresh(steps=True, resample=1)
         for record in (begun(b"0", [1]), stepped(0, [20], b"1"), failure_record(failure, "x")):
             state.apply(record)
-        assert (state.state, state.phase, state.answered) == (kept, Phase.ROLLOUT, False)
+        assert (state.attempt.state, state.phase, state.attempt.answered) == (kept, Phase.ROLLOUT, False)

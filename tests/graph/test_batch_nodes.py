@@ -1,7 +1,7 @@
 import math
 
 import factories
-from libra.graph.evaluation_nodes import evaluation_outcome
+from libra.graph.batch_nodes import evaluation_outcome
 from libra.types import FailureClass
 
 
