@@ -24,8 +24,8 @@ from libra.config.trainer import TrainerSection
 from libra.errors import ConfigError, TrainError
 from libra.named_parts import is_named, named_function, named_part
 from libra.train.advantages import GroupRewards
+from libra.train.losses import Sequences
 from libra.train.replica_settings import TrainSettings
-from libra.train.sequences import Sequences
 
 LOSS_CALL = "f(logp, old_logp, advantage, *, sequences, settings)"
 ADVANTAGE_CALL = "f(groups, *, settings)"

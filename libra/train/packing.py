@@ -38,8 +38,8 @@ from torch import Tensor
 
 from libra.errors import TrainError
 from libra.model_loader import plain_attention
+from libra.train.losses import Sequences
 from libra.train.samples import Sample, TaughtTokens, taught_tokens
-from libra.train.sequences import Sequences
 
 logger = logging.getLogger(__name__)
 

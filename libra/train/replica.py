@@ -12,7 +12,7 @@ Invariants
 2. A step that fails (NaN, bad trajectory) leaves weights, optimizer state and step count as they
    were. A failed wave leaves no gradient: all waves are added again.
 3. A gradient is the sum over the minibatch's action tokens of weight x gradient, divided once, when
-   it is complete (`libra.train.sequences`): independent of micro-batches, replicas and waves
+   it is complete (`libra.train.losses`): independent of micro-batches, replicas and waves
    (`Replica.accumulate`, then `Replica.close`), except for the rounding of sums.
 4. ``behaviour_logprob`` is read and never written; trajectories of a failure class that does not
    train have no part in numerator or denominator.
