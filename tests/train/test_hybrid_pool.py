@@ -12,7 +12,6 @@ from torch import Tensor
 from libra.errors import TransferError
 from libra.train import Sample, sample_of
 from libra.train.hybrid_pool import DTYPES, PURPOSE, HybridPool, Wire, connect, from_tensors, to_tensors
-from libra.train.packing import split
 from libra.transport import Server
 from libra.transport.channel import WINDOW_BYTES
 from libra.types import Taught
@@ -94,17 +93,6 @@ def test_a_slice_comes_back_as_it_was(batch, trajectory):
                 assert mine == theirs, name
 
 
-@pytest.mark.parametrize("num_slices", [1, 5, 20])
-def test_slices_hold_every_sample_once_and_balance_tokens(batch, num_slices):
-    samples = [sample_of(one, 0) for one in batch]
-    slices = split(samples, num_slices)
-    assert len(slices) == num_slices
-    assert sorted(id(s) for part in slices for s in part) == sorted(map(id, samples))
-    tokens = [sum(s.num_tokens for s in part) for part in slices]
-    assert max(tokens) - min(tokens) <= max(s.num_tokens for s in samples)
-    assert split([], 3) == [[], [], []]
-
-
 class Watched(Mapping[str, Tensor]):
     """Tensors of which the second is handed out only when a step has begun to wait; what was asked for."""
 
@@ -138,13 +126,4 @@ def test_a_copy_for_a_joiner_gives_way_to_the_step_that_begins():
         assert pool.stale, "what comes out of the step is published instead"
     assert pool.traffic()["hybrid_blocked_s"] > 0.0
     joiner.close()
-    pool.close()
-
-
-def test_weights_are_published_between_steps():
-    pool = HybridPool("token", {})
-    with pool.undisturbed():
-        assert pool.stale, "a step changes the weights"
-    pool.publish({"a": torch.ones(2)})
-    assert not pool.stale
     pool.close()
