@@ -1,11 +1,9 @@
-"""Routers of a mixture of experts: what they chose for each token, and choosing what was recorded instead.
+"""Routers of a mixture of experts: their choices for each token, and the replay of recorded choices.
 
-An engine and a trainer round differently, and where two experts of a router are near each other they send a token to different
-ones: its log-probability then differs by much more than rounding. So an engine records its *routes*, and the trainer replays them
-(Rollout Routing Replay, R3, arXiv:2510.11370): the experts are those recorded, their weights are computed by the trainer's own
-router, with gradient.
-
-Differs from the paper: prompts are replayed too, and a place without a record keeps the router's own choice.
+Engine and trainer round differently, and may send a token to different experts: its log-probability
+then differs by much more than rounding. So an engine records its *routes*, and the trainer replays
+them (Rollout Routing Replay, R3, arXiv:2510.11370) with weights of its own router, with gradient.
+Differs from the paper: prompts are replayed too, and a place without a record keeps its own choice.
 
 Shape legend: P places of a forward pass, L layers with experts, K experts per token, E experts.
 """

@@ -1,8 +1,7 @@
 """The end of a causal language model: its output head, and the operations on logits after it.
 
-A forward pass computes (tokens, V) logits. `at_head` gives the hidden states before the head instead, so that logits of a few
-tokens at a time can be computed. `after_head` is the rest of the model (caps, scales): its own code, run without its layers, so
-that no list of architectures is needed.
+`at_head` gives the hidden states before the head, for logits of a few tokens at a time. `after_head`
+is the rest of the model (caps, scales): its own code, run without its layers.
 
 Shape legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -25,9 +24,8 @@ AfterHead = Callable[[Tensor], Tensor]
 def at_head(model: Any, make: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:
     """``make`` applied to the hidden states (N, H) before the head of ``model``, rows flattened.
 
-    The model returns the result in place of its logits, through all its hooks: a sharded model attaches its backward
-    hooks there.
-    ``make`` runs within the forward pass, while sharded weights are gathered.
+    ``make`` runs within the forward pass, while sharded weights are gathered. The model returns the
+    result in place of its logits, through all its hooks: a sharded model needs them for its backward.
     """
     made: list[Tensor] = []
 
@@ -65,13 +63,7 @@ def head_of(model: Any) -> torch.nn.Linear:
 
 
 def after_head(model: Any) -> AfterHead | None:
-    """The operations of ``model`` on logits after its head, or None.
-
-    Raises
-    ------
-    ModelError
-        Its head is not a linear map, or its layers are not a separate module.
-    """
+    """The operations of ``model`` on logits after its head, if any; ModelError if they cannot be separated."""
     head = head_of(model)
     after = _end_of(model, head)
     weight = head.weight
@@ -84,8 +76,8 @@ def _end_of(model: Any, head: torch.nn.Linear) -> AfterHead:
     layers = model.base_model
     if layers is model:
         raise ModelError(
-            f"model: {type(model).__name__} keeps its layers and its head in one module, so that its operations after the head "
-            "cannot be separated; its layers must be a module of their own (base_model_prefix)"
+            f"model: {type(model).__name__} keeps its layers and its head in one module; its layers must be a module of their "
+            "own (base_model_prefix)"
         )
 
     def after(logits_CV: Tensor) -> Tensor:

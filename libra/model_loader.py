@@ -1,7 +1,7 @@
-"""Model and tokenizer from a model directory: by transformers, or by ``model.loader`` of one's own.
+"""Model and tokenizer from a model directory: by transformers, or by a user's ``model.loader``.
 
-Trainer and engines build the model with the same loader, each for its own attention, so that the tensors have
-the same names; under these names versions are published, loaded and verified.
+Trainer and engines build the model with the same loader, each for its own attention, so that the
+tensors have the same names; under these names versions are published, loaded and verified.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ _CALLS = {
 
 
 class ModelLoader(Protocol):
-    """``model.loader`` of one's own: an object with these methods, or a class that is made without arguments.
+    """A user's ``model.loader``: an object with these methods, or a class that is made without arguments.
 
-    ``directory`` has what every model of a run has: ``config.json``, weights in safetensors, a tokenizer's files, all of which
-    travel with each checkpoint. `libra.testing.parts.LoaderContract` tests a loader.
+    ``directory`` has ``config.json``, weights in safetensors and a tokenizer's files, which travel with
+    each checkpoint. `libra.testing.parts.LoaderContract` tests a loader.
     """
 
     def model(self, directory: Path, /, *, dtype: Any, attention: str) -> Any:
         """A causal language model, a torch module with the interface of transformers.
 
-        ``directory`` is the run's model or a checkpoint of it, ``dtype`` the torch type of the weights, ``attention``
-        transformers' ``attn_implementation``. An engine names its own attention, and cannot generate with another.
-
-        Its ``state_dict`` has the tensors of the directory, by name and shape. Parameters that do not require a
+        ``attention`` is transformers' ``attn_implementation``; an engine cannot generate with another. The
+        ``state_dict`` has the tensors of the directory, by name and shape. Parameters that do not require a
         gradient are not trained.
         """
 
@@ -42,7 +40,7 @@ class ModelLoader(Protocol):
 
 
 class PretrainedLoader:
-    """transformers' own loading, without a look at any hub; a base for loaders of one's own."""
+    """transformers' own loading, without any hub; a base class for loaders."""
 
     def model(self, directory: Path, /, *, dtype: Any, attention: str) -> Any:
         """The model, in the class that its ``config.json`` names."""
@@ -85,14 +83,14 @@ def build_tokenizer(loader: str | None, directory: Path) -> Any:
 
 
 def plain_attention(config: Any) -> str:
-    """transformers' attention that computes all of a model: "eager" where scores are capped, which "sdpa" leaves out."""
+    """transformers' attention for a model: "eager" where scores are capped, which "sdpa" leaves out."""
     return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
 def check_lengths(config: Mapping[str, Any], max_context_tokens: int, where: str) -> None:
-    """ConfigError if contexts may be so long that a model's rotary embedding depends on the longest one in a batch.
+    """ConfigError if a model's rotary embedding may depend on the longest context in a batch.
 
-    ``config`` is the content of ``config.json``. Up to the original length embeddings are the same in every batch.
+    ``config`` is ``config.json``. Up to the original length embeddings are the same in every batch.
     """
     ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
     for kind in ropes + [each for rope in ropes for each in rope.values() if isinstance(each, dict)]:
@@ -101,9 +99,8 @@ def check_lengths(config: Mapping[str, Any], max_context_tokens: int, where: str
             continue
         fixed = config.get("max_position_embeddings")
         if "dynamic" not in name:
-            fixed = (
-                kind.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or fixed
-            )
+            original = "original_max_position_embeddings"
+            fixed = kind.get(original) or config.get(original) or fixed
         if isinstance(fixed, int) and max_context_tokens > fixed:
             raise ConfigError(
                 f"rollout.max_context_tokens: {max_context_tokens}, and above {fixed} tokens rope of type {name} in {where} "

@@ -1,10 +1,7 @@
-"""The files of weight versions and checkpoints, read without torch: their names, and the digest of the tensors in them.
+"""The files of weight versions and checkpoints, read without torch, whose import takes longer than a check.
 
-`tensors_digest` of files is `libra.tensors.digest` of what they hold. Hashing them here needs neither torch nor transformers,
-whose imports take longer than the check of a small run.
-
-A digest is 40 hexadecimal digits: SHA-256, cut, over labels and the SHA-256 of every `CHUNK_BYTES`, which threads
-hash in parallel.
+`tensors_digest` of files is `libra.tensors.digest` of their tensors: 40 hexadecimal digits of the
+SHA-256 over labels and the SHA-256 of every `CHUNK_BYTES`, which threads hash in parallel.
 """
 
 from __future__ import annotations
@@ -32,22 +29,10 @@ _HELD_CHUNKS = 32  # hashed at most beside each other, so that tensors which are
 _SMALL_BYTES = 2**15  # hashed at once: handing them to a thread takes longer
 
 _DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32",
+    "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
 """By the name in a safetensors file, the name in torch."""
 
 
@@ -84,10 +69,7 @@ def _sha256(chunk: memoryview) -> bytes:
 
 
 def tensors_digest(paths: Iterable[Path]) -> str:
-    """`hash_parts` over names, dtypes, shapes and elements of all tensors in some safetensors files.
-
-    OSError or ValueError if a file is missing or torn, or its header is invalid.
-    """
+    """`hash_parts` of all tensors in some safetensors files; OSError or ValueError if one is missing or torn."""
     tensors = {name: tensor for path in paths for name, tensor in _header(path).items()}
     maps: dict[Path, mmap.mmap] = {}
 
@@ -97,10 +79,8 @@ def tensors_digest(paths: Iterable[Path]) -> str:
             if tensor.path not in maps:
                 with tensor.path.open("rb") as file:
                     maps[tensor.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            yield (
-                f"{name}:torch.{tensor.dtype}:{tensor.shape};",
-                memoryview(maps[tensor.path])[tensor.begin : tensor.end],
-            )
+            elements = memoryview(maps[tensor.path])[tensor.begin : tensor.end]
+            yield f"{name}:torch.{tensor.dtype}:{tensor.shape};", elements
 
     try:
         return hash_parts(parts())
@@ -110,10 +90,7 @@ def tensors_digest(paths: Iterable[Path]) -> str:
 
 
 def version_fault(directory: Path, *, contents: bool = True) -> str | None:
-    """The damage of a published version, naming the file; None if there is none.
-
-    Without ``contents`` only headers and sizes of its tensors are read.
-    """
+    """The damage of a published version, naming the file, if any; without ``contents`` headers and sizes alone."""
     try:
         manifest = unseal((directory / MANIFEST_FILE).read_bytes())
         announced = manifest["digest"]
@@ -160,11 +137,8 @@ def small_files(directory: Path) -> dict[str, str]:
 def altered_files(directory: Path, facts: Mapping[str, Any]) -> list[str]:
     """Files of a checkpoint that are gone or differ from their digests in ``trainer.json``."""
     known: Mapping[str, str] = facts.get("files", {})
-    return [
-        name
-        for name, content in known.items()
-        if not (directory / name).is_file() or _file_digest(directory / name) != content
-    ]
+    paths = {directory / name: content for name, content in known.items()}
+    return [path.name for path, content in paths.items() if not path.is_file() or _file_digest(path) != content]
 
 
 def _file_digest(path: Path) -> str:
@@ -205,7 +179,7 @@ def _header(path: Path) -> dict[str, _Tensor]:
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"its header was altered ({error!r})") from error
     if 8 + length + last != size:
-        raise ValueError(f"torn: {size} bytes, announced are {8 + length + last}")
+        raise ValueError(f"torn: {size} bytes, announced were {8 + length + last}")
     return tensors
 
 

@@ -12,23 +12,17 @@ from libra.tensor_files import hash_parts
 
 
 def compute_device(wanted: str) -> torch.device:
-    """The device of this process: ``auto`` is its first visible GPU (CUDA_VISIBLE_DEVICES), else the CPU.
-
-    Raises
-    ------
-    ConfigError
-        ``cuda`` is requested, and torch sees no GPU.
-    """
+    """The device of this process: ``auto`` is its first visible GPU, else the CPU; ConfigError without the GPU."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if wanted in ("auto", "cuda"):
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "cluster.device: cuda, but torch sees no GPU here (driver, CUDA_VISIBLE_DEVICES, or a build of torch for CPUs); "
-                "type cluster.device=auto"
-            )
-        return torch.device("cuda", 0)
-    raise ConfigError(f"cluster.device: got {wanted!r}; allowed are auto, cpu and cuda")
+    if wanted not in ("auto", "cuda"):
+        raise ConfigError(f"cluster.device: got {wanted!r}; allowed are auto, cpu and cuda")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "cluster.device: cuda, but torch sees no GPU here (driver, CUDA_VISIBLE_DEVICES, or a build of torch for CPUs); "
+            "type cluster.device=auto"
+        )
+    return torch.device("cuda", 0)
 
 
 def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -55,11 +49,8 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     Tied names are hashed once (see `untied`), so a tied model has the digest of its file.
     """
     kept, _ = untied(tensors)
-    return hash_parts((_label(name, kept[name]), _elements(kept[name])) for name in sorted(kept))
-
-
-def _label(name: str, tensor: Tensor) -> str:
-    return f"{name}:{tensor.dtype}:{tuple(tensor.shape)};"
+    labels = {f"{name}:{kept[name].dtype}:{tuple(kept[name].shape)};": kept[name] for name in sorted(kept)}
+    return hash_parts((label, _elements(tensor)) for label, tensor in labels.items())
 
 
 def _elements(tensor: Tensor) -> memoryview:

@@ -1,13 +1,10 @@
-"""The KV cache as slots, the attention by which stock Hugging Face models use it, and what their
-layers read.
+"""The KV cache as slots, and the attention by which stock Hugging Face models use it.
 
 A step is one forward pass over a flat list of T tokens: one for every row that decodes, a chunk for
 every row that prefills. Linear layers see one sequence; only attention separates slots.
-
-transformers builds the mask of each layer from a function of two positions: all before, a sliding
-window, a chunk. A pass over a few tokens with an attention that only takes notes collects these
-functions, so no list of families is needed. Any argument of the attention that slots do not
-implement refuses the model.
+transformers builds each layer's mask from a function of two positions. A pass with an attention that
+only takes notes collects these functions, so no list of families is needed; an argument that slots
+do not implement refuses the model.
 
 Invariants
 1. Position p of slot s holds the key and value of token p of one trajectory, or something finite
@@ -40,10 +37,8 @@ Reads = Callable[[int, int, Tensor, Tensor], Tensor]
 """``(batch, head, query, key)``: whether the token at ``query`` reads the one at ``key``; transformers' mask function."""
 _NOTES = "libra_notes"
 _KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_SERVED = frozenset({"softcap", "sliding_window"})  # the window is in the mask too
-_WITHOUT_EFFECT = frozenset(
-    {"step", "dropout", "position_ids", "cache_position", "use_cache", "is_causal", "return_dict"}
-)
+_SERVED = {"softcap", "sliding_window"}  # the window is in the mask too
+_WITHOUT_EFFECT = {"step", "dropout", "position_ids", "cache_position", "use_cache", "is_causal", "return_dict"}
 
 
 def reads_before(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
@@ -54,8 +49,7 @@ def reads_before(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
 def reads_of(model: Any, max_context_tokens: int, heads: tuple[int, int]) -> list[Reads]:
     """The positions that each layer reads; ModelError if slots cannot hold the model.
 
-    ``heads``: key-value heads and their size, the same in every layer. Empty for a model without
-    weights (on "meta") if its code depends on them.
+    ``heads``: key-value heads and their size. Empty for a model on "meta" whose code needs weights.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function
@@ -65,15 +59,12 @@ def reads_of(model: Any, max_context_tokens: int, heads: tuple[int, int]) -> lis
     def note(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: Any = None, **given: Any
     ) -> tuple[Tensor, None]:
-        known = _SERVED | _WITHOUT_EFFECT
-        odd = [n for n, value in given.items() if value is not None and n not in known and not n.startswith("output_")]
-        if odd:
-            raise ModelError(f"layer {module.layer_idx} has {odd[0]} in its attention")
+        for name, argument in given.items():
+            if argument is not None and name not in _SERVED | _WITHOUT_EFFECT and not name.startswith("output_"):
+                raise ModelError(f"layer {module.layer_idx} has {name} in its attention")
         shapes = {(each.shape[1], each.shape[3]) for each in (key, value)}
         if shapes != {heads}:
-            raise ModelError(
-                f"layer {module.layer_idx} has keys and values of {sorted(shapes)}, where the model has {heads}"
-            )
+            raise ModelError(f"layer {module.layer_idx} has keys and values of {sorted(shapes)}; the model has {heads}")
         found[module.layer_idx] = reads_before if attention_mask is causal_mask_function else attention_mask
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -125,10 +116,9 @@ WHOLE_FRAC = 0.75
 
 
 class SlotKV:
-    """Keys and values: per layer one tensor (2, slots, K, context_tokens, D), as long as the longest
-    context needs.
+    """Keys and values: per layer one tensor (2, slots, K, context_tokens, D), as long as the longest context.
 
-    Short rows are close together that way, which halves the time attention takes to read them.
+    Short rows are close together that way, which attention reads faster.
     """
 
     def __init__(
@@ -219,7 +209,7 @@ def _round_up(num: int, step: int) -> int:
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens ``begin:end`` of a step, which are positions ``start:stop`` of one slot being prefilled."""
+    """Tokens ``begin:end`` of a step: positions ``start:stop`` of one slot being prefilled."""
 
     begin: int
     end: int
@@ -312,8 +302,7 @@ def slot_attention(
 
 
 def attend(query_THD: Tensor, step: Step, layer: int, scale: float, softcap: float | None = None) -> Tensor:
-    """Attention of each token of a step over its slot (T, H, D), whose keys and values are written
-    already."""
+    """Attention of each token over its slot (T, H, D), whose keys and values are written already."""
     kv = step.kv
     parts = [_decode(query_THD[: step.num_rows], step, layer, scale, softcap)] if step.num_rows else []
     keys, values = kv.layers[layer]
@@ -325,15 +314,8 @@ def attend(query_THD: Tensor, step: Step, layer: int, scale: float, softcap: flo
             parts.append(_capped(query_1HQD[0], key_1KCD[0], value_1KCD[0], read_QC, scale, softcap).transpose(0, 1))
             continue
         mask = chunk.mask(kv.reads[layer], kv.positions)
-        out = F.scaled_dot_product_attention(
-            query_1HQD,
-            key_1KCD,
-            value_1KCD,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=kv.num_heads != kv.num_kv_heads,
-        )
+        options = {"is_causal": mask is None, "scale": scale, "enable_gqa": kv.num_heads != kv.num_kv_heads}
+        out = F.scaled_dot_product_attention(query_1HQD, key_1KCD, value_1KCD, attn_mask=mask, **options)
         parts.append(out[0].transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -341,7 +323,6 @@ def attend(query_THD: Tensor, step: Step, layer: int, scale: float, softcap: flo
 def _capped(
     query_HQD: Tensor, key_KCD: Tensor, value_KCD: Tensor, read_QC: Tensor, scale: float, softcap: float
 ) -> Tensor:
-    """Attention of a chunk with capped scores (H, Q, D)."""
     grouped = query_HQD.unflatten(0, (key_KCD.shape[0], -1))
     scores = softcap * torch.tanh(grouped @ key_KCD[:, None].transpose(2, 3) * scale / softcap)
     weights = scores.masked_fill(~read_QC, -torch.inf).softmax(-1)
@@ -349,11 +330,7 @@ def _capped(
 
 
 def _decode(query_RHD: Tensor, step: Step, layer: int, scale: float, softcap: float | None) -> Tensor:
-    """One token per row against its slot (R, H, D).
-
-    Batched products beat scaled_dot_product_attention here: its CPU kernel runs one tiny product per
-    head.
-    """
+    """One token per row against its slot (R, H, D), by batched products: torch's CPU kernel runs one per head."""
     kv = step.kv
     mask_S1C = step.masks_S1C[kv.reads[layer]]
     if step.rows_R is None:

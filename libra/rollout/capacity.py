@@ -1,7 +1,4 @@
-"""The declared capacity of an engine: its KV memory, and the measured seconds of its passes.
-
-`PassMeter` fits `libra.types.StepSeconds` to an engine's own forward passes by non-negative least
-squares.
+"""The declared capacity of an engine: its KV memory, and `libra.types.StepSeconds` of its passes.
 
 Invariants
 1. No coefficient is negative, and none is guessed: before `FEWEST_PASSES` there are no seconds.
@@ -32,8 +29,7 @@ FEWEST_PASSES = 32
 REFIT_FRAC = 0.125
 """Share of new passes, relative to those of the last fit, after which it is repeated."""
 BLOCK = 8
-"""Maximum consecutive passes that are summed before they are fitted or predicted: the form is linear, and sums of seconds
-count. On a shared machine single passes are late, and a fit to their ratios would be too fast."""
+"""Maximum consecutive passes that are summed before they are fitted or predicted: single passes are late on a shared machine."""
 OUTLIER = 3.0
 """A pass further off than this many times the median counts for less: first passes compile, and a machine is shared."""
 ROUNDS = 6
@@ -46,8 +42,7 @@ _USUAL_NAMES = {
 
 
 def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's ``config.json`` with the sizes of older families (GPT-2's ``n_head``) under the usual
-    names too."""
+    """A model's ``config.json`` with sizes of older families (GPT-2's ``n_head``) under the usual names too."""
     return {usual: config[name] for name, usual in _USUAL_NAMES.items() if name in config} | dict(config)
 
 
@@ -77,8 +72,7 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, tp: int = 1) -> int:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The architecture's name, as ``qwen3-28x1024-h16kv8-v151936``; engines that serve the same can be
-    compared."""
+    """The architecture's name, as ``qwen3-28x1024-h16kv8-v151936``."""
     heads = config["num_attention_heads"]
     return (
         f"{config.get('model_type', 'model')}-{config['num_hidden_layers']}x{config['hidden_size']}-h{heads}"
@@ -129,8 +123,7 @@ class PassMeter:
 
 
 def fit_steps(rows: Array) -> StepSeconds:
-    """`StepSeconds` of passes given as (n, 5): 1, sequences, context tokens, prefilled tokens, seconds (>
-    0)."""
+    """`StepSeconds` of passes (n, 5): 1, sequences, context tokens, prefilled tokens, seconds (> 0)."""
     size = max(1, min(BLOCK, len(rows) // FEWEST_PASSES))
     blocks = np.add.reduceat(rows, np.arange(0, len(rows), size), axis=0)
     held_out = blocks[1::2]

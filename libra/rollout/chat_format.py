@@ -1,16 +1,10 @@
-"""Messages to token ids and back, by the model's own chat template; generated text is never tokenised
-again.
+"""Messages to token ids and back, by the model's own chat template.
 
-A conversation grows by appending: prompt ids, generated ids, observation ids, generated ids, ...
-The observation ids are the text that the template puts after an assistant turn, found by rendering
-a placeholder turn. So they follow the template's treatment of tool messages (Qwen joins several in
-one user block).
-
-If the template omits tools (SmolLM2's), the system message explains them to the model.
-
-A tokenizer reads ``<|im_end|>`` as the token that ends a turn, so a tool could forge the next
-speaker's turn. The first character of such a spelling in the text of a tool or an environment
-becomes U+FFFD.
+A conversation grows by appending; generated text is never tokenised again. Observation ids are the
+text that the template puts after a placeholder for the assistant's turn. If the template omits tools
+(SmolLM2's), the system message explains them. A tool could forge the next speaker's turn by a text
+such as ``<|im_end|>``: the first character of such a spelling in the text of a tool or an
+environment becomes U+FFFD.
 
 Invariants
 1. No special token comes from the text of a tool or of an environment's turn. Prompts are
@@ -117,8 +111,7 @@ class ChatFormat:
         """Ids that end a generation: the template's end of turn, the tokenizer's and the generation_config's eos."""
 
     def _ends_of_turns(self) -> dict[str, int]:
-        """The first marker after an assistant's turn by the next message's role; "tool" is optional without
-        tools."""
+        """The first marker after an assistant's turn, by the next message's role ("tool" only with tools)."""
         found: dict[str, int] = {}
         fault: ModelError | None = None
         for role in ("user", "tool"):
@@ -151,8 +144,7 @@ class ChatFormat:
         return token_id == self._ends.get(role)
 
     def rest(self, ids: NDArray[np.int32], last: int | None = None) -> NDArray[np.int32]:
-        """``ids`` after a turn, without their marker if it is the turn's ``last`` token (assumed if not
-        given)."""
+        """``ids`` after a turn, without their marker if it is the turn's ``last`` token (the default)."""
         marked = self._marker(ids)
         return ids[marked + 1 :] if marked < len(ids) and last in (None, ids[marked]) else ids
 
@@ -175,23 +167,17 @@ class ChatFormat:
         return self._encode(self.render(given))
 
     def conversation_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
-        """As `prompt_ids`, of messages by others; ModelError if the template cannot show them, ContextOverflow
-        by `most_bytes`."""
+        """As `prompt_ids`; ModelError if the template cannot show the messages, ContextOverflow by `most_bytes`."""
         try:
             return self.prompt_ids(messages)
         except ContextOverflow:
             raise
         except Exception as error:  # jinja runs the model's own template, which may raise anything
-            raise ModelError(
-                f"{self.tokenizer.name_or_path}: its template cannot show these messages: {error}"
-            ) from error
+            name = self.tokenizer.name_or_path
+            raise ModelError(f"{name}: its template cannot show these messages: {error}") from error
 
     def after_assistant_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
-        """The ids of the end of an assistant's turn, these messages and the next generation prompt, int32
-        (T,).
-
-        ModelError if the template cannot show them.
-        """
+        """An assistant's end of turn, these messages and the next generation prompt, int32 (T,); or ModelError."""
         return self._encode(self._render_messages_after(messages))
 
     def broken(self, text: str) -> str:
@@ -201,28 +187,23 @@ class ChatFormat:
         return self._special.count(ids)
 
     def _missing_explanation(self, tool_format: str) -> str:
-        """The tools for the system message; empty if there are none, or the template shows them."""
         if not self.tool_schemas:
             return ""
         messages = [{"role": "user", "content": "?"}]
-        plain = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **self._template_args
-        )
-        if self.render(messages) != plain:
+        options = {"add_generation_prompt": True, "tokenize": False, **self._template_args}
+        if self.render(messages) != self.tokenizer.apply_chat_template(messages, **options):
             return ""
         if tool_format != "hermes":
             raise ModelError(
                 f"{self.tokenizer.name_or_path}: its chat template shows the model no tools, and calls in the format "
                 f"{tool_format!r} cannot be explained to it; type rollout.tool_format=hermes"
             )
-        logger.info(
-            "%s: its template shows no tools; they are explained in the system message", self.tokenizer.name_or_path
-        )
+        name = self.tokenizer.name_or_path
+        logger.info("%s: its template shows no tools; the system message explains them", name)
         return explanation(self.tool_schemas)
 
     def observation_ids(self, contents: Sequence[str], *, ended: bool = True) -> NDArray[np.int32]:
-        """The ids of these tool messages and the next generation prompt, to append after an assistant turn,
-        int32 (T,).
+        """Tool messages and the next generation prompt, to append after an assistant turn, int32 (T,).
 
         ``ended``: the turn's last token `ends` it; otherwise the end-of-turn token comes first. ValueError
         if a content yields a special token although its spelling was broken.
@@ -253,7 +234,7 @@ class ChatFormat:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _check_special(self, ids: NDArray[np.int32], texts: list[str], role: str = "tool") -> None:
-        """ValueError if a tokenizer that rewrites text has found a special token in these."""
+        """ValueError if a tokenizer that rewrites text finds a special token in these."""
         kind = role, len(texts)
         if self._frames[kind] is None:  # the template changes texts, so its output for others proves nothing
             forged = any(self._special.count(self._encode(text)) for text in texts)
@@ -289,16 +270,15 @@ class ChatFormat:
             text = self.render([*messages, *map(dict, added)])
         except Exception as error:  # jinja runs the model's own template, which may raise anything
             shown = " and ".join(dict.fromkeys(str(message["role"]) for message in added))
-            raise ModelError(
-                f"{self.tokenizer.name_or_path}: its template cannot show {shown} messages: {error}"
-            ) from error
+            name = self.tokenizer.name_or_path
+            raise ModelError(f"{name}: its template cannot show {shown} messages: {error}") from error
         _before, found, after = text.partition(_STAND_IN + "-ASSISTANT")
         if not found:
             raise ModelError(f"{self.tokenizer.name_or_path}: its template leaves out assistant turns")
         return after
 
     def _after_assistant(self, contents: list[str], role: str = "tool") -> str:
-        """Text after an assistant turn. A plain template is rendered once: rendering is slower than a token."""
+        """Text after an assistant turn; a plain template is rendered once, as rendering is slower than a token."""
         kind = role, len(contents)
         if kind not in self._frames:
             self._frames[kind] = self._frame(len(contents), role)
@@ -366,17 +346,12 @@ def fitted(
 ) -> tuple[list[str], NDArray[np.int32]]:
     """The returns of a turn's calls as the model reads them, and their token ids.
 
-    The context still holds ``left_tokens``; the next generation has at most ``max_new_tokens``;
-    ``ended`` is as in `ChatFormat.observation_ids`. Role "user" has one message, the environment's
-    answer. If not even the notes fit, the ids are longer than ``left_tokens``: then the context is full
-    without any return.
+    The context still holds ``left_tokens``; if not even the notes fit, the ids are longer. ``ended`` is
+    as in `ChatFormat.observation_ids`. Role "user" has one message, the environment's answer.
     """
 
     def rendered(texts: Sequence[str]) -> NDArray[np.int32]:
-        if role == "user":
-            (text,) = texts
-            return chat.user_ids(text, ended=ended)
-        return chat.observation_ids(texts, ended=ended)
+        return chat.user_ids(texts[0], ended=ended) if role == "user" else chat.observation_ids(texts, ended=ended)
 
     ids = rendered(contents)
     room = left_tokens - max(1, min(max_new_tokens, left_tokens // _ANSWER_SHARE))

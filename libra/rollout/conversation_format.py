@@ -1,9 +1,7 @@
-"""Requests of agents as token ids: whole conversations, and tails after a generated turn, with their
-own tools.
+"""Requests of agents as token ids: whole conversations, and tails after a generated turn.
 
-The ids of a tail are the text that the template puts after a placeholder for the turn
-(`ChatFormat`): the turn itself is never rendered. All texts are the agent's, so none may yield a
-special token.
+A turn itself is never rendered: the ids of a tail are the text that the template puts after a
+placeholder for it. All texts are the agent's, so none may yield a special token.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ _KEEP_ALL = {"Sequence", "ByteLevel", "Split", "Digits"}
 def most_bytes_of_a_token(tokenizer: Any) -> int | None:
     """Maximum bytes of UTF-8 text that one token stands for; None if no bound holds for every text.
 
-    It is known for BPE over bytes without a normalizer or with NFC, which has a token for every byte
-    (GPT-2, Qwen, Llama 3). Others may drop characters, or make one token of any unknown word.
+    Known for BPE over bytes without a normalizer or with NFC, with a token for every byte (GPT-2, Qwen,
+    Llama 3).
     """
     from tokenizers import pre_tokenizers
     from tokenizers.models import BPE
@@ -72,10 +70,10 @@ _NAME = "libra_stands_in"
 
 
 class ConversationFormat:
-    """The tokens of agents' messages; ``chat`` is the run's own format, whose tokenizer and stop ids it has.
+    """The tokens of agents' messages, with tokenizer and stop ids of the run's own format ``chat``.
 
     A text with more than ``most_tokens`` tokens by its size alone raises ContextOverflow before it is
-    tokenised, if the tokenizer has such a bound. Several threads may call it at once.
+    tokenised. Several threads may call it at once.
     """
 
     def __init__(self, chat: ChatFormat, most_tokens: int | None = None) -> None:
@@ -86,10 +84,9 @@ class ConversationFormat:
         self._last: tuple[Sequence[Mapping[str, Any]], Mapping[str, Any], _Format] | None = None
 
     def prompt_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), **args: Any) -> NDArray[np.int32]:
-        """A whole conversation up to and including the generation prompt, int32 (T,).
+        """A conversation up to and including the generation prompt, int32 (T,); ``args`` are template variables.
 
-        ``args`` are further variables of the template. ModelError if it cannot show the messages,
-        ValueError if a text yields a special token although its spelling was broken.
+        ModelError if the template cannot show the messages, ValueError if a text yields a special token.
         """
         return self._of(tools, args).prompt_ids(messages)
 
@@ -147,7 +144,7 @@ class _Format:
         return ids
 
     def _checked(self, messages: Messages, ids_of: Any) -> NDArray[np.int32]:
-        """Ids of messages with broken spellings; they have as many special tokens as harmless texts give."""
+        """Ids of messages with broken spellings, with as many special tokens as harmless texts give."""
         ids: NDArray[np.int32] = ids_of([self._shown(self._broken(message)) for message in messages])
         structure = (ids_of.__name__, *(_structure(message) for message in messages))
         special = self._structures.get(structure)
@@ -168,7 +165,6 @@ class _Format:
         return [self._broken(each) for each in given] if isinstance(given, list) else given
 
     def _shown(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message with calls in its text if the template has no form for them."""
         calls = message.get("tool_calls")
         if not calls or self._shows_calls:
             return dict(message)

@@ -102,14 +102,12 @@ class RolloutEngine(Protocol):
     async def load_version(self, version: int, directory: Path) -> None:
         """Serve ``directory/model.safetensors`` (Hugging Face names) as ``version`` from the next token on.
 
-        Running requests are computed again under the new weights and retained KV is dropped. WeightsError
-        if tensors are missing, unknown, of another shape or unreadable; the old version then remains in
-        use.
+        Running requests are computed again and retained KV is dropped. WeightsError if tensors are missing,
+        unknown, of another shape or unreadable; the old version then remains in use.
         """
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probability in nats of each token but the first, given those before it (T - 1,), at temperature
-        1.
+        """Log-probability in nats of each token but the first, given all before it (T - 1,), at temperature 1.
 
         By the weights and the pass that serve requests; may be called while requests run.
         """
@@ -133,16 +131,12 @@ class RolloutEngine(Protocol):
 class EngineFactory(Protocol):
     """A user's ``rollout.engine``: a class or function that makes an engine, not started.
 
-    Its attribute ``tp_degrees``, e.g. ``(1, 2, 4)``, has the tensor-parallel degrees of its
-    engines, by default 1 alone. If its attribute ``continues_turns`` is true, its engines heed
-    `TurnRequest.generated`, as ``rollout.chunk_tokens`` needs.
-
-    It gets the further options that it takes by name: ``tp`` (if it declares degrees), ``dtype``
-    ("float32" or "bfloat16"), ``threads`` (of torch, optional), ``kv_cache_gib`` (by default enough for
-    all slots), ``min_pass_s`` (minimum seconds of a pass), ``device`` (``cluster.device``), ``loader``
-    (``model.loader``), and for a rebucketed engine ``cores`` and ``devices``
-    (`libra.worker.engine.engine_factory.Share`). `libra.testing.engines.EngineContract` tests the engine; a
-    run verifies each version that it serves by `RolloutEngine.score` and `RolloutEngine.project`.
+    Its attribute ``tp_degrees``, e.g. ``(1, 2, 4)``, has the tensor-parallel degrees of its engines, by
+    default 1 alone. If its attribute ``continues_turns`` is true, its engines heed
+    `TurnRequest.generated`, as ``rollout.chunk_tokens`` needs. It gets the options that it takes by
+    name: ``tp`` (if it declares degrees), ``dtype`` ("float32" or "bfloat16"), ``threads``,
+    ``kv_cache_gib``, ``min_pass_s``, ``device``, ``loader``, and for a rebucketed engine ``cores`` and
+    ``devices``. `libra.testing.engines.EngineContract` tests the engine.
     """
 
     def __call__(
@@ -153,8 +147,7 @@ class EngineFactory(Protocol):
 
 @runtime_checkable
 class ReadsColumns(Protocol):
-    """An engine that can also return single columns of its layers: the version check then detects one
-    changed bit.
+    """An engine that returns single columns of its layers: the version check then detects one changed bit.
 
     Only for engines that multiply with the weights as published: no quantisation, no TF32.
     """
@@ -210,10 +203,9 @@ def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: 
 
 
 def packed_priority(priority: tuple[int, ...]) -> int:
-    """One non-negative number below 2**60 in the order of the tuples.
+    """One number from 0 to 2**60 - 1 in the order of the tuples; EngineError beyond `PRIORITY_BITS`.
 
-    EngineError for more entries than `PRIORITY_BITS`, or one below -1 (overdue) or too large for its
-    bits.
+    An entry is at least -1 (overdue).
     """
     if len(priority) > len(PRIORITY_BITS) or any(
         not -1 <= part <= 2**bits - 3 for part, bits in zip(priority, PRIORITY_BITS, strict=False)

@@ -1,11 +1,8 @@
-"""The forward pass of a step, and its answers to the version check.
+"""The forward pass of a step, and its answers to the version check, by the same matrices.
 
 The pass is fused for Llama-shaped decoders; other models run their own modules with another
-attention. On a CPU the time of a small model depends on the number of operations, so the fused pass
-has fewer, larger ones. It computes what the stock modules compute, from the same storage: their
-projections become views into one joint matrix per layer, so weights can be loaded in place.
-
-The answers (`libra.weights.version_check`) use the matrices of a step, joined or transposed.
+attention. The fused pass has fewer, larger operations. It computes what the stock modules compute,
+from the same storage: their projections become views into one joint matrix per layer.
 
 Invariants
 1. The stock modules remain whole, and no weight is stored twice.
@@ -80,10 +77,8 @@ class FusedLayer:
     def refresh(self) -> None:
         """Recompute the scale of queries and keys, head norms included (H + K, D)."""
         like = self.qkv
-        q, k = (
-            like.new_full((self.heads, self.head_dim), self.head_dim**-0.5),
-            like.new_ones(self.kv_heads, self.head_dim),
-        )
+        q = like.new_full((self.heads, self.head_dim), self.head_dim**-0.5)
+        k = like.new_ones(self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = q * self.q_norm.weight, k * self.k_norm.weight
         self.scale_RD = torch.cat([q, k]).detach()
@@ -141,10 +136,8 @@ class FusedDecoder:
 
 
 TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Allowed difference of log-probabilities between the two passes: in float32 the largest of all; in bfloat16, which rounds at
-1 part in 256, the median over positions of the expected difference. The largest difference is not meaningful there: over
-the 49,152 tokens of SmolLM2-135M, transformers' own two attentions differ by 0.6 to 4 nats. Their median is 0.07, and above
-0.5 with positions off by one or attention scores 1.2 times too high."""
+"""Allowed difference of log-probabilities between the two passes: in float32 the largest; in bfloat16, where single unlikely
+tokens differ by nats, the median over positions of the expected difference."""
 PROBE_TOKENS = 7
 
 
@@ -175,20 +168,12 @@ class Forward:
             with self._stock():
                 self._after = after_head(model)
             gap = self._gap_to_stock()
-        except (
-            ModelError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as error:  # the boundary to the model's code
+        except (ModelError, RuntimeError, TypeError, ValueError, AttributeError) as error:  # of the model's code
             raise not_served(model, " ".join(str(error).split())) from error
         allowed = TOLERANCE_NATS[kv.dtype]
         if not gap <= allowed:
-            raise not_served(
-                model,
-                f"log-probabilities through slots differ by {gap:.2g} nats from those of transformers (allowed: {allowed:g})",
-            )
+            why = f"log-probabilities through slots are {gap:.2g} nats off transformers' (allowed: {allowed:g})"
+            raise not_served(model, why)
 
     def hidden(self, ids_T: Tensor, step: Step) -> Tensor:
         """Last hidden states (T, E); the step's keys and values are written on the way."""
@@ -210,8 +195,7 @@ class Forward:
             self.fused.refresh()
 
     def score_alone(self, token_ids: NDArray[np.int64], first: int, temperature: float) -> NDArray[np.float32]:
-        """Log-probabilities from token ``first`` on by `libra.scoring.score_alone`: stock modules, no slots,
-        no batch."""
+        """Log-probabilities from token ``first`` on by `libra.scoring.score_alone`, without slots or batch."""
         with self._stock():
             return score_alone(self.model, token_ids, first, temperature)
 
@@ -226,9 +210,7 @@ class Forward:
     @torch.inference_mode()
     def _gap_to_stock(self) -> float:
         """Nats by which a short probe differs from transformers' own pass."""
-        vocabulary = int(
-            self.model.config.vocab_size
-        )  # not its first ids, which are special tokens that do not occur in text
+        vocabulary = int(self.model.config.vocab_size)  # its first ids are special tokens, which text does not have
         ids = (torch.arange(PROBE_TOKENS) * vocabulary + vocabulary // 2) // PROBE_TOKENS
         last = PROBE_TOKENS - 1
         slots, places = torch.zeros(last, dtype=torch.long), torch.arange(last)
@@ -252,10 +234,7 @@ class Forward:
 
     @torch.inference_mode()
     def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """The requested columns of each matrix (K, outputs); rows of an embedding; a whole vector, as (1, n).
-
-        A column is the layer's output for an input that is 1 in one place and 0 elsewhere, which is exact.
-        """
+        """See ReadsColumns: a column is the layer's output for an input that is 1 in one place, which is exact."""
         layers, vectors = self._layers(), self._vectors()
         found: dict[str, NDArray[np.float32]] = {}
         for name, places in wanted.items():
@@ -273,53 +252,50 @@ class Forward:
     def _layers(self) -> dict[str, UsedLayer]:
         """Every linear layer and embedding by the name of its weight, in the form of the fused pass if any."""
         found: dict[str, UsedLayer] = {}
-        model, fused, stock_head = self.model, self.fused, self.model.get_output_embeddings()
-        for name, weight in model.named_parameters(remove_duplicate=False):
+        for name, weight in self.model.named_parameters(remove_duplicate=False):
             if weight.ndim == 2 and name.endswith(".weight"):
                 table = is_embedding(name)
                 found[name] = UsedLayer(weight.shape[0 if table else 1], _lookup(weight) if table else _linear(weight))
-        head = next(name for name, module in model.named_modules() if module is stock_head)
-        found[f"{head}.weight"] = UsedLayer(stock_head.in_features, _linear(self.head.weight))
-        if fused is not None:
-            prefix = next(name for name, module in model.named_modules() if module is model.base_model.layers)
-            for index, layer in enumerate(fused.layers):
-                for name, matrix in _joined(layer, model.base_model.layers[index]).items():
-                    found[f"{prefix}.{index}.{name}.weight"] = UsedLayer(matrix.shape[1], _linear(matrix))
-                for name, transposed in (("self_attn.o_proj", layer.out_t), ("mlp.down_proj", layer.down_t)):
-                    found[f"{prefix}.{index}.{name}.weight"] = UsedLayer(transposed.shape[0], _product(transposed))
+        head = next(name for name, module in self.model.named_modules() if module is self.head)
+        found[f"{head}.weight"] = UsedLayer(self.head.in_features, _linear(self.head.weight))
+        for prefix, layer in self._fused_layers():
+            joined = zip(_QKV, _blocks(layer, layer.qkv), strict=True)
+            gate, up = layer.gate_up.chunk(2)
+            for name, matrix in (*joined, ("mlp.gate_proj", gate), ("mlp.up_proj", up)):
+                found[f"{prefix}.{name}.weight"] = UsedLayer(matrix.shape[1], _linear(matrix))
+            for name, transposed in (("self_attn.o_proj", layer.out_t), ("mlp.down_proj", layer.down_t)):
+                found[f"{prefix}.{name}.weight"] = UsedLayer(transposed.shape[0], _product(transposed))
         return found
 
     def _vectors(self) -> dict[str, Tensor]:
         """Every norm and bias by name; head norms as the fused pass has folded them into its scale."""
-        model, fused = self.model, self.fused
-        found = {name: tensor for name, tensor in model.named_parameters() if tensor.ndim == 1}
-        if fused is not None:
-            prefix = next(name for name, module in model.named_modules() if module is model.base_model.layers)
-            for index, layer in enumerate(fused.layers):
-                attention = f"{prefix}.{index}.self_attn"
-                if layer.q_norm is not None and layer.k_norm is not None:
-                    query = layer.q_norm.weight * layer.head_dim**-0.5
-                    if not bool((layer.scale_RD[: layer.heads] == query).all()):
-                        found[f"{attention}.q_norm.weight"] = layer.scale_RD[0] * layer.head_dim**0.5
-                    found[f"{attention}.k_norm.weight"] = layer.scale_RD[-1]
-                begin = 0
-                if layer.qkv_bias is not None:
-                    for name in ("q_proj", "k_proj", "v_proj"):
-                        size = len(found[f"{attention}.{name}.bias"])
-                        found[f"{attention}.{name}.bias"] = layer.qkv_bias[begin : begin + size]
-                        begin += size
+        found = {name: tensor for name, tensor in self.model.named_parameters() if tensor.ndim == 1}
+        for prefix, layer in self._fused_layers():
+            if layer.q_norm is not None and layer.k_norm is not None:
+                query = layer.q_norm.weight * layer.head_dim**-0.5
+                if not bool((layer.scale_RD[: layer.heads] == query).all()):
+                    found[f"{prefix}.self_attn.q_norm.weight"] = layer.scale_RD[0] * layer.head_dim**0.5
+                found[f"{prefix}.self_attn.k_norm.weight"] = layer.scale_RD[-1]
+            if layer.qkv_bias is not None:
+                for name, bias in zip(_QKV, _blocks(layer, layer.qkv_bias), strict=True):
+                    found[f"{prefix}.{name}.bias"] = bias
         return found
 
+    def _fused_layers(self) -> Iterator[tuple[str, FusedLayer]]:
+        """The layers of the fused pass, by the name of the stock module; none without one."""
+        if self.fused is not None:
+            stock = self.model.base_model.layers
+            prefix = next(name for name, module in self.model.named_modules() if module is stock)
+            for index, layer in enumerate(self.fused.layers):
+                yield f"{prefix}.{index}", layer
 
-def _joined(layer: Any, stock: Any) -> dict[str, Tensor]:
-    """Row blocks of the joined matrices, by layer."""
-    blocks, begin = {}, 0
-    for name in ("q_proj", "k_proj", "v_proj"):
-        end = begin + int(getattr(stock.self_attn, name).out_features)
-        blocks[f"self_attn.{name}"] = layer.qkv[begin:end]
-        begin = end
-    size = int(stock.mlp.gate_proj.out_features)
-    return blocks | {"mlp.gate_proj": layer.gate_up[:size], "mlp.up_proj": layer.gate_up[size:]}
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def _blocks(layer: FusedLayer, joined: Tensor) -> tuple[Tensor, ...]:
+    sizes = [heads * layer.head_dim for heads in (layer.heads, layer.kv_heads, layer.kv_heads)]
+    return joined.split(sizes)
 
 
 def _linear(weight: Tensor) -> Apply:

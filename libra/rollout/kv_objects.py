@@ -1,5 +1,4 @@
-"""The KV of trajectories between two turns: as objects, in an engine's host memory, and back in its
-slots.
+"""The KV of trajectories between two turns: as objects, in an engine's host memory, and in its slots.
 
 Invariants
 1. An object names the trajectory, its weights, and its tokens by number and digest.
@@ -37,6 +36,9 @@ def digest_of(token_ids: NDArray[Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(token_ids, np.int64).tobytes()).hexdigest()[:32]
 
 
+_HEADER = {"trajectory_id": str, "version": int, "num_tokens": int, "digest": str, "layout": str, "crc32": int}
+
+
 @dataclass(frozen=True, slots=True)
 class KVObject:
     """Keys and values of a trajectory's first ``num_tokens`` tokens, all layers and all KV heads."""
@@ -62,17 +64,13 @@ class KVObject:
 
     def header(self) -> dict[str, Any]:
         """All but the data, as JSON-able fields for `received`."""
-        own = {name: getattr(self, name) for name in ("trajectory_id", "version", "num_tokens", "digest", "layout")}
-        return own | {"crc32": self.crc32, "num_bytes": self.num_bytes}
+        return {name: getattr(self, name) for name in (*_HEADER, "num_bytes")}
 
     @classmethod
     def received(cls, header: Mapping[str, Any], data: NDArray[np.uint8]) -> KVObject:
         """The object of a header and received bytes; KVRefused if they are not the exported ones."""
         try:
-            found = cls(
-                str(header["trajectory_id"]), int(header["version"]), int(header["num_tokens"]), str(header["digest"]),
-                str(header["layout"]), int(header["crc32"]), data,
-            )  # fmt: skip
+            found = cls(data=data, **{name: kind(header[name]) for name, kind in _HEADER.items()})
             num_bytes = int(header["num_bytes"])
         except (KeyError, TypeError, ValueError) as error:
             raise KVRefused(f"KV object: its header is malformed: {error!r}; its context is computed again") from error

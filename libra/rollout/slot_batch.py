@@ -1,5 +1,4 @@
-"""Continuous batching over slots: the slot of each request, and one step for all of them. One thread,
-no asyncio.
+"""Continuous batching over slots: the slot of each request, and one step for all, on one thread.
 
 A step feeds every running slot its tokens without cached KV: one if it decodes, a chunk if it
 prefills. A slot that then knows one token more than is cached gets its next token. An in-flight
@@ -11,9 +10,8 @@ Invariants
 2. A trajectory has at most one slot and one request. Requests start in order of (priority,
    arrival). If no slot is free, the least recently used retained one is evicted (to ``host_kv`` if
    there is one), waiting trajectories last. A running one is never evicted.
-3. All cached KV was computed by the weights in use, because ``load`` drops it: KV and weight
-   version of a token are equal. It is reused only as far as its tokens equal the new context,
-   compared one by one.
+3. All cached KV was computed by the weights in use, because ``load`` drops it. It is reused only as
+   far as its tokens equal the new context, compared one by one.
 4. With ``speculate`` a slot keeps the drafted tokens that equal those sampled at their places,
    whose uniform numbers were fixed before. So drafts change no token, and no KV that is used.
 5. Contexts of running requests with all tokens that they may still generate, plus retained
@@ -25,7 +23,6 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +96,6 @@ class SlotBatch:
         """Maximum context plus generated tokens of one request."""
         return self.table.tokens.shape[1]
 
-    # -- requests ----------------------------------------------------------------------------------------------------
-
     def check(self, request: TurnRequest) -> None:
         """Raise if a request cannot be served at all; touches no state, so any thread may call it."""
         vocab_size = self.model.config.vocab_size
@@ -164,8 +159,7 @@ class SlotBatch:
 
     @torch.inference_mode()
     def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probability of every token but the first given those before it (T - 1,), prefilled through the
-        served pass."""
+        """See RolloutEngine; prefilled through the served pass."""
         ids, slot = torch.from_numpy(np.asarray(token_ids, np.int64)), len(self.table.jobs)
         if not 2 <= len(ids) <= self.max_context_tokens:
             raise EngineError(f"score: got {len(ids)} tokens; allowed: 2 to {self.max_context_tokens}")
@@ -177,19 +171,10 @@ class SlotBatch:
         found: NDArray[np.float32] = logp.cpu().numpy()
         return found
 
-    def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """See `libra.projections`."""
-        return self.forward.project(seed)
-
-    def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """See `libra.rollout.forward.Forward.columns`."""
-        return self.forward.columns(wanted)
-
     def _rescore(self, slot: int) -> None:
-        """With `exact_logprobs`, score the tokens sampled under the weights in use."""
         table = self.table
         known, generated, rescored = int(table.known[slot]), int(table.generated[slot]), int(table.rescored[slot])
-        if not self.exact_logprobs or rescored == generated:
+        if not self.exact_logprobs or rescored == generated:  # else score what the weights in use sampled
             return
         temperature = float(table.sampling.temperature[slot]) or 1.0
         scored = self.forward.score_alone(table.tokens[slot, :known], known - generated + rescored, temperature)
@@ -216,8 +201,6 @@ class SlotBatch:
             retained=int(np.count_nonzero(self.table.state == RETAINED)), slots=len(self.table.jobs), version=self.version,
             drafted_by_rows={} if self.speculation is None else dict(self.speculation.length.by_rows),
         )  # fmt: skip
-
-    # -- one step ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Job, TurnOutput]]:
@@ -347,7 +330,6 @@ class SlotBatch:
     def _drawn(
         self, hidden: torch.Tensor, slots: NDArray[np.int64], index: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The token after each row, a slot's ``index``-th, and its log-probability."""
         sampling, device = self.table.sampling, self.kv.device
         logits = self.forward.logits(hidden)
         self.further.draw(logits, self.table, slots, index)
@@ -362,13 +344,10 @@ class SlotBatch:
             raise EngineError(f"version {self.version}: logits are not finite; the weights are broken")
         return ids, nats
 
-    # -- speculation -------------------------------------------------------------------------------------------------
-
     def _verify(
         self, speculation: GroupSpeculation, drafted: DraftedStep, begun_s: float
     ) -> list[tuple[Job, TurnOutput]]:
-        """Feed every running slot its last token and drafts, sample after each, and keep the drafts that
-        agree."""
+        """Feed every running slot its last token and drafts, sample after each; drafts that agree are kept."""
         table, sampling, slots = self.table, self.table.sampling, drafted.slots
         self.kv.reserve(int(table.known[slots].max()) + drafted.longest)
         ids_T, step = drafted.step(self.kv, table.tokens, table.cached)
@@ -395,8 +374,6 @@ class SlotBatch:
         speculation.length.measured(len(slots), drafted.length, num_drafted, generated, spent_s)
         return ended
 
-    # -- slots -------------------------------------------------------------------------------------------------------
-
     def _admit(self, now_s: float) -> None:
         while (job := self.queue.first()) is not None:
             slot = self.table.slot_of.get(job.name)
@@ -414,7 +391,6 @@ class SlotBatch:
             self.counters.cached_tokens += reuse
 
     def _room(self) -> int | None:
-        """The lowest free slot, else the retained one to evict first."""
         free = self.table.of_state(FREE)
         if free:
             return free[0]
@@ -424,7 +400,7 @@ class SlotBatch:
         return slot
 
     def _make_room(self, need: int, own: int | None) -> bool:
-        """Whether ``need`` tokens of KV fit beside the running slots, in place of slot ``own``; may evict."""
+        """Whether ``need`` tokens fit beside the running slots, in place of slot ``own``; may evict."""
         reserved = self.table.reserved_tokens
         if reserved + need > self.kv_tokens:
             return False
@@ -439,7 +415,6 @@ class SlotBatch:
         self._free(slot)
 
     def _finish(self, slot: int, stopped: bool) -> tuple[Job, TurnOutput]:
-        """Answer a slot's request and keep its KV for the next turn."""
         job = self.table.running_job(slot)
         if self.speculation is not None:
             self.speculation.finished(job, self.table)

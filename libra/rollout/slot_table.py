@@ -1,5 +1,4 @@
-"""The queue of requests before an engine's slots, and the slots in columns: tokens and sampling of
-each.
+"""The queue of requests before an engine's slots, and the slots in columns: tokens and sampling of each.
 
 A slot *knows* its tokens (context, then generated ones) and has the first ``cached`` of them in the
 KV cache.
@@ -77,7 +76,7 @@ class RequestQueue(Generic[J]):
         return None
 
     def begin(self, job: J) -> None:
-        """The `first` job gets its place."""
+        """Give the `first` job its place."""
         heapq.heappop(self._order)
         self.running[job.name] = self.waiting.pop(job.name)
 
@@ -88,7 +87,7 @@ class RequestQueue(Generic[J]):
             yield job
 
     def end(self, job: J) -> None:
-        """The job has ended, waiting or running."""
+        """A job has ended, waiting or running."""
         for place in (self.waiting, self.running):
             if place.get(job.name) is job:
                 del place[job.name]
@@ -140,16 +139,14 @@ class SamplingColumns:
         self.any_temperature = self.any_top_p = False  # of the running slots: the inputs of `sample`
 
     def place(self, slot: int, request: TurnRequest) -> None:
-        """Set the columns of a slot."""
         num_stops = len(request.stop_ids)
         if num_stops > self.stops.shape[1]:
             self.stops = np.pad(self.stops, ((0, 0), (0, num_stops - self.stops.shape[1])), constant_values=-1)
         self.stops[slot] = -1
         self.stops[slot, :num_stops] = request.stop_ids
         self.limit[slot] = request.max_new_tokens
-        self.uniforms[slot, : request.max_new_tokens] = draw_uniforms(
-            request.seed, request.max_new_tokens, request.generated
-        )
+        new = request.max_new_tokens
+        self.uniforms[slot, :new] = draw_uniforms(request.seed, new, request.generated)
         self.temperature[slot], self.top_p[slot] = request.temperature, request.top_p
 
     def settle(self, running: Slots) -> None:
@@ -313,11 +310,6 @@ class SharedContexts:
         self.following: dict[str, str] = {}  # follower -> leader
         self._leader_of: dict[bytes, str] = {}
         self._context_of: dict[str, bytes] = {}  # the inverse
-
-    @property
-    def leaders(self) -> set[str]:
-        """The trajectories that lead."""
-        return set(self._context_of)
 
     def begin(self, name: str, context: bytes, goes_on: bool) -> None:
         """A trajectory starts a turn. If it ``goes_on`` with KV, it leads only the start of its context."""

@@ -1,9 +1,7 @@
-"""The embedded engine: a stock transformers model, continuously batched over slots, on one thread of
-its own.
+"""The embedded engine: a stock transformers model, batched over slots on a thread of its own.
 
 Callers are coroutines of any event loop. Their requests go into one mailbox, which the thread
-empties between two steps, so one thread makes all changes to the batch. Answers return in one call
-per loop and step.
+empties between two steps.
 
 Invariants
 1. Only the engine's thread touches model and batch. Others use the mailbox and read ``version`` and
@@ -22,6 +20,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -43,16 +42,15 @@ from libra.types import EngineCapacity, TurnOutput, TurnRequest
 
 logger = logging.getLogger(__name__)
 
-Reply = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
+Reply = Future[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersSettings(EngineSettings):
     """Settings of a `TransformersEngine`.
 
-    KV takes layers * 2 * slots * KV heads * longest context * head size numbers, and grows with
-    contexts. With ``kv_cache_gib``, requests wait until their context fits with all tokens that they
-    may generate, and contexts retained between turns are evicted for them.
+    With ``kv_cache_gib``, requests wait until their context fits with all tokens that they may
+    generate; contexts retained between turns are evicted for them.
     """
 
     exact_logprobs: bool = False  # of turns scored alone and uncached (`libra.scoring`): one more pass per turn
@@ -81,29 +79,26 @@ class TransformersEngine:
         self._batch: SlotBatch | None = None
         self._mailbox: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Reply | None]] = queue.SimpleQueue()
         self._replies: dict[int, Reply] = {}  # by ticket; the engine's thread only
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
         self._tickets = itertools.count()
         self._thread: threading.Thread | None = None
         self._paused = self._closing = self._ended = False
-
-    # -- what callers use --------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Load the model on a new thread; ModelError if it cannot be served."""
         if self._thread is not None:
             raise EngineError(f"{self.settings.model_dir}: this engine was started before; create a new one")
-        loaded = self._future()
+        loaded = Reply()
         self._thread = threading.Thread(target=self._run, args=(loaded,), name="libra-engine", daemon=True)
         self._thread.start()
-        await loaded[1]
+        await asyncio.wrap_future(loaded)
 
     async def generate(self, request: TurnRequest) -> TurnOutput:
         """Generate one turn. Cancelling the awaiting task aborts it."""
         self._open().check(request)
-        job, reply = Job(next(self._tickets), request, time.perf_counter()), self._future()
+        job, reply = Job(next(self._tickets), request, time.perf_counter()), Reply()
         self._post(self._submit, (job, reply), reply)
         try:
-            return await reply[1]
+            return cast("TurnOutput", await asyncio.wrap_future(reply))
         except asyncio.CancelledError:
             self._mailbox.put((self._abort, (request.trajectory_id, job.ticket), None))
             raise
@@ -134,11 +129,11 @@ class TransformersEngine:
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
         """See RolloutEngine. Runs beside the engine's thread, but not during a load."""
-        return await asyncio.to_thread(self._open().project, seed)
+        return await asyncio.to_thread(self._open().forward.project, seed)
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
         """See ReadsColumns. Runs beside the engine's thread, but not during a load."""
-        return await asyncio.to_thread(self._open().columns, wanted)
+        return await asyncio.to_thread(self._open().forward.columns, wanted)
 
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
         """See MovesKV."""
@@ -182,28 +177,22 @@ class TransformersEngine:
 
     def _open(self) -> SlotBatch:
         if self._batch is None or self._closing:
-            raise EngineError(
-                f"{self.settings.model_dir}: the engine is {'closed' if self._closing else 'not started'}"
-            )
+            state = "closed" if self._closing else "not started"
+            raise EngineError(f"{self.settings.model_dir}: the engine is {state}")
         return self._batch
-
-    def _future(self) -> Reply:
-        loop = asyncio.get_running_loop()
-        return loop, loop.create_future()
 
     async def _ask(self, action: Callable[..., Any], *arguments: Any) -> Any:
         self._open()
-        reply = self._future()
+        reply = Reply()
         self._post(action, arguments, reply)
-        return await reply[1]
+        return await asyncio.wrap_future(reply)
 
     def _post(self, action: Callable[..., Any], arguments: tuple[Any, ...], reply: Reply) -> None:
-        """EngineError if the thread has ended and no longer empties the mailbox."""
         self._mailbox.put((action, arguments, reply))
-        if self._ended:
+        if self._ended:  # nothing empties the mailbox
             raise EngineError(f"{self.settings.model_dir}: the engine is closed")
 
-    # -- the engine's thread -----------------------------------------------------------------------------------------
+    # -- on the engine's thread --------------------------------------------------------------------------------------
 
     def _run(self, loaded: Reply) -> None:
         settings = self.settings
@@ -217,26 +206,15 @@ class TransformersEngine:
             kv_tokens = None
             if settings.kv_cache_gib is not None:
                 kv_tokens = tokens_within(settings.kv_cache_gib, self._token_bytes, settings.max_context_tokens)
-            batch = SlotBatch(
-                model,
-                slots=settings.slots,
-                max_context_tokens=settings.max_context_tokens,
-                version=self.version,
-                exact_logprobs=settings.exact_logprobs,
-                kv_tokens=kv_tokens,
-                min_pass_s=settings.min_pass_s,
-                speculate=settings.speculate,
-                host_kv=self._host_kv,
-                record_routes=settings.record_routes,
-            )
+            same = ("slots", "max_context_tokens", "exact_logprobs", "min_pass_s", "speculate", "record_routes")
+            options = {name: getattr(settings, name) for name in same}
+            batch = SlotBatch(model, version=self.version, kv_tokens=kv_tokens, host_kv=self._host_kv, **options)
         except Exception as error:  # noqa: BLE001  the boundary of the thread: start() raises it
-            self._answer(loaded, error)
-            self._deliver()
+            _answer(loaded, error)
             return
         self._batch = batch
-        self._answer(loaded, None)
+        _answer(loaded, None)
         while not self._closing:
-            self._deliver()
             idle = self._paused or not batch.has_work
             while idle or not self._mailbox.empty():
                 self._handle(*self._mailbox.get())
@@ -245,7 +223,7 @@ class TransformersEngine:
                 continue
             try:
                 for job, output in batch.step():
-                    self._answer(self._replies.pop(job.ticket), output)
+                    _answer(self._replies.pop(job.ticket), output)
             except Exception as error:  # noqa: BLE001  the boundary of a step: callers get it, chained
                 self._fail(batch.drop_all(), f"step {batch.counters.steps} failed: {error}", error)
         self._ended = True
@@ -253,8 +231,7 @@ class TransformersEngine:
         while not self._mailbox.empty():
             _, _, reply = self._mailbox.get()
             if reply is not None:
-                self._answer(reply, EngineError(f"{self.settings.model_dir}: the engine was closed"))
-        self._deliver()
+                _answer(reply, EngineError(f"{self.settings.model_dir}: the engine was closed"))
 
     def _handle(self, action: Callable[..., Any], arguments: tuple[Any, ...], reply: Reply | None) -> None:
         try:
@@ -265,10 +242,10 @@ class TransformersEngine:
                 failure = EngineError(f"{self.settings.model_dir}: {error}")
                 failure.__cause__ = error
             if reply is not None:
-                self._answer(reply, failure)
+                _answer(reply, failure)
             return
         if reply is not None and action != self._submit:
-            self._answer(reply, result)
+            _answer(reply, result)
 
     def _submit(self, job: Job, reply: Reply) -> None:
         self._open().submit(job)
@@ -277,7 +254,7 @@ class TransformersEngine:
     def _abort(self, trajectory_id: str, ticket: int | None) -> None:
         ended = self._open().abort(trajectory_id, ticket)
         if ended is not None:
-            self._answer(self._replies.pop(ended[0].ticket), ended[1])
+            _answer(self._replies.pop(ended[0].ticket), ended[1])
 
     def _load(self, version: int, directory: Path) -> None:
         begun_s = time.perf_counter()
@@ -294,26 +271,13 @@ class TransformersEngine:
         for job in jobs:
             failure = EngineError(f"{job.request.trajectory_id}: {reason}")
             failure.__cause__ = cause
-            self._answer(self._replies.pop(job.ticket), failure)
-
-    def _answer(self, reply: Reply, result: Any) -> None:
-        self._outbox.setdefault(reply[0], []).append((reply[1], result))
-
-    def _deliver(self) -> None:
-        for loop, answers in self._outbox.items():
-            try:
-                loop.call_soon_threadsafe(_resolve, answers)
-            except RuntimeError:  # that loop is closed: no caller waits there
-                logger.warning("an event loop closed with %d results pending for it", len(answers))
-        self._outbox.clear()
+            _answer(self._replies.pop(job.ticket), failure)
 
 
-def _resolve(answers: list[tuple[asyncio.Future[Any], Any]]) -> None:
-    """In the callers' loop; a future may have been cancelled meanwhile."""
-    for future, result in answers:
-        if future.done():
-            continue
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+def _answer(reply: Reply, result: Any) -> None:
+    if not reply.set_running_or_notify_cancel():  # its caller no longer waits
+        return
+    if isinstance(result, Exception):
+        reply.set_exception(result)
+    else:
+        reply.set_result(result)

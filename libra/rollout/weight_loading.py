@@ -1,10 +1,8 @@
-"""Weights on disk and their model: loading a model, checking a version's file, and copying it into
-place.
+"""Weights on disk: loading a model, checking a version's file, and copying it into place.
 
 Invariants
 1. `ExpectedWeights.check` reads names, shapes and tied tensors only: a file that does not fit is
-   refused before anything changes. vLLM changes its modules tensor by tensor, and ignores tensors
-   it does not know.
+   refused before anything changes.
 2. Of tensors that are tied (a head to the embedding) a file needs one; if it has several they are
    equal.
 """
@@ -47,7 +45,7 @@ class ExpectedWeights:
 
     @classmethod
     def of_directory(cls, model_dir: Path, *, tied: bool) -> ExpectedWeights:
-        """Those of a model directory, whose head is ``tied`` to its embedding; may raise ModelError."""
+        """Tensors of a model directory, whose head may be ``tied`` to its embedding; or ModelError."""
         shapes: dict[str, tuple[int, ...]] = {}
         try:
             for path in sorted(Path(model_dir).glob("*.safetensors")):
@@ -81,12 +79,8 @@ class ExpectedWeights:
                 f"{path}: not this model's weights: {len(missing)} missing ({_first(missing)}), "
                 f"{len(unknown)} unknown ({_first(unknown)})"
             )
-        wrong = [
-            f"{name}: file {shape}, model {self.shapes[name]}"
-            for name, shape in sorted(found.items())
-            if shape != self.shapes[name]
-        ]
-        if wrong:
+        differing = sorted(name for name, shape in found.items() if shape != self.shapes[name])
+        if wrong := [f"{name}: file {found[name]}, model {self.shapes[name]}" for name in differing]:
             raise WeightsError(f"{path}: {len(wrong)} tensors of another shape: {_first(wrong)}")
         for name, twin in self.tied.items():
             if {name, twin} <= found.keys() and not torch.equal(file.get_tensor(name), file.get_tensor(twin)):
@@ -148,9 +142,7 @@ def load_causal_lm(model_dir: Path, dtype: str, attention: str, loader: str | No
     try:
         model = build_model(loader, Path(model_dir), dtype=DTYPES[dtype], attention=attention)
     except ModelError as error:
-        if isinstance(
-            error.__cause__, KeyError
-        ):  # the attention, which a family without transformers' interface looks up itself
+        if isinstance(error.__cause__, KeyError):  # a family without transformers' interface looks up the attention
             raise ModelError(f"{error} in its attention; type rollout.engine=vllm") from error
         raise
     model.eval().requires_grad_(False)

@@ -35,8 +35,15 @@ from libra.sim.configured import drawn_workload, simulator_of
 from libra.sim.simulator import Simulator
 from libra.train import GroupRewards, Replica, TrainSettings
 from libra.train.logprobs import load_model
-from libra.train.own_parts import check_advantage, check_loss, check_schedule, estimator_of, group_of, own_losses
-from libra.train.sequences import Sequences
+from libra.train.losses import Sequences
+from libra.train.own_parts import (
+    check_advantage,
+    check_loss,
+    check_schedule,
+    estimator_of,
+    group_of,
+    own_losses,
+)
 from libra.types import EndReason, Episode, Late, Prompt, ToolReturn, ToolStatus, Turn
 
 TOLERANCE = 1e-6

@@ -1,7 +1,7 @@
 """Advantages: how much better than expected a sample, or a token, was.
 
-Estimators of one reward per sample (S,) take group numbers and may leave failed samples out. Those
-of a reward per token take padded rows (B, T).
+Estimators of one reward per sample (S,) take group numbers and may leave failed samples out;
+estimators of a reward per token take padded rows (B, T).
 
 Shape legend: S samples of the batch, K groups, G samples of one group, B rows, T places of a row, N
 values in any arrangement.
@@ -20,6 +20,9 @@ from torch import Tensor
 
 from libra.errors import TrainError
 
+Singleton = Literal["reward", "zero"]
+"""The advantage of a group's only valid sample: its reward, or 0."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
@@ -34,21 +37,19 @@ class Groups:
     def of(cls, reward_S: Tensor, group_S: Tensor, valid_S: Tensor | None = None) -> Groups:
         """Sort samples into groups; TrainError if a valid reward is not finite."""
         valid_S = torch.ones_like(group_S, dtype=torch.bool) if valid_S is None else valid_S
-        if not bool(torch.isfinite(reward_S[valid_S]).all()):
-            bad = int(torch.nonzero(valid_S & ~torch.isfinite(reward_S))[0])
+        if len(bad := torch.nonzero(valid_S & ~torch.isfinite(reward_S))):
             raise TrainError(
-                f"advantages: sample {bad} has reward {float(reward_S[bad])} and counts as valid; "
+                f"advantages: sample {int(bad[0])} has reward {float(reward_S[bad[0]])} and counts as valid; "
                 "a valid reward is one finite number, a failed sample must be marked invalid"
             )
         _, slot_S = torch.unique(group_S, return_inverse=True)
         num_groups = int(slot_S.max()) + 1 if slot_S.numel() else 0
         count_K = reward_S.new_zeros(num_groups).index_add(0, slot_S, valid_S.to(reward_S.dtype))
-        return cls(slot_S, valid_S, torch.where(valid_S, reward_S, torch.zeros_like(reward_S)), count_K)
+        return cls(slot_S, valid_S, reward_S.masked_fill(~valid_S, 0), count_K)
 
     def sum(self, value_S: Tensor) -> Tensor:
         """Sum of each group over its valid samples (K,)."""
-        kept_S = torch.where(self.valid_S, value_S, torch.zeros_like(value_S))
-        return self.count_K.new_zeros(len(self.count_K)).index_add(0, self.slot_S, kept_S)
+        return torch.zeros_like(self.count_K).index_add(0, self.slot_S, value_S.masked_fill(~self.valid_S, 0))
 
     @property
     def mean_S(self) -> Tensor:
@@ -69,12 +70,10 @@ class Groups:
         high_K = zeros_K.scatter_reduce(0, slot_V, reward_V, "amax", include_self=False)
         return (low_K == high_K)[self.slot_S]
 
-    def lone(self, advantage_S: Tensor, singleton: str) -> Tensor:
-        """``advantage_S`` with the reward ("reward") or 0 ("zero") for a group's only valid sample, 0 if
-        invalid."""
+    def lone(self, advantage_S: Tensor, singleton: Singleton) -> Tensor:
+        """``advantage_S`` with the value of ``singleton`` for a group's only valid sample, 0 if invalid."""
         alone_S = self.reward_S if singleton == "reward" else torch.zeros_like(self.reward_S)
-        advantage_S = torch.where(self.alone_S, alone_S, advantage_S)
-        return torch.where(self.valid_S, advantage_S, torch.zeros_like(advantage_S))
+        return torch.where(self.alone_S, alone_S, advantage_S).masked_fill(~self.valid_S, 0)
 
 
 def grpo(
@@ -85,21 +84,19 @@ def grpo(
     normalize_std: bool = True,
     ddof: int = 1,
     eps: float = 1e-6,
-    singleton: Literal["reward", "zero"] = "reward",
+    singleton: Singleton = "reward",
 ) -> Tensor:
     """Reward minus the mean of its group, with ``normalize_std`` divided by the group's deviation (S,).
 
     GRPO (DeepSeekMath, arXiv:2402.03300) with verl's conventions as defaults; TRL has ``eps=1e-4``.
-    ``normalize_std=False`` is the advantage of Dr.GRPO (arXiv:2503.20783). Samples with the same
-    number in ``group_S`` (int) are siblings, in any order. A sample outside ``valid_S`` (bool) has
-    no part in mean and deviation and gets 0; its reward may be NaN. TrainError if a valid reward is
-    not finite. The deviation plus ``eps`` divides; ``ddof`` 1 is unbiased (verl, TRL), 0 the
-    population's. The only valid sample of a group gets its reward (``singleton="reward"``, verl) or
-    0. If all valid rewards of a group are equal, the result is exactly 0.
+    ``normalize_std=False`` is Dr.GRPO's (arXiv:2503.20783). Samples with the same number in ``group_S``
+    are siblings. A sample outside ``valid_S`` has no part in mean and deviation and gets 0; its reward
+    may be NaN. TrainError if a valid reward is not finite. The deviation plus ``eps`` divides; ``ddof``
+    1 is unbiased (verl, TRL), 0 the population's. Exactly 0 if all valid rewards of a group are equal.
     """
     groups = Groups.of(reward_S, group_S, valid_S)
     deviation_S = torch.where(groups.valid_S, groups.reward_S - groups.mean_S, torch.zeros_like(reward_S))
-    deviation_S = torch.where(groups.uniform_S, torch.zeros_like(deviation_S), deviation_S)
+    deviation_S = deviation_S.masked_fill(groups.uniform_S, 0)
     if not normalize_std:
         return groups.lone(deviation_S, singleton)
     variance_K = groups.sum(deviation_S.square()) / (groups.count_K - ddof).clamp(min=1)
@@ -109,18 +106,16 @@ def grpo(
 
 
 def rloo(
-    reward_S: Tensor, group_S: Tensor, *, valid_S: Tensor | None = None, singleton: Literal["reward", "zero"] = "reward"
+    reward_S: Tensor, group_S: Tensor, *, valid_S: Tensor | None = None, singleton: Singleton = "reward"
 ) -> Tensor:
-    """Reward minus the mean reward of the siblings (S,). RLOO, arXiv:2402.14740; agrees with verl 0.9.1.
+    """Reward minus the mean reward of the siblings (S,), as `grpo`. RLOO, arXiv:2402.14740; verl 0.9.1.
 
-    Parameters as in `grpo`: ``singleton`` is verl's ``rloo`` ("reward") or ``rloo_vectorized``
-    ("zero"). Exactly 0 if all rewards of a group are equal.
+    ``singleton`` is verl's ``rloo`` ("reward") or ``rloo_vectorized`` ("zero").
     """
     groups = Groups.of(reward_S, group_S, valid_S)
     factor_S = (groups.count_K / (groups.count_K - 1).clamp(min=1))[groups.slot_S]
     advantage_S = (groups.reward_S - groups.mean_S) * factor_S
-    advantage_S = torch.where(groups.uniform_S, torch.zeros_like(advantage_S), advantage_S)
-    return groups.lone(advantage_S, singleton)
+    return groups.lone(advantage_S.masked_fill(groups.uniform_S, 0), singleton)
 
 
 def opo(
@@ -129,31 +124,29 @@ def opo(
     group_S: Tensor,
     *,
     valid_S: Tensor | None = None,
-    singleton: Literal["reward", "zero"] = "reward",
+    singleton: Singleton = "reward",
 ) -> Tensor:
-    """Reward minus the length-weighted mean reward of the group (S,). OPO, arXiv:2505.23585, eq. 9; verl
-    0.9.1.
+    """Reward minus the length-weighted mean reward of the group (S,), as `grpo`.
 
-    ``length_S`` are generated tokens; a group without any has baseline 0. The rest is as in `grpo`.
+    OPO, arXiv:2505.23585, eq. 9; verl 0.9.1. ``length_S`` are generated tokens; a group without any has
+    baseline 0.
     """
     groups = Groups.of(reward_S, group_S, valid_S)
     weight_S = length_S.to(reward_S.dtype)
     total_K = groups.sum(weight_S)
     baseline_K = groups.sum(weight_S * groups.reward_S) / torch.where(total_K > 0, total_K, torch.ones_like(total_K))
     advantage_S = groups.reward_S - baseline_K[groups.slot_S]
-    advantage_S = torch.where(groups.uniform_S, torch.zeros_like(advantage_S), advantage_S)
-    return groups.lone(advantage_S, singleton)
+    return groups.lone(advantage_S.masked_fill(groups.uniform_S, 0), singleton)
 
 
 def whiten(value_N: Tensor, weight_N: Tensor) -> Tensor:
     """``(value - mean) / sqrt(variance + 1e-8)`` with Bessel's correction, as verl 0.9.1's masked_whiten.
 
-    ``weight_N`` is how often a value counts; 1e-8 is added to the count in the means. If the weights
-    sum to 1 or less, or all counted values are equal, values are only centred: verl raises, and
-    dividing by sqrt(1e-8) would turn rounding into signal.
+    ``weight_N`` is how often a value counts. If the weights sum to 1 or less, or all counted values are
+    equal, values are only centred: dividing by sqrt(1e-8) would turn rounding into signal.
     """
     weight_N = weight_N.to(value_N.dtype)
-    counted_N = torch.where(weight_N > 0, value_N, torch.zeros_like(value_N))
+    counted_N = value_N.masked_fill(weight_N <= 0, 0)
     total = weight_N.sum()
     mean = (counted_N * weight_N).sum() / (total + 1e-8)
     seen_N = value_N[weight_N > 0]
@@ -186,9 +179,9 @@ def reinforce_pp_baseline(
     ``length_S`` are the tokens of each sample. A lone sample keeps its reward before whitening.
     """
     centred_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=False)
-    weight_S = length_S if valid_S is None else torch.where(valid_S, length_S, torch.zeros_like(length_S))
-    whitened_S = whiten(centred_S, weight_S)
-    return whitened_S if valid_S is None else torch.where(valid_S, whitened_S, torch.zeros_like(whitened_S))
+    if valid_S is None:
+        return whiten(centred_S, length_S)
+    return whiten(centred_S, length_S.masked_fill(~valid_S, 0)).masked_fill(~valid_S, 0)
 
 
 def remax(reward_BT: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,10 +216,10 @@ def batch_advantages(
 ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.bool_]]]:
     """Advantage of every sample, and whether it takes part in the loss; one array (G,) each per group.
 
-    ``estimator`` is a `libra.config.algorithms.AdvantageName`, or a function of the groups that returns
-    one array (G,) for each. Invalid samples have advantage 0; so has the only valid sample of a larger
-    group, while a group configured with one sample keeps its reward. A sample outside the loss counts
-    in the baseline of its group, but in no denominator of the step.
+    ``estimator`` is a `libra.config.algorithms.AdvantageName`, or a function of the groups. Invalid
+    samples and the only valid sample of a larger group have advantage 0; a group configured with one
+    sample keeps its reward. A sample outside the loss counts in the baseline of its group, but in no
+    denominator of the step.
     """
     if not groups:
         return [], []
@@ -245,8 +238,7 @@ def batch_advantages(
         advantage_S, trains_S = _against_greedy(groups, reward_S, valid_S)
         zero_S = ~trains_S
     elif estimator == "reinforce_pp":
-        weight_S = torch.where(valid_S, length_S, torch.zeros_like(length_S))
-        advantage_S = whiten(torch.where(valid_S, reward_S, torch.zeros_like(reward_S)), weight_S)
+        advantage_S = whiten(reward_S.masked_fill(~valid_S, 0), length_S.masked_fill(~valid_S, 0))
     else:
         lone_S = Groups.of(reward_S, group_S, valid_S).alone_S & (torch.as_tensor(sizes) > 1)[group_S]
         zero_S = zero_S | lone_S
@@ -258,7 +250,7 @@ def batch_advantages(
             advantage_S = opo(reward_S, length_S, group_S, valid_S=valid_S)
         else:
             advantage_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=normalize_std, eps=eps)
-    advantage_S = torch.where(zero_S, torch.zeros_like(advantage_S), advantage_S)
+    advantage_S = advantage_S.masked_fill(zero_S, 0)
     if drop_uniform_groups:
         trains_S = trains_S & ~Groups.of(reward_S, group_S, valid_S).uniform_S
     if drop_truncated:
@@ -268,8 +260,7 @@ def batch_advantages(
 
 def _against_greedy(groups: Sequence[GroupRewards], reward_S: Tensor, valid_S: Tensor) -> tuple[Tensor, Tensor]:
     """Advantages over the greedy sample, which does not train; no sibling does if it failed."""
-    baseline_S, takes_part_S = torch.zeros_like(reward_S), valid_S.clone()
-    start = 0
+    baseline_S, takes_part_S, start = torch.zeros_like(reward_S), valid_S.clone(), 0
     for group in groups:
         members = slice(start, start + len(group.reward))
         start = members.stop
@@ -278,6 +269,6 @@ def _against_greedy(groups: Sequence[GroupRewards], reward_S: Tensor, valid_S: T
         takes_part_S[members] &= torch.from_numpy(~greedy) & bool(len(sound))
         if len(sound):
             baseline_S[members] = float(group.reward[sound[0]])
-    outcome_S1 = torch.where(takes_part_S, reward_S, torch.zeros_like(reward_S))[:, None]
+    outcome_S1 = reward_S.masked_fill(~takes_part_S, 0)[:, None]
     advantage_S1, _ = remax(outcome_S1, baseline_S, takes_part_S[:, None].to(reward_S.dtype))
     return advantage_S1[:, 0], takes_part_S

@@ -52,14 +52,8 @@ TEMPORARY = ".tmp"
 """Suffix of the hidden name of a checkpoint being written."""
 _NAME = re.compile(r"step-(\d{6,})")
 _TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.model",
-)
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
+)  # fmt: skip
 
 
 def checkpoint_name(step: int) -> str:
@@ -78,9 +72,8 @@ def step_of(directory: Path) -> int:
 class ReplicaSnapshot:
     """A replica's state at one step, to be written.
 
-    ``weights`` and ``optimizer`` are copies in host memory (views if taken with ``copy=False``),
-    ``facts`` is ``trainer.json`` without the digests, and ``adapter`` the JSON configuration of
-    adapters, if any.
+    ``weights`` and ``optimizer`` are copies in host memory (views with ``copy=False``), ``facts`` is
+    ``trainer.json`` without digests, and ``adapter`` the JSON configuration of adapters, if any.
     """
 
     model: Any
@@ -117,9 +110,8 @@ class ReplicaSnapshot:
             "last_report": replica.last_report.as_dict() if replica.last_report else None,
         }
         weights = {name: kept(tensor) for name, tensor in replica.weights().items()}
-        master, adapter = replica.master, ""
-        if isinstance(master, LowRankWeights):
-            adapter = adapter_config(master, str(replica.base_dir))
+        master = replica.master
+        adapter = adapter_config(master, str(replica.base_dir)) if isinstance(master, LowRankWeights) else ""
         return cls(replica.model, weights, optimizer, facts, replica.base_dir, adapter)
 
     @property
@@ -149,8 +141,8 @@ def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
                     shutil.copy2(source, temporary / source.name)
         save_file(snapshot.optimizer, temporary / OPTIMIZER_FILE)
         if snapshot.adapter:
-            ending = f".{MASTER}"
-            own = {n.removesuffix(ending): t for n, t in snapshot.optimizer.items() if n.endswith(ending)}
+            names = [name for name in snapshot.optimizer if name.endswith(f".{MASTER}")]
+            own = {name.removesuffix(f".{MASTER}"): snapshot.optimizer[name] for name in names}
             write_adapter(temporary / ADAPTER_DIR, snapshot.adapter, own)
         facts = snapshot.facts | content | {"files": small_files(temporary)}
         (temporary / FACTS_FILE).write_text(sealed_text(facts, indent=2) + "\n", encoding="utf-8")
@@ -160,7 +152,10 @@ def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
         temporary.rename(directory)
         sync(directory.parent)
     except (OSError, SafetensorError) as fault:
-        raise _write_failure(directory, fault) from fault
+        text = disk_refusal(directory, fault)
+        if "Make space" in text:
+            text += ". Or keep fewer checkpoints (checkpoint.keep=1), or set run.dir to another disk"
+        raise CheckpointError(f"checkpoint: {text}") from fault
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -172,7 +167,7 @@ def load_checkpoint(directory: Path, replica: ReplicaState) -> None:
     differing = sorted(name for name in own.keys() | weights.keys() if _form(own.get(name)) != _form(weights.get(name)))
     if differing:
         raise CheckpointError(
-            f"checkpoint: {directory} is of another model or dtype; tensors that differ: {differing[:4]}"
+            f"checkpoint: {directory} is of another model or dtype; different tensors: {differing[:4]}"
         )
     replica.take_weights(weights)
     _take_optimizer(replica, optimizer)
@@ -183,8 +178,7 @@ def load_checkpoint(directory: Path, replica: ReplicaState) -> None:
 
 
 def load_optimizer(directory: Path, replica: ReplicaState) -> None:
-    """Load the optimizer's state into ``replica``, which has the weights of ``directory``; its step count
-    stays.
+    """Load the optimizer's state into ``replica``, which has the weights of ``directory``; its step count stays.
 
     CheckpointError if the directory is torn, or the replica has other weights.
     """
@@ -220,7 +214,7 @@ def has_optimizer(directory: Path) -> bool:
 
 
 def verify(directory: Path) -> dict[str, Any]:
-    """Compare a whole checkpoint with its digests; returns the facts, or raises CheckpointError."""
+    """The facts of a checkpoint that agrees with its digests; otherwise CheckpointError."""
     return _read(directory)[0]
 
 
@@ -271,7 +265,7 @@ def _hidden(directory: Path) -> Path:
 
 
 def _is_there(directory: Path, content: dict[str, str]) -> bool:
-    """Whether this content is there. A torn checkpoint is moved away; another one is an error."""
+    """Whether this content is there; a torn checkpoint is moved away, another one is an error."""
     if not directory.exists():
         return False
     try:
@@ -294,26 +288,18 @@ def _take_optimizer(replica: ReplicaState, state: dict[str, Tensor]) -> None:
     """Load moments, cast to the dtype of their weights, which a new run may have changed."""
     replica.optimizer.state.clear()
     for name, parameter in replica.optimized().items():
-        entry = {key: state[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state}
-        if entry:
-            replica.optimizer.state[parameter] = {
-                key: value.to(parameter.device, copy=True)  # a fused optimizer counts where it computes
-                if key == "step"
-                else laid_out(value.to(parameter.device, parameter.dtype, copy=True), parameter.detach())
-                for key, value in entry.items()
-            }
+        if f"{name}.step" in state:
+            step, *moments = (state[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq"))
+            own = parameter.detach()
+            first, second = (laid_out(each.to(own.device, own.dtype, copy=True), own) for each in moments)
+            # A fused optimizer counts where it computes.
+            found = {"step": step.to(own.device, copy=True), "exp_avg": first, "exp_avg_sq": second}
+            replica.optimizer.state[parameter] = found
     if replica.master is not None:
         keys = {name: f"{name}.{MASTER}" for name in replica.master.tensors}
         replica.master.load({name: state[key] for name, key in keys.items() if key in state})
     if replica.average is not None:
         replica.average.load(state, replica.tensors())
-
-
-def _write_failure(directory: Path, fault: OSError | SafetensorError) -> CheckpointError:
-    text = disk_refusal(directory, fault)
-    if "Make space" in text:
-        text += ". Or keep fewer checkpoints (checkpoint.keep=1), or set run.dir to another disk"
-    return CheckpointError(f"checkpoint: {text}")
 
 
 def _form(tensor: Tensor | None) -> tuple[object, ...] | None:

@@ -1,11 +1,7 @@
 """The checkpoints of a run that are kept, the last m and the best, and the one a run may start from.
 
-The best has the highest score, the later one of equals. A run has one measure:
-
-- ``evaluation``, with ``evaluation.every`` > 0: the mean reward of held-out questions at that
-  version.
-- ``training``, otherwise: the mean reward of the batch whose step made that version, which is
-  noisy.
+The best has the highest score, the later one of equals: the mean reward of held-out questions at
+that version, or without ``evaluation.every`` of the batch whose step made it.
 
 Invariants
 ----------
@@ -39,14 +35,9 @@ _REMOVED, _REPLACING = ".gone", ".new"
 
 
 class KeptCheckpoints:
-    """The ``checkpoints`` directory of one run, which need not exist yet.
-
-    The last ``keep`` are kept, and the best one, linked as ``best``. Scores written
-    by an earlier start of the run count.
-    """
+    """The ``checkpoints`` directory of one run, which need not exist yet; earlier starts' scores count."""
 
     def __init__(self, directory: Path, *, keep: int) -> None:
-        assert keep >= 1, "the configuration allows 1 or more"
         self.directory, self.keep = directory, keep
         self._scores = self._read_scores()
 
@@ -66,8 +57,7 @@ class KeptCheckpoints:
         return max(scored, key=lambda path: (self._scores[path.name], step_of(path)), default=None)
 
     def tidy(self) -> list[Path]:
-        """Link the best one and remove those that are not kept; returns them. CheckpointError if the disk
-        refuses."""
+        """Link the best one and remove the others that are not kept; returns them. CheckpointError of the disk."""
         there = complete(self.directory)
         if not there:
             return []
@@ -126,10 +116,10 @@ _HEAD = "lm_head.weight"
 
 
 def checked_start(given: Path, model_dir: str | Path, dtype: str) -> Path:
-    """The absolute directory ``given``, after checking that a run of ``model_dir`` can start from it.
+    """The absolute directory ``given``, if a run of ``model_dir`` can start from it; else CheckpointError.
 
     It is a checkpoint of the same names, shapes and dtype, or a Hugging Face directory, whose optimizer
-    then starts from zero with a warning. CheckpointError for anything else.
+    then starts from zero with a warning.
     """
     directory = given.expanduser().resolve()
     if not directory.is_dir():
@@ -139,19 +129,15 @@ def checked_start(given: Path, model_dir: str | Path, dtype: str) -> Path:
             raise CheckpointError(
                 f"{_FIELD}: {str(given)!r} holds {len(found)} checkpoints; choose one, e.g. --from {found[-1]}"
             )
-    missing = [name for name, there in _needed(directory).items() if not there]
-    if missing:
+    if missing := _missing(directory):
         raise CheckpointError(
             f"{_FIELD}: {str(given)!r} is not a checkpoint: it lacks {' and '.join(missing)}; type a directory such as "
             "RUN/checkpoints/best, or one that model.save_pretrained(...) wrote"
         )
     _check_shapes(directory, Path(model_dir))
     if not has_optimizer(directory):
-        logger.warning(
-            "%s: %s holds no trainer.json: only its weights are used, and the optimizer starts from zero",
-            _FIELD,
-            directory,
-        )
+        text = "%s: %s holds no trainer.json: only its weights are used, and the optimizer starts from zero"
+        logger.warning(text, _FIELD, directory)
         return directory
     facts = verify(directory)
     if facts["dtype"] != dtype:
@@ -163,16 +149,13 @@ def checked_start(given: Path, model_dir: str | Path, dtype: str) -> Path:
     return directory
 
 
-def _needed(directory: Path) -> dict[str, bool]:
-    return {
-        "config.json": (directory / "config.json").is_file(),
-        "model.safetensors": any(directory.glob("model*.safetensors")),
-    }
+def _missing(directory: Path) -> list[str]:
+    needed = {"config.json": "config.json", "model.safetensors": "model*.safetensors"}
+    return [name for name, pattern in needed.items() if not any(directory.glob(pattern))]
 
 
 def _check_shapes(directory: Path, model_dir: Path) -> None:
-    """A head tied to the embedding is left out."""
-    if not all(_needed(model_dir).values()):
+    if _missing(model_dir):
         return  # a Hugging Face id, or weights in another format: the workers compare
     got, wanted = _shapes(directory), _shapes(model_dir)
     if _tied(directory) and _tied(model_dir):

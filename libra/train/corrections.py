@@ -1,29 +1,25 @@
 """Corrections for samples that another policy drew: weights, masks, and mismatch split from staleness.
 
-The two factors of an importance ratio are engines that compute differently (mismatch), and weights
-that have changed (staleness)::
-
-    log p_now - log p_engine = (log p_now - log p_old) + (log p_old - log p_engine)
-                             =  staleness              +  mismatch
-
-``p_old`` is the trainer's own probability under the weights that generated the token. Where the
-trainer has not computed it, everything counts as staleness.
+An importance ratio has two factors, engines that compute differently (mismatch) and weights that
+have changed (staleness); log p_now - log p_engine = (log p_now - log p_old) + (log p_old - log
+p_engine). ``p_old`` is the trainer's own probability under the weights that generated the token;
+where it is unknown, everything counts as staleness.
 
 Shape legend: N tokens, S sequences.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from libra.train.losses import LOG_RATIO_BOUND
-from libra.train.sequences import Sequences, check_option, sequence_mean
+from libra.train.losses import LOG_RATIO_BOUND, Sequences, check_option, sequence_mean
 
-LEVELS = ("token", "sequence", "geometric")
-ACTIONS = ("truncate", "mask", "none")
+
+def _within(value_N: Tensor, low: float | None, high: float | None) -> Tensor:
+    return (value_N >= (-torch.inf if low is None else low)) & (value_N <= (torch.inf if high is None else high))
 
 
 @torch.no_grad()
@@ -48,15 +44,13 @@ def importance_weights(
         The token's ratio, the product over its sequence (verl, TRL ``sequence_*``), or the geometric mean (AReaL).
     action : {"truncate", "mask", "none"}
         Ratios outside [low, high] become the bound (TIS), 0 (IcePop, arXiv:2510.18855), or are kept.
-    low, high : float, optional
-        Without a number that side has no bound.
     normalize : bool
         Divide by the mean weight of tokens, or of non-empty sequences (verl's ``batch_normalize``).
     bound : float, optional
         The logarithm is first clamped to [-bound, bound] (verl: 20; TRL and AReaL have no clamp).
     """
-    check_option("importance_weights level", level, LEVELS)
-    check_option("importance_weights action", action, ACTIONS)
+    check_option("importance_weights level", level, ("token", "sequence", "geometric"))
+    check_option("importance_weights action", action, ("truncate", "mask", "none"))
     if level == "token":
         log_N = sequences.only(log_ratio_N)
     else:
@@ -66,27 +60,16 @@ def importance_weights(
     if action == "truncate" and (low is not None or high is not None):
         weight_N = weight_N.clamp(low, high)
     elif action == "mask":
-        inside_N = torch.ones_like(weight_N, dtype=torch.bool)
-        if low is not None:
-            inside_N &= weight_N >= low
-        if high is not None:
-            inside_N &= weight_N <= high
-        weight_N = torch.where(inside_N, weight_N, torch.zeros_like(weight_N))
+        weight_N = torch.where(_within(weight_N, low, high), weight_N, torch.zeros_like(weight_N))
     weight_N = sequences.only(weight_N)
-    return weight_N / _mean_weight(weight_N, sequences, per_sequence=level != "token") if normalize else weight_N
-
-
-def _mean_weight(weight_N: Tensor, sequences: Sequences, *, per_sequence: bool) -> Tensor:
+    if not normalize:
+        return weight_N
     count_S = sequences.count_S
-    if per_sequence:
-        mean = sequence_mean(weight_N, sequences, eps=1e-8).sum() / (count_S > 0).sum().clamp(min=1)
-    else:
-        # in the dtype of the weights: in float32, an integer count plus 1e-8 rounds to the count
+    if level == "token":  # in the dtype of the weights: in float32, an integer count plus 1e-8 rounds to the count
         mean = sequences.sum(weight_N).sum() / (count_S.sum().to(weight_N.dtype) + 1e-8)
-    return torch.where(mean > 1e-8, mean, torch.ones_like(mean))
-
-
-METRICS = ("ratio", "k1", "k2", "k3", "k3-reverse")
+    else:
+        mean = sequence_mean(weight_N, sequences, eps=1e-8).sum() / (count_S > 0).sum().clamp(min=1)
+    return weight_N / torch.where(mean > 1e-8, mean, torch.ones_like(mean))
 
 
 @torch.no_grad()
@@ -101,49 +84,36 @@ def rejection_mask(
     high: float | None = None,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """Whether a token is kept (N,) bool; False in masked places.
+    """Whether a token is kept (N,) bool, with low <= metric <= high; False in masked places.
 
     Parameters
     ----------
     log_ratio_N : Tensor
-        d = log p_trainer - log p_engine; a value that is not finite counts as 0.
+        d = log p_trainer - log p_engine, clamped to [-bound, bound]; a value that is not finite counts as 0.
     metric : str
         ``ratio`` e^d; ``k1`` d; ``k2`` d^2/2; ``k3`` e^d - 1 - d (verl); ``k3-reverse`` e^-d - 1 + d (AReaL's ``kl_k3``).
     level : {"token", "sequence"}
         Whether tokens or whole sequences are rejected.
     reduce : {"mean", "sum", "max"}
         From tokens to a sequence; for ``ratio`` of the logarithm.
-    low, high : float, optional
-        Kept where low <= metric <= high.
-    bound : float, optional
-        d is clamped to [-bound, bound] (verl: 20; AReaL has no clamp).
     """
-    check_option("rejection_mask metric", metric, METRICS)
+    check_option("rejection_mask metric", metric, ("ratio", "k1", "k2", "k3", "k3-reverse"))
     check_option("rejection_mask level", level, ("token", "sequence"))
     check_option("rejection_mask reduce", reduce, ("mean", "sum", "max"))
     log_N = torch.where(torch.isfinite(log_ratio_N), log_ratio_N, torch.zeros_like(log_ratio_N))
-    log_N = sequences.only(log_N if bound is None else log_N.clamp(-bound, bound))
-    value_N = {
-        "ratio": lambda: log_N,
-        "k1": lambda: log_N,
-        "k2": lambda: 0.5 * log_N.square(),
-        "k3": lambda: log_N.exp() - 1 - log_N,
-        "k3-reverse": lambda: (-log_N).exp() - 1 + log_N,
-    }[metric]()
+    value_N = log_N = sequences.only(log_N if bound is None else log_N.clamp(-bound, bound))
+    if metric == "k2":
+        value_N = 0.5 * log_N.square()
+    elif metric.startswith("k3"):
+        log_N = -log_N if metric == "k3-reverse" else log_N
+        value_N = log_N.exp() - 1 - log_N
     if level == "sequence":
         if reduce == "max":
             value_S = sequences.largest(value_N)
         else:
             value_S = sequences.sum(value_N) if reduce == "sum" else sequence_mean(value_N, sequences)
         value_N = sequences.spread(value_S)
-    if metric == "ratio":
-        value_N = value_N.exp()
-    keep_N = sequences.mask_N.clone()
-    if low is not None:
-        keep_N &= value_N >= low
-    if high is not None:
-        keep_N &= value_N <= high
-    return keep_N
+    return sequences.mask_N & _within(value_N.exp() if metric == "ratio" else value_N, low, high)
 
 
 @torch.no_grad()
@@ -182,8 +152,7 @@ def m2po_mask(
     Tokens with the largest squared log ratio (log p_now - log p_behaviour) are masked first, until the
     mean square of the rest is at most ``threshold`` (the paper's 0.04). With ``advantage_N``, only
     tokens that the advantage pushes further away, as in the paper; without it any token (AReaL). The
-    choice depends on all tokens given, so call it on the whole minibatch, as ``trainer.reject_args.m2po``
-    does.
+    tokens given are the whole minibatch.
     """
     mask_N = sequences.mask_N
     square_N = sequences.only(log_ratio_N).double().square()
@@ -201,20 +170,15 @@ def m2po_mask(
     return keep.view(mask_N.shape)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TwoFactors:
+class TwoFactors(NamedTuple):
     """The split of each token's log ratio, without gradient."""
 
     old_logp_N: Tensor  # of the clipped ratio: the trainer's log-probability where exact, else the engine's
     mismatch_N: Tensor  # log p_old - log p_engine where exact, else 0
-    exact_N: Tensor  # bool
 
 
 @torch.no_grad()
 def two_factors(old_logp_N: Tensor, engine_logp_N: Tensor, exact_N: Tensor) -> TwoFactors:
-    """The split, from log-probabilities under the weights that generated each token.
-
-    ``old_logp_N`` is read only where ``exact_N`` is True; elsewhere it may be NaN.
-    """
+    """The split, from log-probabilities under the weights that generated each token; only exact ones are read."""
     old_N = torch.where(exact_N, old_logp_N, engine_logp_N)
-    return TwoFactors(old_N, old_N - engine_logp_N, exact_N)
+    return TwoFactors(old_N, old_N - engine_logp_N)

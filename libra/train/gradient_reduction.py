@@ -1,14 +1,8 @@
-"""The gradient of an optimizer step: slices of core replicas and hybrids, merged as sums and divided
-once.
+"""The gradient of an optimizer step: slices of core replicas and hybrids, merged as sums, divided once.
 
-Every replica of the core calls `StepGradient.add` with the same samples, for the whole minibatch or
-wave by wave, and then `StepGradient.sum_over_core` once::
-
-    plan       rank 0 announces how many hybrids take part; all cut the same slices
-    own slice  sum of weight x gradient, undivided, and sum of weights
-    hybrids    their sums added; the core computes the slice of a lost one
-    reduce     both summed over the core (all-reduce at the end; shards: reduce-scatter in each pass)
-    check      the sum of weights equals the samples', else no step is taken
+Every replica of the core calls `StepGradient.add` with the same samples, at once or wave by wave,
+and then `StepGradient.sum_over_core` once. Rank 0 announces the number of hybrids, and all cut the
+same slices; the core computes the slice of a lost hybrid. Shards are summed in each backward pass.
 
 Invariants
 ----------
@@ -31,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from libra.errors import GroupLost, TrainError
-from libra.train.hybrid_pool import Contribution
+from libra.train.hybrid_pool import Message
 from libra.train.model_layout import add_, in_shards
 from libra.train.packing import split
 from libra.train.replica_group import lost_connection
@@ -58,7 +52,6 @@ class StepGradient:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Add up the seconds of work on a step in waves."""
         self.began_s = time.perf_counter() - self._worked_s
         try:
             yield
@@ -66,7 +59,6 @@ class StepGradient:
             self._worked_s = time.perf_counter() - self.began_s
 
     def check(self) -> None:
-        """TrainError unless every slice was merged once."""
         if self.merged != self.expected:
             raise TrainError(
                 f"train step {self.step}: slices of weight {self.merged:g} were merged where the samples weigh "
@@ -76,8 +68,8 @@ class StepGradient:
     def add(self, samples: Sequence[Sample]) -> None:
         """Add the undivided sum of weight x gradient of ``samples`` to the parameters' ``grad``.
 
-        Where each replica holds the whole model, ``grad`` is then its own part; rank 0's includes the
-        hybrids. TrainError if a replica's loss is not finite, GroupLost if a replica of the core is lost.
+        Unless sharded, ``grad`` is this replica's part, rank 0's with the hybrids'. TrainError if a loss is
+        not finite, GroupLost if a replica of the core is lost.
         """
         weight = self.state.gradient.weight_of(samples)
         self.expected += weight
@@ -85,7 +77,7 @@ class StepGradient:
             self.merged += weight
             return
         group, pool = self.state.group, self.state.hybrids
-        hybrids, joining, connected = self._planned()
+        hybrids, joining = self._planned()
         slices = split(samples, group.size + hybrids)
         given = slices[group.size :]
         if pool is not None and hybrids:
@@ -94,7 +86,7 @@ class StepGradient:
         self.tally.at_least(replicas=group.size, hybrids=hybrids, hybrids_joining=joining)
         if hybrids:
             self.merged += self._add_hybrids(given)
-        self.useful, self.connected, self.hybrids = True, self.connected or connected, hybrids
+        self.useful, self.connected, self.hybrids = True, self.connected or hybrids + joining > 0, hybrids
 
     def sum_over_core(self) -> None:
         """Give every replica the sum of all parts; shards are summed in the backward pass already."""
@@ -110,18 +102,13 @@ class StepGradient:
             self.tally.add(reduce_bytes=group.sum_(own))
         self.tally.add(reduce_s=time.perf_counter() - started)
 
-    def _planned(self) -> tuple[int, int, bool]:
-        """Hybrids that compute a slice, hybrids that are joining, and whether any is connected; equal on all
-        replicas.
-
-        Hybrids without the present weights are offered them; no step waits for that.
-        """
+    def _planned(self) -> tuple[int, int]:
+        """Hybrids that compute a slice, and hybrids that join, which are offered weights; equal on all replicas."""
         pool, group = self.state.hybrids, self.state.group
         if group.from_first(pool is not None and pool.connected and pool.stale):
             self.state.offer_weights()
-        facts = (0, 0, False) if pool is None else (pool.num_members, pool.num_joining, pool.connected)
-        hybrids, joining, connected = group.from_first(facts)
-        return hybrids, joining, connected
+        hybrids, joining = group.from_first((0, 0) if pool is None else pool.counts())
+        return hybrids, joining
 
     def _core_slices(self, slices: Sequence[Sequence[Sample]]) -> float:
         group = self.state.group
@@ -141,50 +128,45 @@ class StepGradient:
                 f"training group: rank {group.rank} of {group.size} lost the others in a pass: "
                 f"{str(error).splitlines()[0]}; a new group repeats the step"
             ) from error
-        facts = group.gather(
-            {"weight": weight, "fault": fault, "sums": part.sums, "maxima": part.maxima, "worst": part.worst}
-        )
-        faults = [f"rank {rank}: {fact['fault']}" for rank, fact in enumerate(facts) if fact["fault"]]
-        if faults:
+        facts = group.gather([weight, fault, part.sums, part.maxima, part.worst])
+        if faults := [f"rank {rank}: {fact[1]}" for rank, fact in enumerate(facts) if fact[1]]:
             raise TrainError("; ".join(faults))
         self.tally.add(**{name: value for name, value in part.sums.items() if name.endswith("_s")})
-        for fact in facts:
-            self.tally.take(fact["sums"], fact["maxima"])
-            self.tally.worst += fact["worst"]
-        return float(sum(fact["weight"] for fact in facts))
+        for _, _, sums, maxima, worst in facts:
+            self.tally.take(sums, maxima)
+            self.tally.worst += worst
+        return float(sum(fact[0] for fact in facts))
 
     def _add_hybrids(self, given: Sequence[Sequence[Sample]]) -> float:
         group, pool = self.state.group, self.state.hybrids
-        results: list[Contribution | None] = []
+        results: list[Message | None] = []
         if pool is not None:
             started = time.perf_counter()
             results = pool.collect()
             self.tally.add(hybrid_wait_s=time.perf_counter() - started)
         lost = group.from_first([number for number, result in enumerate(results) if result is None])
         arrived = [result for result in results if result is not None]
-        names = sorted({name for result in arrived for name in result.gradients})
+        names = sorted({name for result in arrived for name in result.tensors})
         self._add_sums(group.from_first(names) if self.state.is_sharded else names, arrived)
-        facts = group.from_first([(r.weight_sum, r.sums, r.maxima) for r in arrived])
-        for weight, sums, maxima in facts:
-            assert weight >= 0
-            self.tally.take(sums, maxima)
-        weight_sum = float(sum(weight for weight, _, _ in facts))
+        facts = group.from_first([result.fields for result in arrived])
+        for fact in facts:
+            self.tally.take(fact["sums"], fact["maxima"])
+        weight_sum = float(sum(fact["weight_sum"] for fact in facts))
         if lost:
             self.tally.add(hybrids_lost=len(lost))
             orphans = [sample for number in lost for sample in given[number]]
             weight_sum += self._core_slices(split(orphans, group.size))
         return weight_sum
 
-    def _add_sums(self, names: Sequence[str], arrived: Sequence[Contribution]) -> None:
-        """Each replica adds its own part of a tensor in shards."""
+    def _add_sums(self, names: Sequence[str], arrived: Sequence[Message]) -> None:
         parameters = self.state.optimized()
         for name in names:
             parameter = parameters[name]
             # One tensor at a time: the sum over hybrids is never a second model in memory.
             total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             for result in arrived:
-                if name in result.gradients:
-                    total += result.gradients.pop(name).to(total)
+                if name in result.tensors:
+                    total += result.tensors.pop(name).to(total)
             if in_shards(parameter):
                 self.state.group.send_([total])
             if in_shards(parameter) or self.state.group.rank == 0:

@@ -1,54 +1,163 @@
-"""The core's side of hybrid replicas: rank 0 sends them slices and receives their sums.
+"""Hybrid replicas as the core sees them: rank 0 sends slices and weights, and receives undivided sums.
+
+A message is a frame ``{"kind": ..., "tensors": [[name, dtype, shape], ...], "fields": {...}}`` and the
+bytes of its tensors, sent from and received into their own memory. The frame is authenticated, the
+elements are not, as in torch.distributed; a message arrives whole or raises TransferError.
 
 Invariants
 ----------
-1. The training thread waits for hybrids only in `collect`, until each answers, is lost, or is
-   silent for ``timeout_s``; and before a step, at most one tensor long, for a copy for a joiner to
-   yield (`undisturbed`).
+1. The training thread waits for hybrids only in `HybridPool.collect`, until each answers, is lost, or
+   is silent for ``timeout_s``; and before a step, at most one tensor long, for a copy for a joiner to
+   yield (`HybridPool.undisturbed`).
 2. A hybrid gets a slice only after it has reported that a state arrived; until then it contributes
    zeros.
 3. Every assignment has a number that is never used again; answers to other numbers are dropped.
-4. A contribution is whole (all tensors arrived) or None, and returned once.
-5. Weights are copied while nothing changes them (`quiet`), under a number that only grows: no state
-   is torn, and a hybrid computes a slice only with weights of the number that came with it.
+4. A contribution is whole or None, and returned once.
+5. Weights are copied while nothing changes them (`HybridPool.quiet`), under a number that only grows;
+   a hybrid computes a slice only with weights of the number that came with it.
+6. `from_tensors` returns the slice given to `to_tensors`, bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from libra.errors import TransferError
+from libra.errors import TransferError, TransportError
 from libra.train.samples import Sample
-from libra.train.wire import PURPOSE, Message, Wire, to_tensors
-from libra.transport import Channel, Server
+from libra.transport import Address, Channel, Server
+from libra.transport import connect as connect_channel
+from libra.types import Taught
 
 logger = logging.getLogger(__name__)
 
+PURPOSE = "hybrid replicas"
 TIMEOUT_S = 60.0
 """Seconds that the core, after its own slice, waits for a hybrid that neither answers nor disconnects."""
-
-
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "bool", "uint8")
+}
+_TAUGHT, _FACTS = "taught", "facts"
 _TRAFFIC = ("hybrid_sent_bytes", "hybrid_received_bytes", "hybrid_copy_s", "hybrid_blocked_s")
 """Fields of `libra.train.step_report.StepReport`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
-    """A hybrid's part of a minibatch: undivided sums by parameter, the sum of weights, and a tally's sums."""
+class Message:
+    """A received message: ``num_bytes`` is the size of its frame and elements."""
 
-    gradients: dict[str, Tensor]
-    weight_sum: float
-    sums: dict[str, float]
-    maxima: dict[str, float]
+    kind: str
+    fields: dict[str, Any]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+class Wire:
+    """One end of a connection: several threads may send whole messages, one receives."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._sending = threading.Lock()
+
+    def send(
+        self, kind: str, fields: Mapping[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None
+    ) -> int:
+        """Send one message; returns its bytes. TransferError if the peer has disconnected."""
+        plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in (tensors or {}).items()}
+        described = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in plain.items()]
+        with _as_transfer_error(f"sending {kind!r} failed"), self._sending:
+            before = self._channel.sent_bytes
+            self._channel.send_frame(kind=kind, tensors=described, fields=dict(fields or {}))
+            self._channel.send_bytes([_bytes_of(tensor) for tensor in plain.values()])
+            return self._channel.sent_bytes - before
+
+    def receive(self) -> Message:
+        """The next message. TransferError if the connection ends, or its content is not a message."""
+        with _as_transfer_error("receiving failed"):
+            before = self._channel.received_bytes
+            frame = self._channel.recv_frame()
+            if frame is None:
+                raise TransferError("wire: the other end has closed the connection")
+            tensors = {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, dtype, shape in frame["tensors"]}
+            self._channel.recv_bytes([_bytes_of(tensor) for tensor in tensors.values()])
+            return Message(frame["kind"], frame["fields"], tensors, self._channel.received_bytes - before)
+
+    def close(self) -> None:
+        """End the connection; a thread that waits in `receive` at either end gets a TransferError."""
+        self._channel.close()
+
+
+def connect(address: Address, token: str) -> Wire:
+    """A wire to the server at ``address``; TransferError if none answers or it does not know ``token``."""
+    with _as_transfer_error("no handshake with the core"):
+        return Wire(connect_channel(address, token, purpose=PURPOSE, silence_s=None))
+
+
+@contextlib.contextmanager
+def _as_transfer_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except TransferError:
+        raise
+    except (
+        TransportError,
+        RuntimeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:  # torch: no such shape, no memory
+        raise TransferError(f"wire: {what}: {error}") from error
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """A slice as flat tensors: each array of all samples in order, their shapes and other fields as JSON."""
+    arrays: dict[str, list[NDArray[Any]]] = {}
+    facts = []
+    for sample in samples:
+        named = {each.name: getattr(sample, each.name) for each in fields(sample) if each.name != _TAUGHT}
+        named |= {
+            f"{_TAUGHT}.{name}": each for name, each in (sample.taught._asdict() if sample.taught else {}).items()
+        }
+        held = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
+        for name, value in held.items():
+            arrays.setdefault(name, []).append(value.reshape(-1))
+        facts.append([{name: value.shape for name, value in held.items()}, {n: named[n] for n in named.keys() - held}])
+    flat = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in arrays.items()}
+    return flat | {_FACTS: torch.from_numpy(np.frombuffer(json.dumps(facts).encode(), np.uint8).copy())}
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
+    """The slice given to `to_tensors`."""
+    arrays, at = {name: tensor.numpy() for name, tensor in tensors.items()}, dict.fromkeys(tensors, 0)
+    samples = []
+    for shapes, others in json.loads(arrays[_FACTS].tobytes()):
+        found: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in others.items()}
+        for name, shape in shapes.items():
+            end = at[name] + math.prod(shape)
+            found[name], at[name] = arrays[name][at[name] : end].reshape(shape), end
+        taught = {
+            n.removeprefix(f"{_TAUGHT}."): found.pop(n) for n in [n for n in found if n.startswith(f"{_TAUGHT}.")]
+        }
+        samples.append(Sample(**found, taught=Taught(**taught) if taught else None))
+    return samples
 
 
 @dataclass(slots=True, eq=False)
@@ -62,23 +171,16 @@ class _Hybrid:
     leaving: bool = False
     gone: bool = False
     ticket: int | None = None  # of the slice it is computing
-    result: Contribution | None = None
+    result: Message | None = None
 
 
 class HybridPool:
     """The hybrid replicas of one core, on its rank 0.
 
-    Parameters
-    ----------
-    token : str
-        The secret that a hybrid must have; a new one in each epoch of the group.
-    description : dict
-        Compared with a hybrid's own (`libra.train.replica_state.ReplicaState.description`). A hybrid that
-        differs is refused with the reason.
-    source : callable, optional
-        Returns the weights for a hybrid that joins between steps; without it the hybrid waits for a step.
-
-    ``stale`` is True if the weights have changed since they were last published.
+    A hybrid must have the secret ``token``, new in each epoch of the group, and the same
+    ``description`` (`libra.train.replica_state.ReplicaState.description`). ``source`` returns the
+    weights for a hybrid that joins between steps; without it the hybrid waits for a step. ``stale``:
+    the weights have changed since they were last published.
     """
 
     def __init__(
@@ -88,14 +190,13 @@ class HybridPool:
         *,
         source: Callable[[], Mapping[str, Tensor]] | None = None,
         host: str = "127.0.0.1",
-        port: int = 0,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._description, self._timeout_s = dict(description), timeout_s
         self.stale = True
         self.quiet = threading.RLock()
-        """Held while weights change, or are copied."""
-        self._hurry = threading.Event()  # a step begins: a copy between steps has to stop
+        """Held while weights change or are copied."""
+        self._hurry = threading.Event()  # a step begins: a copy between steps stops
         self._source = source
         self._changed = threading.Condition()
         self._hybrids: list[_Hybrid] = []
@@ -104,30 +205,23 @@ class HybridPool:
         self._weights: dict[str, Tensor] | None = None
         self._traffic = dict.fromkeys(_TRAFFIC, 0.0)
         self._closed = False
-        self._server = Server(self._serve, secret=token, purpose=PURPOSE, host=host, port=port, silence_s=None)
+        self._server = Server(self._serve, secret=token, purpose=PURPOSE, host=host, silence_s=None)
 
     @property
     def address(self) -> tuple[str, int]:
         return self._server.address
 
-    # ---------------------------------------------------------------- of the training thread
+    # ---------------------------------------------------------------- called by the training thread
 
     @property
     def connected(self) -> bool:
         with self._changed:
             return bool(self._hybrids)
 
-    @property
-    def num_members(self) -> int:
-        """Hybrids that can be given a slice."""
+    def counts(self) -> tuple[int, int]:
+        """Hybrids that can be given a slice, and hybrids without a state."""
         with self._changed:
-            return len(self._members())
-
-    @property
-    def num_joining(self) -> int:
-        """Hybrids that have no state yet."""
-        with self._changed:
-            return sum(not hybrid.has_state for hybrid in self._hybrids)
+            return len(self._members()), sum(not hybrid.has_state for hybrid in self._hybrids)
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -140,9 +234,9 @@ class HybridPool:
             yield
 
     def publish(self, weights: Mapping[str, Tensor], *, gives_way: bool = False) -> None:
-        """Copy stepped weights into host memory and announce them to every hybrid, which then pulls them.
+        """Copy weights into host memory and announce them to every hybrid, which then pulls them.
 
-        ``gives_way``: publish nothing if a step is about to begin, which will publish its result.
+        ``gives_way``: nothing if a step is about to begin, which will publish its result.
         """
         started = time.perf_counter()
         copied: dict[str, Tensor] = {}
@@ -171,8 +265,12 @@ class HybridPool:
                 hybrid.outgoing.put(("work", fields, to_tensors(samples)))
                 self._working[number] = hybrid
 
-    def collect(self) -> list[Contribution | None]:
-        """Wait for the contributions, in the order of `assign`; None if a slice is lost."""
+    def collect(self) -> list[Message | None]:
+        """Wait for the contributions, in the order of `assign`; None if a slice is lost.
+
+        Each has undivided sums by parameter in ``tensors``, and ``weight_sum`` and a tally's ``sums`` and
+        ``maxima`` in ``fields``.
+        """
         until_s = time.monotonic() + self._timeout_s
         with self._changed:
             working = [hybrid for hybrid in self._working if hybrid is not None]
@@ -200,8 +298,7 @@ class HybridPool:
             return found
 
     def wait_for(self, num_hybrids: int, timeout_s: float | None = None, *, joining: bool = False) -> bool:
-        """Wait until this many can be given a slice, or with ``joining`` are connected; False after
-        ``timeout_s``."""
+        """Wait until this many can be given a slice, or are connected; False after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: len(self._hybrids if joining else self._members()) >= num_hybrids, timeout_s
@@ -264,14 +361,18 @@ class HybridPool:
             while True:
                 self._handle(hybrid, wire.receive())
         except TransferError as fault:
-            log = logger.info if hybrid.leaving or hybrid.gone or self._closed else logger.warning
-            log("hybrid %s is gone: %s", hybrid.name, fault)
+            self._lost(hybrid, fault)
         finally:
             with self._changed:
                 self._drop(hybrid)
 
+    def _lost(self, hybrid: _Hybrid, fault: TransferError) -> None:
+        log = logger.info if hybrid.leaving or hybrid.gone or self._closed else logger.warning
+        log("hybrid %s has left: %s", hybrid.name, fault)
+        with self._changed:
+            self._drop(hybrid)
+
     def _offer_between_steps(self) -> None:
-        """Offer a joiner the weights, unless a step is in progress, which offers them at its end."""
         if self._source is not None and self.quiet.acquire(blocking=False):
             try:
                 if self.stale:
@@ -289,11 +390,7 @@ class HybridPool:
                 case "have":
                     hybrid.has_state = True
                 case "gradient" if message.fields["ticket"] == hybrid.ticket:
-                    fields = message.fields
-                    hybrid.result = Contribution(
-                        message.tensors, fields["weight_sum"], fields["sums"], fields["maxima"]
-                    )
-                    hybrid.ticket = None
+                    hybrid.result, hybrid.ticket = message, None
                 case "failed" if message.fields["ticket"] == hybrid.ticket:
                     logger.warning("hybrid %s: its slice goes to the core: %s", hybrid.name, message.fields["reason"])
                     hybrid.ticket = None
@@ -308,10 +405,7 @@ class HybridPool:
             try:
                 num_bytes = hybrid.wire.send(*message)
             except TransferError as fault:
-                log = logger.info if hybrid.leaving or hybrid.gone or self._closed else logger.warning
-                log("hybrid %s gets no more messages: %s", hybrid.name, fault)
-                with self._changed:
-                    self._drop(hybrid)
+                self._lost(hybrid, fault)
                 return
             with self._changed:
                 self._traffic["hybrid_sent_bytes"] += num_bytes

@@ -1,5 +1,4 @@
-"""A hybrid replica: outside the core's process group, it computes slices with the weights of each
-step.
+"""A hybrid replica: outside the core's process group, it computes slices with the weights of each step.
 
 It has no optimizer. It may join and leave between any two steps, or die during one: the core then
 computes its slice (`libra.train.hybrid_pool`).
@@ -14,9 +13,9 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from libra.errors import TrainError, TransferError
+from libra.train.hybrid_pool import Message, Wire, connect, from_tensors
 from libra.train.replica import Replica
 from libra.train.step_report import Tally
-from libra.train.wire import Message, Wire, connect, from_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +24,7 @@ class HybridReplica:
     """Computes slices for the core at ``address``, until it leaves or the core releases it.
 
     ``replica`` has the core's model and settings; its weights are replaced. TransferError if no core
-    listens at ``address`` (`libra.train.hybrid_pool.HybridPool.address`), or it does not know
-    ``token``.
+    that knows ``token`` listens at ``address``.
     """
 
     def __init__(self, replica: Replica, address: tuple[str, int], token: str, *, name: str = "hybrid") -> None:
@@ -90,17 +88,16 @@ class HybridReplica:
         self._work()
 
     def _work(self) -> None:
-        """Compute the pending slice once its weights have arrived; newer weights make it obsolete."""
-        if self._pending is None or self._pending.fields["version"] > self.version:
+        message = self._pending
+        if message is None or message.fields["version"] > self.version:  # its weights have not arrived
             return
-        message, self._pending = self._pending, None
-        if message.fields["version"] < self.version:
+        self._pending = None
+        if message.fields["version"] < self.version:  # newer weights make it obsolete
             return
-        tally = Tally(stepped=bool(message.fields["stepped"]))
-        ticket = message.fields["ticket"]
-        parameters = self.replica.optimized()
+        fields, parameters = message.fields, self.replica.optimized()
+        ticket, tally = fields["ticket"], Tally(stepped=bool(fields["stepped"]))
         try:
-            weight = self.replica.gradient.accumulate(from_tensors(message.tensors), message.fields["step"], tally)
+            weight = self.replica.gradient.accumulate(from_tensors(message.tensors), fields["step"], tally)
         except TrainError as fault:
             self._wire.send("failed", {"ticket": ticket, "reason": str(fault)})
         else:

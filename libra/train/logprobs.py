@@ -1,10 +1,8 @@
-"""Log-probabilities of action tokens under a transformers model, for packed rows, without (R, W, V)
-logits.
+"""Log-probabilities of action tokens under a transformers model, for packed rows, without (R, W, V) logits.
 
 Hidden states before the output head become log-probabilities chunk by chunk, recomputed in the
-backward pass. Memory grows with ``chunk_tokens`` x V instead of N x V, at the price of one more
-product with the output matrix. Two arrays of ``chunk_tokens`` x V exist at once, in at least
-float32, and a third one in the model's dtype if that is narrower.
+backward pass. Two arrays of ``chunk_tokens`` x V exist at once, in at least float32, and a third one
+in the model's dtype if that is narrower.
 
 Shape legend: R rows, W width in tokens, N action tokens, C tokens of a chunk, H hidden size, V
 vocabulary, K columns (tokens of the vocabulary) of each token.
@@ -29,8 +27,7 @@ CHUNK_TOKENS = 1024
 
 
 def load_model(model_dir: Path, dtype: torch.dtype, loader: str | None = None) -> Any:
-    """The causal model of a directory, dropout off, attention by torch's scaled dot product; may raise
-    ModelError."""
+    """The causal model of a directory, dropout off, attention by torch's scaled dot product; or ModelError."""
     model = build_model(loader, model_dir, dtype=dtype, attention="sdpa")
     if (attention := plain_attention(model.config)) != "sdpa":
         model.set_attn_implementation(attention)
@@ -39,9 +36,7 @@ def load_model(model_dir: Path, dtype: torch.dtype, loader: str | None = None) -
     return model.eval()
 
 
-class _KeepDouble(TorchFunctionMode):
-    """Casts of float64 tensors to float32 have no effect."""
-
+class _KeepDouble(TorchFunctionMode):  # casts of float64 tensors to float32 have no effect
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
         narrows = func is Tensor.float or (func is Tensor.to and torch.float32 in (*args[1:], given.get("dtype")))
@@ -49,7 +44,7 @@ class _KeepDouble(TorchFunctionMode):
 
 
 def _keep_double(model: Any) -> None:
-    """Compute in float64 throughout: transformers has norms in float32, torch no grouped product."""
+    # transformers has norms in float32, torch no grouped product in float64
     if getattr(model.config, "num_experts", 0):
         model.set_experts_implementation("eager")
     forward = model.forward
@@ -65,8 +60,7 @@ def _keep_double(model: Any) -> None:
 class Scorer:
     """A causal language model that scores given tokens, with logits of at most ``chunk_tokens`` in memory.
 
-    It includes everything the architecture does after its head (caps, scales). The head, from
-    ``get_output_embeddings()``, must be a linear map.
+    It includes everything that the architecture does after its head, which must be a linear map.
     """
 
     def __init__(self, model: Any, temperature: float = 1.0, chunk_tokens: int = CHUNK_TOKENS) -> None:
@@ -76,23 +70,9 @@ class Scorer:
         self._head = head_of(model)
         self._after: AfterHead | None = after_head(model)
 
-    def logp(
-        self,
-        token_ids_RW: Tensor,
-        position_ids_RW: Tensor,
-        action_at_N: Tensor,
-        target_N: Tensor,
-        mask_R1WW: Tensor | None = None,
-        *,
-        entropy_gradient: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target (N,), with gradient, and entropy (N,), with gradient on request;
-        nats.
-
-        At least float32. ``mask_R1WW`` (bool, True: reads) replaces the separation by positions.
-        """
-        inputs = (token_ids_RW, position_ids_RW, action_at_N, target_N, mask_R1WW)
-        logp_NK, entropy_N, _ = self.columns(*inputs, entropy_gradient=entropy_gradient)
+    def logp(self, *inputs: Tensor | None, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target (N,), and entropy (N,), in nats; inputs and gradients as in `columns`."""
+        logp_NK, entropy_N, _ = self.columns(*inputs, entropy_gradient=entropy_gradient)  # type: ignore[arg-type]
         return logp_NK[:, 0], entropy_N
 
     def columns(
@@ -107,10 +87,13 @@ class Scorer:
         rest: bool = False,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `logp`, of each target and its K further columns (N, 1 + K); the entropy (N,); and with ``rest``
-        the log-probability of all tokens but those columns (N,)."""
-        head, further = self._head, columns_NK is not None
-        wanted_NK = target_N[:, None]
+        """Log-probabilities of each target and its K further columns (N, 1 + K), with gradient; entropy (N,).
+
+        With ``rest`` also the log-probability of all tokens but those columns (N,), with gradient; the
+        entropy has one on request. At least float32. ``mask_R1WW`` (bool, True: reads) replaces the
+        separation by positions.
+        """
+        head, wanted_NK = self._head, target_N[:, None]
         if columns_NK is not None:
             wanted_NK = torch.cat([wanted_NK, columns_NK], -1)
 
@@ -124,19 +107,13 @@ class Scorer:
                 chunk_tokens=self.chunk_tokens,
                 entropy_gradient=entropy_gradient,
                 after_head=self._after,
-                rest_from=1 if further and rest else None,
+                rest_from=1 if columns_NK is not None and rest else None,
             )
             return torch.cat([logp_NK, entropy_N[:, None], rest_N[:, None]], -1)
 
         # Without a mask transformers derives segments from the restarts of position_ids; one of four axes it takes as is.
-        made_NM = at_head(
-            self.model,
-            make,
-            input_ids=token_ids_RW,
-            attention_mask=mask_R1WW,
-            position_ids=position_ids_RW,
-            use_cache=False,
-        )
+        places = {"input_ids": token_ids_RW, "attention_mask": mask_R1WW, "position_ids": position_ids_RW}
+        made_NM = at_head(self.model, make, **places, use_cache=False)
         logp_NK, entropy_N, rest_N = made_NM[:, :-2], made_NM[:, -2], made_NM[:, -1]
         return logp_NK, entropy_N if entropy_gradient else entropy_N.detach(), rest_N
 
@@ -158,7 +135,7 @@ def check_packing(scorer: Scorer, tolerance: float) -> None:
     gap = float((score(sequences) - torch.cat([score([part]) for part in sequences])).abs().max())
     if gap > tolerance:
         raise TrainError(
-            f"packing: two sequences in one row change each other's log-probabilities by {gap:.2g}, allowed {tolerance:g}: "
+            f"packing: two sequences in one row change each other's log-probabilities by {gap:.2g} (allowed: {tolerance:g}): "
             f"{type(scorer.model).__name__} does not separate packed sequences; type trainer.max_row_tokens=1"
         )
 
@@ -175,14 +152,12 @@ def chunked_columns(
     after_head: AfterHead | None = None,
     rest_from: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities (N, K) in nats of ``columns_NK`` and entropy (N,), without an (N, V) array in
-    either pass.
+    """Log-probabilities (N, K) in nats of ``columns_NK``, entropy (N,) and rest (N,), without an (N, V) array.
 
     They have a gradient to hidden states, weight and bias, the entropy only with ``entropy_gradient``.
-    Logits are computed in the dtype of ``hidden_NH``, go through ``after_head`` (`libra.heads`) and are
-    normalised in at least float32. ``rest_N`` (N,), with gradient, is the log-probability of all tokens
-    but the columns from ``rest_from`` on, which must differ; -inf if no other token exists, 0 without
-    ``rest_from``.
+    Logits are computed in the dtype of ``hidden_NH``, go through ``after_head`` and are normalised in at
+    least float32. The rest is the log-probability of all tokens but the columns from ``rest_from`` on,
+    which must differ; -inf if no other token exists, 0 without ``rest_from``.
     """
     if chunk_tokens < 1:
         raise TrainError(f"chunked_columns: chunk_tokens is {chunk_tokens}; allowed is 1 or more")

@@ -2,13 +2,9 @@
 
 With g = log p(trainer) - log p(rollout) of a token and w = e^g: largest and mean |g|; k3 = mean of
 w - 1 - g (never negative, an estimate of KL(rollout | trainer)); and the effective sample size (sum
-w)^2 / (n sum w^2), 1 if the two agree.
-
-Mean |g| and k3 are also kept per engine and length class: one wrong engine of many hardly moves the
-mean. A *cell* is an engine and a length class, and cells are summed over micro-batches and
-replicas. A *part* is an engine, or a length class: the sum of its cells. Parts of fewer than
-`FEWEST_MISMATCH_TOKENS` tokens raise no alarm. Tokens of a hybrid's slice count in the cells, not
-in the list of largest gaps.
+w)^2 / (n sum w^2), 1 if the two agree. Mean |g| and k3 are also kept per *cell*, an engine and a
+length class; a *part* is the sum of an engine's cells, or of a length class's. Parts of fewer than
+`FEWEST_MISMATCH_TOKENS` tokens raise no alarm. The largest gaps leave out hybrids' slices.
 
 Invariants
 ----------
@@ -156,8 +152,7 @@ def observe_batch(tally: Tally, batch: MicroBatch, logp_N: Tensor) -> None:
 
 
 def observe_alone(tally: Tally, model: Any, samples: Sequence[Sample], temperature: float) -> None:
-    """The same for whole samples: each run of tokens is scored as the engine scored it, alone and at that
-    length."""
+    """Add whole samples: each run of tokens is scored as the engine scored it, alone and at that length."""
     for sample in samples:
         for begin, end in stretches(sample):
             start = max((each for each in sample.starts if each <= sample.action_at[begin]), default=0)
@@ -177,22 +172,13 @@ def observe_versions(tally: Tally, samples: Sequence[Sample]) -> None:
 
 
 def stretches(sample: Sample) -> Iterator[tuple[int, int]]:
-    """Runs of actions of one generation by the trained version, as (first, last + 1) among the sample's
-    actions."""
+    """Runs of actions of one generation by the trained version, as (first, last + 1) among the actions."""
     cuts = np.flatnonzero(
         (np.diff(sample.action_at) != 1) | np.diff(sample.current) | np.isin(sample.action_at[1:], sample.turn_at)
     )
     for begin, end in zip([0, *cuts + 1], [*cuts + 1, sample.num_actions], strict=True):
         if sample.current[begin]:
             yield int(begin), int(end)
-
-
-def numbers_of(tally: Tally) -> dict[str, Any]:
-    """The report fields that `alarm_text` reads, before the step is taken."""
-    return tally.mismatch() | {
-        "mismatch_tokens": int(tally.sums.get("mismatch_tokens", 0)),
-        "mismatch_parts": parts_of(tally),
-    }
 
 
 def alarm_text(
@@ -206,9 +192,8 @@ def alarm_text(
     """The alarm of a step's mismatch, None if it is within both thresholds, in all and in each part.
 
     ``numbers`` are the report's fields ``mismatch_...``; ``mean_nats`` is ``trainer.mismatch_args.mean``
-    and ``k3_nats`` is ``mismatch_args.k3``. ``rounding_nats`` replaces a missing
-    ``mean_nats``; in narrow types, where single tokens are far off, not for fewer than
-    `FEWEST_MISMATCH_TOKENS`.
+    and ``k3_nats`` is ``trainer.mismatch_args.k3``. ``rounding_nats`` replaces a missing ``mean_nats``,
+    in narrow types only for at least `FEWEST_MISMATCH_TOKENS`.
     """
     if not numbers["mismatch_tokens"]:
         return None
@@ -237,12 +222,12 @@ def alarm_text(
 
 
 def raise_alarm(tally: Tally, settings: TrainSettings, step: int) -> None:
-    """Before the first optimizer step: MismatchAlarm if ``trainer.mismatch_action`` is "stop" and a
-    threshold is passed."""
+    """Before the first optimizer step: MismatchAlarm beyond a threshold with ``trainer.mismatch_action=stop``."""
     if settings.mismatch_action != "stop":
         return
+    tokens = int(tally.sums.get("mismatch_tokens", 0))
     text = alarm_text(
-        numbers_of(tally),
+        {**tally.mismatch(), "mismatch_tokens": tokens, "mismatch_parts": parts_of(tally)},
         step,
         mean_nats=settings.mismatch_args["mean"],
         k3_nats=settings.mismatch_args["k3"],

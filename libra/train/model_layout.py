@@ -1,10 +1,7 @@
-"""The layout of a model on the replicas of its group: whole on each (``ddp``) or in shards
-(``fsdp2``).
+"""The layout of a model on the replicas of its group: whole on each (``ddp``) or in shards (``fsdp2``).
 
-``ddp``: gradients are reduced once per optimizer step, after the last micro-batch. torch's
-DistributedDataParallel averages over ranks in the backward pass, where sums must remain undivided.
-``fsdp2``: torch's `fully_shard`, layer by layer; gradients are sums too, scattered in the backward
-pass. Its passes are collectives: every replica runs equally many (`libra.train.slice_gradient`).
+``ddp`` reduces undivided gradients once per optimizer step, after the last micro-batch. ``fsdp2`` is
+torch's `fully_shard`, layer by layer; gradients are sums too, scattered in the backward pass.
 """
 
 from __future__ import annotations
@@ -29,8 +26,7 @@ def is_sharded(settings: TrainSettings, group: TrainGroup) -> bool:
 
 
 def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
-    """Shard ``model`` over the group in place, by decoder layer; with ``offload`` shards are in host
-    memory.
+    """Shard ``model`` over the group in place, by decoder layer; with ``offload`` into host memory.
 
     TrainError if the architecture has no list of layers to shard by.
     """
@@ -55,8 +51,7 @@ def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
 
 
 def release(model: Any) -> None:
-    """Drop whole parameters that a forward pass of a sharded model has left, so that the next reads the
-    shards."""
+    """Drop whole parameters that a pass of a sharded model has left, so that the next reads the shards."""
     module = sys.modules.get("torch.distributed.fsdp")
     if module is None:
         return
@@ -68,8 +63,7 @@ def release(model: Any) -> None:
 def checkpoint_activations(model: Any) -> None:
     """Make every decoder layer keep only its input and recompute the rest; the result does not change.
 
-    transformers reads the layer's own training flag. Only that one is set, so dropout below remains
-    off.
+    transformers reads the layer's own training flag; dropout below remains off.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise TrainError(
@@ -122,8 +116,8 @@ def add_(target: torch.nn.Parameter, full: Tensor) -> None:
 
 
 def in_shards(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is sharded. Importing its class takes half a second; before that nothing is
-    sharded."""
+    """Whether a tensor is sharded."""
+    # Importing its class takes half a second; before that nothing is sharded.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

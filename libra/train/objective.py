@@ -1,17 +1,13 @@
-"""The objective of a step: the loss of each action token, its aggregation, and the statistics to report, from the settings.
+"""The objective of a step: the loss of each action token, its aggregation, and sums for a report.
 
 ::
 
     loss of a token = keep x weight x policy loss(p_now / p_old, advantage) + kl_coef x KL estimate - entropy_coef x entropy
 
-With a teacher (``distil``) the policy loss is multiplied by ``reward_coef``, and the divergence from the teacher is added where it
-has scored the token (`libra.train.kl`).
-
-``keep`` is 0 where a mask leaves the token out of the policy loss: ``reject``, ``reject_args.off_policy``, or the minibatch's
-``reject_args.m2po``. Such a token still counts in the denominator, and in the mean ratio of its sequence. VESPO's weight is inside
-its policy loss.
-
-``old_logp`` defines p_old, and so what the weight corrects:
+``keep`` is 0 where a mask leaves a token out of the policy loss (``reject``, ``off_policy_threshold``,
+``m2po_threshold``); it still counts in the denominator and in its sequence's mean ratio. With a
+teacher the policy loss is multiplied by ``distil.reward_coef`` and the divergence is added. A late
+correction (`Sample.counted` False) has the policy loss alone. ``old_logp`` defines p_old:
 
 =============  ==========================================  =======================================================
 old_logp       p_old                                       weight (where ``correction`` is not none)
@@ -21,23 +17,23 @@ old_logp       p_old                                       weight (where ``corre
 ``exact``      the trainer's where the token is of the     p_old / p_engine there: mismatch alone; 1 for stale
                weights being trained, else the engine's    tokens, whose ratio holds everything (two factors)
 ``version``    the trainer's under the weights that        p_old / p_engine: mismatch alone, for stale tokens too
-               sampled the token (`old_policies`)          (1 where those weights are gone)
+               sampled the token                           (1 where those weights are gone)
 ``ewma``       under a moving average of the weights       p_old / p_engine: mismatch and staleness
 =============  ==========================================  =======================================================
 
-A late correction (`Sample.counted` False) has the policy loss alone: its trajectory had the other terms when it was trained.
-
-Shape legend: N action tokens of a micro-batch.
+Shape legend: N action tokens of a micro-batch, K columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from libra.named_parts import is_named
+from libra.train import losses
 from libra.train.corrections import (
     binary_kl_mask,
     importance_weights,
@@ -45,25 +41,20 @@ from libra.train.corrections import (
     rejection_mask,
     two_factors,
 )
-from libra.train.kl import KL_BOUND, kl_estimate, sampled_divergence, top_k_divergence
-from libra.train.losses import (
-    cispo_loss,
-    clip_sums,
-    dppo_keep,
-    dppo_loss,
-    gmpo_loss,
-    gspo_loss,
-    ppo_loss,
-    reinforce_loss,
-    sapo_loss,
-    sequence_ratio,
-    vespo_loss,
-)
+from libra.train.losses import KL_BOUND, Aggregation, Sequences, kl_estimate, sampled_divergence, top_k_divergence
 from libra.train.own_parts import own_losses
 from libra.train.packing import MicroBatch
 from libra.train.replica_settings import TrainSettings
 from libra.train.samples import TaughtTokens
-from libra.train.sequences import Aggregation, Sequences
+
+_TOKEN_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "ppo": losses.ppo_loss,
+    "cispo": losses.cispo_loss,
+    "sapo": losses.sapo_loss,
+    "dppo": losses.dppo_loss,
+    "reinforce": lambda logp_N, _old_logp_N, advantage_N: losses.reinforce_loss(logp_N, advantage_N),
+}
+_SEQUENCE_LOSSES: dict[str, Callable[..., Tensor]] = {"gspo": losses.gspo_loss, "gmpo": losses.gmpo_loss}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +65,6 @@ class Objective:
 
     @property
     def aggregation(self) -> Aggregation:
-        """Aggregation of token losses."""
         return Aggregation(self.settings.aggregation, horizon_tokens=self.settings.loss_divisor)
 
     @property
@@ -98,9 +88,8 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of each token (N,), with gradient, and sums for a report (scalars).
 
-        ``logp_N`` has a gradient, and ``entropy_N`` if there is a bonus. Where a teacher scored, ``columns_NK`` and ``rest_N`` are
-        log-probabilities of ``batch.taught.columns_NK`` and of all other tokens, with gradient. Without
-        ``batch.proximal_logp_N`` the weights are those at the start of the step, so ``logp_N`` itself is proximal.
+        ``columns_NK`` and ``rest_N`` are log-probabilities, with gradient, of ``batch.taught.columns_NK`` and
+        of all other tokens. Without ``batch.proximal_logp_N``, ``logp_N`` itself is proximal.
         """
         settings = self.settings
         sequences = batch.sequences
@@ -130,11 +119,6 @@ class Objective:
     def _taught(
         self, taught: TaughtTokens, columns_NK: Tensor, rest_N: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The divergence from the teacher (N,), 0 where it has not scored or rounding explains it; sums for a
-        report.
-
-        A difference that rounding explains has no gradient: AdamW would scale its noise up to a whole step.
-        """
         assert self.settings.distil is not None
         known_N, sums = taught.known_N, {"taught": taught.known_N.sum()}
         gap_NK = (taught.logp_NK - columns_NK.detach()).abs()
@@ -148,6 +132,7 @@ class Objective:
         else:
             gap_N = gap_NK.mean(-1)
             found_N = sampled_divergence(columns_NK, taught.logp_NK, taught.old_NK)
+        # A difference that rounding explains has no gradient: AdamW would scale its noise up to a whole step.
         differs_N = known_N & ~(gap_N <= self.settings.distil.rounding_nats)
         found_N = torch.where(differs_N, found_N, torch.zeros_like(found_N))
         sums["kl_teacher"] = found_N.detach().sum()
@@ -158,41 +143,19 @@ class Objective:
     ) -> Tensor:
         """The weighted policy loss of each token before masks (N,)."""
         settings = self.settings
+        tokens, args = (logp_N, old_N, advantage_N), settings.loss_args
         if settings.loss == "vespo":
-            return vespo_loss(
-                logp_N,
-                old_N,
-                advantage_N,
-                sequences,
-                weight_N=None if settings.correction == "none" else weight_N,
-                **settings.loss_args,
-            )
-        return weight_N * self._unweighted(logp_N, old_N, advantage_N, sequences)
-
-    def _unweighted(self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences) -> Tensor:
-        settings = self.settings
-        tokens = (logp_N, old_N, advantage_N)
-        match settings.loss:
-            case "ppo":
-                return ppo_loss(*tokens, **settings.loss_args)
-            case "gspo":
-                return gspo_loss(*tokens, sequences, **settings.loss_args)
-            case "cispo":
-                return cispo_loss(*tokens, **settings.loss_args)
-            case "sapo":
-                return sapo_loss(*tokens, **settings.loss_args)
-            case "gmpo":
-                return gmpo_loss(*tokens, sequences, **settings.loss_args)
-            case "dppo":
-                return dppo_loss(*tokens, **settings.loss_args)
-            case "reinforce":
-                return reinforce_loss(logp_N, advantage_N)
-        return own_losses(settings, *tokens, sequences)
+            inside_N = None if settings.correction == "none" else weight_N
+            return losses.vespo_loss(*tokens, sequences, weight_N=inside_N, **args)
+        if settings.loss in _SEQUENCE_LOSSES:
+            return weight_N * _SEQUENCE_LOSSES[settings.loss](*tokens, sequences, **args)
+        if settings.loss in _TOKEN_LOSSES:
+            return weight_N * _TOKEN_LOSSES[settings.loss](*tokens, **args)
+        return weight_N * own_losses(settings, *tokens, sequences)
 
     @torch.no_grad()
     def _old(self, batch: MicroBatch, logp_N: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """Log p_old, the weight, and whether p_old is the trainer's own under the weights that sampled the
-        token."""
+        """Log p_old, the weight, and whether p_old is the trainer's under the weights that sampled the token."""
         settings, engine_N = self.settings, batch.behaviour_logp_N
         if settings.old_logp == "behaviour":
             return engine_N, torch.ones_like(engine_N), torch.zeros_like(batch.current_N)
@@ -206,20 +169,14 @@ class Objective:
             proximal_N = torch.where(proximal_N.isnan(), logp_N, proximal_N)
         elif settings.old_logp == "ewma":
             exact_N = torch.zeros_like(exact_N)
-        factors = two_factors(proximal_N, engine_N, known_N)
+        old_N, mismatch_N = two_factors(proximal_N, engine_N, known_N)
         if settings.correction == "none":
-            return factors.old_logp_N, torch.ones_like(engine_N), exact_N
-        weight_N = importance_weights(
-            factors.mismatch_N,
-            sequences,
-            action=settings.correction,
-            **settings.correction_args,
-        )
-        return factors.old_logp_N, weight_N, exact_N
+            return old_N, torch.ones_like(engine_N), exact_N
+        weight_N = importance_weights(mismatch_N, sequences, action=settings.correction, **settings.correction_args)
+        return old_N, weight_N, exact_N
 
     @torch.no_grad()
     def _kept(self, batch: MicroBatch, logp_N: Tensor, old_N: Tensor, sequences: Sequences) -> Tensor:
-        """Whether each token is in the policy loss (N,) bool."""
         settings, engine_N = self.settings, batch.behaviour_logp_N
         keep_N = sequences.mask_N if batch.kept_N is None else sequences.mask_N & batch.kept_N
         trainer_N = logp_N if settings.old_logp == "behaviour" else old_N
@@ -236,7 +193,7 @@ class Objective:
 
     @torch.no_grad()
     def _corrected(self, batch: MicroBatch, old_N: Tensor, weight_N: Tensor) -> dict[str, Tensor]:
-        """The number of tokens whose weight was changed by its bounds."""
+        """The number of tokens whose weight its bounds changed."""
         if self.settings.correction == "none":
             return {}
         free_N = importance_weights(
@@ -246,28 +203,21 @@ class Objective:
 
     @torch.no_grad()
     def _sums(self, logp_N: Tensor, old_N: Tensor, advantage_N: Tensor, sequences: Sequences) -> dict[str, Tensor]:
-        """Ratios and clipped tokens of this loss."""
-        settings = self.settings
-        clips = settings.loss in ("ppo", "gspo", "cispo", "gmpo")
-        low, high = (settings.loss_args["clip_low"], settings.loss_args["clip_high"]) if clips else (1.0, float("inf"))
+        name, args = self.settings.loss, self.settings.loss_args
+        clips = name in ("ppo", "gspo", "cispo", "gmpo")
+        low, high = (args["clip_low"], args["clip_high"]) if clips else (1.0, float("inf"))
         seen_N = logp_N
-        if settings.loss == "gspo":
-            seen_N = old_N + sequence_ratio(logp_N, old_N, sequences).log()
-        elif settings.loss == "gmpo":  # clips the logarithm
+        if name == "gspo":
+            seen_N = old_N + losses.sequence_ratio(logp_N, old_N, sequences).log()
+        elif name == "gmpo":  # clips the logarithm
             low, high = 1 - float(torch.tensor(-low).exp()), float(torch.tensor(high).exp()) - 1
-        sums = clip_sums(seen_N, old_N, advantage_N, clip_low=low, clip_high=high)
-        if settings.loss == "dppo":
-            out_N = ~dppo_keep(
-                logp_N,
-                old_N,
-                advantage_N,
-                low=settings.loss_args["clip_low"],
-                high=settings.loss_args["clip_high"],
-                divergence=settings.loss_args["divergence"],
-            )
+        sums = losses.clip_sums(seen_N, old_N, advantage_N, clip_low=low, clip_high=high)
+        if name == "dppo":
+            bounds = {"low": args["clip_low"], "high": args["clip_high"], "divergence": args["divergence"]}
+            out_N = ~losses.dppo_keep(logp_N, old_N, advantage_N, **bounds)
             sums |= {
-                "clipped_low": (out_N & (advantage_N < 0)).sum(),
-                "clipped_high": (out_N & (advantage_N > 0)).sum(),
+                f"clipped_{side}": (out_N & (advantage_N.sign() == sign)).sum()
+                for side, sign in (("low", -1), ("high", 1))
             }
         return sums
 

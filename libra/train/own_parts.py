@@ -1,8 +1,6 @@
-"""The parts of training that a user may name as ``package.module:attribute``: loss, advantage,
-learning rate.
+"""The parts of training that a user may name as ``package.module:attribute``: loss, advantage, learning rate.
 
-Each has a protocol, and a check before the run starts. `libra.testing.parts` has their contract
-tests.
+Each has a protocol, and a check before the run starts; `libra.testing.parts` has contract tests.
 
 Shape legend: N action tokens of a micro-batch, G samples of one group.
 """
@@ -24,8 +22,8 @@ from libra.config.trainer import TrainerSection
 from libra.errors import ConfigError, TrainError
 from libra.named_parts import is_named, named_function, named_part
 from libra.train.advantages import GroupRewards
+from libra.train.losses import Sequences
 from libra.train.replica_settings import TrainSettings
-from libra.train.sequences import Sequences
 
 LOSS_CALL = "f(logp, old_logp, advantage, *, sequences, settings)"
 ADVANTAGE_CALL = "f(groups, *, settings)"
@@ -47,10 +45,9 @@ class TokenLoss(Protocol):
     ) -> Tensor:
         """One loss per token, floating (N,), with gradient to ``logp_N``.
 
-        ``logp_N`` are log-probabilities in nats under the weights in training, ``old_logp_N`` those in the
-        ratio's denominator (``trainer.old_logp``), and ``advantage_N`` the advantage of the token's
-        sequence. A micro-batch has several ``sequences``; their order and company must not change the loss
-        of any. ``settings`` is section ``trainer``, with the user's arguments in ``settings.loss_args``.
+        Log-probabilities are in nats, ``old_logp_N`` in the ratio's denominator (``trainer.old_logp``). The
+        order and company of the ``sequences`` of a micro-batch must not change the loss of any.
+        ``settings`` is section ``trainer``, with the user's arguments in ``settings.loss_args``.
         """
 
 
@@ -58,19 +55,16 @@ class AdvantageEstimator(Protocol):
     """``trainer.advantage``: how much better than expected each sample of a batch was."""
 
     def __call__(self, groups: Sequence[GroupRewards], /, *, settings: TrainerSection) -> Sequence[ArrayLike]:
-        """For each group one finite number per sample (G,), ignored for invalid samples. Called once per
-        batch."""
+        """For each group one finite number per sample (G,), ignored for invalid ones; called once per batch."""
 
 
 class LRSchedule(Protocol):
     """``trainer.lr_schedule``: the learning rate over the steps of a run."""
 
     def __call__(self, step: int, /, *, settings: TrainSettings) -> float:
-        """Factor, finite and at least 0, of ``trainer.lr`` at step ``step``, from 0; warm-up multiplies it
-        too.
+        """Factor, finite and at least 0, of ``trainer.lr`` at step ``step``, from 0; warm-up multiplies it too.
 
-        A step trains on one batch, and all its minibatches have the same rate. A step must always give the
-        same number, on every replica and after a resume.
+        A step has one rate, the same on every replica and after a resume.
         """
 
 
@@ -93,8 +87,7 @@ def own_losses(
 
 
 def estimator_of(trainer: TrainerSection) -> str | Callable[[Sequence[GroupRewards]], list[NDArray[np.float64]]]:
-    """The argument of `batch_advantages` for ``trainer.advantage``: a name, or the user's checked
-    function."""
+    """The argument of `batch_advantages` for ``trainer.advantage``: a name, or the user's checked function."""
     if not is_named(trainer.advantage):
         return trainer.advantage
     function = named_part("trainer.advantage", trainer.advantage)
@@ -152,18 +145,14 @@ def check_loss(name: str, trainer: TrainerSection | None = None) -> None:
             loss_N.sum().backward()  # type: ignore[no-untyped-call]
     gradient_N = logp_N.grad
     if gradient_N is None or not bool(gradient_N.any()):
-        raise ConfigError(
-            f"{field}: {name!r} has no gradient to logp, so nothing would be learned; compute with logp itself"
-        )
+        raise ConfigError(f"{field}: {name!r} has no gradient to logp, so nothing would be learned; compute with logp")
     if not bool(torch.isfinite(loss_N).all() and torch.isfinite(gradient_N).all()):
-        raise ConfigError(
-            f"{field}: {name!r} gave {loss_N.tolist()} with gradient {gradient_N.tolist()}; both must be finite"
-        )
+        got = f"{loss_N.tolist()} with gradient {gradient_N.tolist()}"
+        raise ConfigError(f"{field}: {name!r} gave {got}; both must be finite")
 
 
 def check_advantage(name: str, trainer: TrainerSection | None = None) -> None:
-    """ConfigError unless ``name`` is an `AdvantageEstimator`, by a trial on mixed, uniform and failed
-    groups."""
+    """ConfigError unless ``name`` is an `AdvantageEstimator`, by a trial on mixed, uniform and failed groups."""
     settings, field = _settings(trainer, advantage=name), "trainer.advantage"
     groups = [group_of([1.0, 0.0, 0.5]), group_of([1.0, 1.0, 1.0]), group_of([1.0, 0.0, float("nan")])]
     named_function(field, name, ADVANTAGE_CALL, groups, settings=settings)

@@ -1,21 +1,18 @@
-"""A minibatch over replicas and micro-batches: balanced slices, rows of similar length, shared
-prompts.
+"""A minibatch over replicas and micro-batches: balanced slices, rows of similar length, shared prompts.
 
-Shape legend: R rows, W width of a micro-batch in tokens, N action tokens of a micro-batch. A shared
-row is ``prompt, rest of sample 1, rest of sample 2, ...``, and may continue with another prompt and
-its samples; the rest of a sample is its tokens after the prompt, up to its last action token.
+A shared row is ``prompt, rest of sample 1, rest of sample 2, ...``, and may continue with another
+prompt and its samples; the rest of a sample is its tokens after the prompt, up to its last action.
+
+Shape legend: R rows, W width of a micro-batch in tokens, P = R * W places, N action tokens.
 
 Invariants
 ----------
 1. Every sequence is in exactly one slice and one row, in order, and whole except for a prompt that
-   it shares in that row; every action token is scored exactly once. No slice is empty while there
-   are enough samples.
+   it shares there; every action token is scored once. No slice is empty if samples suffice.
 2. Positions restart at 0 with every sequence, also within one sample (`Sample.starts`);
-   transformers reads restarts as borders that attention never crosses. Rows of shared prompts have
-   a mask instead.
-3. In a shared row a token sees its prompt and its own sample up to itself: its hidden state equals
-   that in a row of its own, up to rounding. Samples share a prompt only if all tokens before the
-   first action agree.
+   transformers reads restarts as borders. Rows of shared prompts have a mask instead.
+3. In a shared row a token sees its prompt and its own sample up to itself. Samples share a prompt
+   only if all tokens before the first action agree.
 4. A micro-batch has at most ``micro_batch_tokens`` places (rows times width, padding included).
 5. Padding is at the end of a row and continues the positions of its last sequence: causal attention
    keeps it out of every real token, and a row of one sequence needs no mask.
@@ -38,8 +35,8 @@ from torch import Tensor
 
 from libra.errors import TrainError
 from libra.model_loader import plain_attention
+from libra.train.losses import Sequences
 from libra.train.samples import Sample, TaughtTokens, taught_tokens
-from libra.train.sequences import Sequences
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +44,15 @@ _Part = tuple[int, int, tuple[int, ...]]  # (sum, number of items, items): compa
 
 
 def karmarkar_karp(weights: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Indices of ``weights`` in ``num_parts`` parts of nearly equal sum, by the largest differencing
-    method.
+    """Indices of ``weights`` in ``num_parts`` parts of nearly equal sum, by the largest differencing method.
 
-    Karmarkar & Karp (1982), k-way: partial partitions wait in a heap by their spread, and the two
-    widest are merged, the heaviest part of one with the lightest of the other. Sums agree with
-    ``get_seqlen_balanced_partitions`` of verl 0.9.1. TrainError if a part would be empty.
+    Karmarkar & Karp (1982), k-way: the two partial partitions of widest spread are merged, the heaviest
+    part of one with the lightest of the other. Sums agree with ``get_seqlen_balanced_partitions`` of
+    verl 0.9.1. TrainError if a part would be empty.
     """
     if not 1 <= num_parts <= len(weights):
         raise TrainError(
-            f"balanced partition: got {num_parts} parts of {len(weights)} sequences; "
-            f"allowed are 1 to {len(weights)}, so that no part is empty"
+            f"balanced partition: got {num_parts} parts of {len(weights)} sequences; a part would be empty"
         )
     # Each entry: (-spread, order key, parts from heaviest to lightest). The order key breaks ties by the heaviest part.
     heap: list[tuple[int, tuple[int, int, tuple[int, ...]], list[_Part]]] = []
@@ -80,7 +75,7 @@ def _entry(parts: list[_Part]) -> tuple[int, _Part, list[_Part]]:
 
 
 def _without_empty(parts: list[list[int]], weights: Sequence[int]) -> list[list[int]]:
-    """Give an empty part (weights of 0, or many parts) the lightest item of the longest part."""
+    """An empty part (weights of 0, or many parts) gets the lightest item of the longest part."""
     for part in parts:
         if not part:
             donor = max(parts, key=len)
@@ -100,21 +95,20 @@ Row = list[Sample]
 
 
 def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
-    """Indices of ``lengths`` in rows of at most ``max_row_tokens``, first-fit decreasing; the longest row
-    first.
+    """Indices of ``lengths`` in rows of at most ``max_row_tokens``, first-fit decreasing, longest row first.
 
     A longer sequence has its own row. At most 11/9 OPT + 6/9 rows (Johnson 1973; Dosa 2007).
     """
     rows: list[list[int]] = []
     used: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         row = next((row for row in range(len(rows)) if used[row] + lengths[index] <= max_row_tokens), len(rows))
         if row == len(rows):
             rows.append([])
             used.append(0)
         rows[row].append(index)
         used[row] += lengths[index]
-    return [rows[row] for row in sorted(range(len(rows)), key=lambda row: (-used[row], row))]
+    return [rows[row] for row in sorted(range(len(rows)), key=lambda row: -used[row])]
 
 
 def can_share(model: Any) -> bool:
@@ -134,20 +128,15 @@ def share_rows(samples: Sequence[Sample], max_row_tokens: int) -> tuple[list[Row
     branched = [sample for sample in samples if sample.starts]
     for sample in (sample for sample in samples if not sample.starts):
         groups.setdefault(sample.token_ids[: sample.num_prompt_tokens].tobytes(), []).append(sample)
-    rows: list[list[Sample]] = []
-    alone: list[Sample] = branched
+    found = [[each] for each in branched]
     for members in groups.values():
         room = max_row_tokens - members[0].num_prompt_tokens
         if len(members) < 2 or room < 1:
-            alone += members
+            found += [[each] for each in members]
             continue
-        for bin_ in fill_rows([max(sample.num_tokens - sample.num_prompt_tokens, 1) for sample in members], room):
-            row = [members[index] for index in bin_]
-            if len(row) > 1:
-                rows.append(row)
-            else:
-                alone += row
-    return rows, alone
+        rests = [max(sample.num_tokens - sample.num_prompt_tokens, 1) for sample in members]
+        found += [[members[index] for index in row] for row in fill_rows(rests, room)]
+    return [row for row in found if len(row) > 1], [row[0] for row in found if len(row) == 1]
 
 
 def shared_tokens(row: Sequence[Sample]) -> list[int]:
@@ -192,11 +181,10 @@ def attention_mask(rows: Sequence[Sequence[Sample]], width: int) -> NDArray[np.b
 class MicroBatch:
     """Rows of one forward pass, and the action tokens scored in it.
 
-    ``action_at_N`` indexes the flattened (R * W) places; ``sequence_N`` indexes ``samples``, which are
-    in the order of the action tokens; ``num_tokens`` counts inputs without padding. ``proximal_logp_N``
-    and ``kept_N`` are None if a sample has none, ``counted_N`` if all samples are counted,
-    ``mask_R1WW`` unless prompts are shared, ``routes_PLK`` (experts of each place, -1: not recorded)
-    and ``taught`` if no sample has any.
+    ``action_at_N`` indexes places; ``sequence_N`` indexes ``samples``, which are in the order of the
+    action tokens; ``num_tokens`` counts inputs without padding. ``proximal_logp_N`` and ``kept_N`` are
+    None if a sample has none, ``counted_N`` if all samples are counted, ``mask_R1WW`` unless prompts are
+    shared, ``routes_PLK`` (experts, -1: not recorded) and ``taught`` if no sample has any.
     """
 
     token_ids_RW: Tensor
@@ -235,7 +223,6 @@ class MicroBatch:
         return Sequences(self.sequence_N, len(self.samples))
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on ``device``."""
         if device == self.target_N.device:
             return self
         here = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -244,7 +231,6 @@ class MicroBatch:
 
     @property
     def num_places(self) -> int:
-        """Rows times width."""
         return self.token_ids_RW.numel()
 
 
@@ -294,8 +280,10 @@ def _cut(rows: list[Row], width: Callable[[Row], int], micro_batch_tokens: int) 
 
 
 def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, *, share: bool) -> MicroBatch:
-    token_ids_RW = np.zeros((len(rows), width), dtype=np.int64)
-    position_ids_RW = np.zeros((len(rows), width), dtype=np.int64)
+    flat = [sample for row in rows for sample in row]
+    token_ids_RW, position_ids_RW = (np.zeros((len(rows), width), dtype=np.int64) for _ in range(2))
+    recorded = next((sample.routes for sample in flat if sample.routes is not None), None)
+    routes = None if recorded is None else np.full((len(rows), width, *recorded.shape[1:]), -1, np.int16)
     action_at: list[NDArray[np.int64]] = []
     num_tokens = 0
     for number, row in enumerate(rows):
@@ -304,6 +292,8 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
             begins = begins if skipped else start
             end = start + sample.num_tokens - skipped
             token_ids_RW[number, start:end] = sample.token_ids[skipped:]
+            if routes is not None and sample.routes is not None:
+                routes[number, start:end] = sample.routes[skipped:]
             # Numbered up to the end of the row, padding included; the next sequence overwrites its part.
             position_ids_RW[number, start:] = np.arange(skipped, skipped + width - start)
             for begin in sample.starts:
@@ -313,51 +303,32 @@ def _micro_batch(rows: list[list[Sample]], width: int, logp_dtype: torch.dtype, 
             action_at.append(at + number * width)
             start = end
         num_tokens += start
-    position_ids_RW %= max(
-        sample.num_tokens for row in rows for sample in row
-    )  # padding: none beyond those of a sequence
-    flat = [sample for row in rows for sample in row]
-    routes_PLK = None
-    recorded = next((sample.routes for sample in flat if sample.routes is not None), None)
-    if recorded is not None:
-        routes_PLK = np.full((len(rows) * width, *recorded.shape[1:]), -1, np.int16)
-        for number, row in enumerate(rows):
-            start = number * width
-            for sample, skipped in zip(row, shared_tokens(row) if share else [0] * len(row), strict=True):
-                end = start + sample.num_tokens - skipped
-                if sample.routes is not None:
-                    routes_PLK[start:end] = sample.routes[skipped:]
-                start = end
-    advantage_N = np.concatenate([sample.advantages for sample in flat])
-    behaviour_logp_N = np.concatenate([sample.behaviour_logp for sample in flat])
-    proximal_N = _known([sample.proximal_logp for sample in flat])
+    position_ids_RW %= max(sample.num_tokens for sample in flat)  # padding: none beyond a sequence's
+
+    def joined(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(sample, name) for sample in flat]))
+
+    def known(name: str) -> Tensor | None:
+        return None if any(getattr(sample, name) is None for sample in flat) else joined(name)
+
+    lengths = [sample.num_actions for sample in flat]
+    counted = None if all(sample.counted for sample in flat) else np.repeat([s.counted for s in flat], lengths)
+    proximal_N = known("proximal_logp")
     return MicroBatch(
         token_ids_RW=torch.from_numpy(token_ids_RW),
         position_ids_RW=torch.from_numpy(position_ids_RW),
         action_at_N=torch.from_numpy(np.concatenate(action_at)),
-        sequence_N=torch.from_numpy(np.repeat(np.arange(len(flat)), [sample.num_actions for sample in flat])),
-        target_N=torch.from_numpy(np.concatenate([sample.target for sample in flat])),
-        behaviour_logp_N=torch.from_numpy(behaviour_logp_N).to(logp_dtype),
-        advantage_N=torch.from_numpy(advantage_N).to(logp_dtype),
-        current_N=torch.from_numpy(np.concatenate([sample.current for sample in flat])),
+        sequence_N=torch.from_numpy(np.repeat(np.arange(len(flat)), lengths)),
+        target_N=joined("target"),
+        behaviour_logp_N=joined("behaviour_logp").to(logp_dtype),
+        advantage_N=joined("advantages").to(logp_dtype),
+        current_N=joined("current"),
         proximal_logp_N=None if proximal_N is None else proximal_N.to(logp_dtype),
-        kept_N=_known([sample.kept for sample in flat]),
-        counted_N=_counted(flat),
+        kept_N=known("kept"),
+        counted_N=None if counted is None else torch.from_numpy(counted),
         taught=taught_tokens(flat, logp_dtype),
         samples=tuple(flat),
         num_tokens=num_tokens,
         mask_R1WW=torch.from_numpy(attention_mask(rows, width)) if share else None,
-        routes_PLK=None if routes_PLK is None else torch.from_numpy(routes_PLK),
+        routes_PLK=None if routes is None else torch.from_numpy(routes).flatten(0, 1),
     )
-
-
-def _counted(samples: Sequence[Sample]) -> Tensor | None:
-    if all(sample.counted for sample in samples):
-        return None
-    return torch.from_numpy(np.repeat([sample.counted for sample in samples], [s.num_actions for s in samples]))
-
-
-def _known(arrays: Sequence[NDArray[Any] | None]) -> Tensor | None:
-    """The arrays joined; None if one is missing."""
-    known = [array for array in arrays if array is not None]
-    return torch.from_numpy(np.concatenate(known)) if len(known) == len(arrays) else None

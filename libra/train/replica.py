@@ -12,7 +12,7 @@ Invariants
 2. A step that fails (NaN, bad trajectory) leaves weights, optimizer state and step count as they
    were. A failed wave leaves no gradient: all waves are added again.
 3. A gradient is the sum over the minibatch's action tokens of weight x gradient, divided once, when
-   it is complete (`libra.train.sequences`): independent of micro-batches, replicas and waves
+   it is complete (`libra.train.losses`): independent of micro-batches, replicas and waves
    (`Replica.accumulate`, then `Replica.close`), except for the rounding of sums.
 4. ``behaviour_logprob`` is read and never written; trajectories of a failure class that does not
    train have no part in numerator or denominator.
@@ -60,38 +60,14 @@ Published = Callable[[int], Mapping[str, Tensor] | None]
 class Replica(ReplicaState):
     """A model in training on one process.
 
-    Parameters
-    ----------
-    model_dir : path
-        Hugging Face layout: the initial weights.
-    dtype : torch.dtype or str
-        Type of weights and forward pass; log-probabilities are at least float32.
-    master_dtype : torch.dtype or str, optional
-        Type of the optimizer's weights, if wider than ``dtype``.
-    threads : int, optional
-        torch threads of this process.
-    device : torch.device or str
-        Place of model, optimizer and micro-batches.
-    seed : int
-        Orders minibatches; nothing else is random (dropout is off).
-    base_dir : path, optional
-        The model before training: reference of the KL term, and source of tokenizer files. By default ``model_dir``.
-    group : TrainGroup, optional
-        The replicas that take each step together.
-    loader : str, optional
-        ``model.loader``.
+    ``model_dir`` (Hugging Face layout) has the initial weights, in ``dtype``; the optimizer's may be
+    wider (``master_dtype``). ``base_dir``, by default the same, is the reference of the KL term and has
+    the tokenizer's files. ``seed`` orders minibatches; nothing else is random. ``loader`` is
+    ``model.loader``. ModelError if ``model_dir`` holds no causal language model; TrainError if it does
+    not support the layout.
 
-    Attributes
-    ----------
-    open_step : StepGradient or None
-        The step whose waves are being added.
-    published : callable or None
-        The weights of an earlier version, for ``trainer.old_logp=version``.
-    digests : bool
-        Whether a step's report has the digest of its weights; otherwise the publisher computes it.
-
-    ModelError if ``model_dir`` holds no causal language model; TrainError if it does not support the
-    layout.
+    ``published`` returns the weights of earlier versions, for ``trainer.old_logp=version``. Without
+    ``digests`` the publisher computes the digest of a step's weights.
     """
 
     def __init__(
@@ -146,9 +122,8 @@ class Replica(ReplicaState):
     def step(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> StepReport:
         """Train weights ``step`` on a batch whose trajectories carry their advantages.
 
-        Without any gradient the report has loss 0 and optimizer_steps 0, weights and optimizer keep their
-        state, and the step counts as taken. TrainError for a step out of order, a trajectory that cannot be
-        trained on, or a loss or gradient that is not finite.
+        Without any gradient the step counts as taken, with loss 0 and optimizer_steps 0. TrainError for a
+        step out of order, a bad trajectory, or a loss or gradient that is not finite.
         """
         if (done := self._done(step)) is not None:
             return done
@@ -157,10 +132,9 @@ class Replica(ReplicaState):
             return self._step(trajectories, step)
 
     def accumulate(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> int:
-        """Add the next wave's gradient; returns the number of waves so far. A collective; TrainError as in
-        `step`.
+        """Add the next wave's gradient, a collective; returns the number of waves so far.
 
-        On failure the earlier waves are dropped too.
+        TrainError as in `step`; the earlier waves are then dropped too.
         """
         self._check_next(step)
         opened = self.open_step = self.open_step or StepGradient(self, step)
@@ -196,7 +170,6 @@ class Replica(ReplicaState):
         self.optimizer.zero_grad(set_to_none=True)
 
     def _done(self, step: int) -> StepReport | None:
-        """The report of the step taken last; None for the next step, TrainError for others."""
         if self.last_report is not None and step == self.last_report.step == self.steps_done - 1:
             return self.last_report
         self._check_next(step)
@@ -204,9 +177,7 @@ class Replica(ReplicaState):
 
     def _check_next(self, step: int) -> None:
         if step != self.steps_done:
-            raise TrainError(
-                f"train step: got step {step}, but {self.steps_done} steps are done; the next is {self.steps_done}"
-            )
+            raise TrainError(f"train step: got step {step}, and the next is {self.steps_done}")
 
     def _set_lr(self, step: int) -> None:
         lr = self.settings.lr_at(step)
@@ -215,10 +186,10 @@ class Replica(ReplicaState):
 
     def _samples(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int, tally: Tally) -> list[Sample]:
         started = time.perf_counter()
-        old_logp = self.settings.old_logp
-        proximal = old_logp not in ("behaviour", "ewma") and self.settings.epochs * self.settings.minibatches > 1
-        whole = proximal or old_logp in ("version", "ewma") or self.settings.has_token_rewards
-        whole = whole or self.settings.exact_logprobs or self.settings.reject_args["m2po"] is not None
+        settings, old_logp = self.settings, self.settings.old_logp
+        proximal = old_logp not in ("behaviour", "ewma") and settings.epochs * settings.minibatches > 1
+        whole = proximal or old_logp in ("version", "ewma") or settings.has_token_rewards
+        whole = whole or settings.exact_logprobs or settings.reject_args["m2po"] is not None
         samples = samples_of(trajectories, step, whole=whole)
         tally.add(
             sequences=len(samples),
@@ -226,16 +197,16 @@ class Replica(ReplicaState):
             action_tokens=sum(sample.num_actions for sample in samples),
             pack_s=time.perf_counter() - started,
         )
-        if self.settings.exact_logprobs:
-            mismatch.observe_alone(tally, self.model, samples, self.settings.temperature)
+        if settings.exact_logprobs:
+            mismatch.observe_alone(tally, self.model, samples, settings.temperature)
         began = time.perf_counter()
-        if self.settings.has_token_rewards:
+        if settings.has_token_rewards:
             samples = self.gradient.with_token_advantages(samples, tally)
         if proximal:
             samples = self.gradient.with_proximal(samples)
         if old_logp == "version":
             samples = self.under_versions(samples, step)
-            if not self.settings.exact_logprobs:  # else the engine's are the version's, without a pass of the trainer
+            if not settings.exact_logprobs:  # else the engine's are the version's
                 mismatch.observe_versions(tally, samples)
         elif self.average is not None:
             with self.lending() as put:
@@ -247,17 +218,13 @@ class Replica(ReplicaState):
     def under_versions(self, samples: Sequence[Sample], step: int) -> list[Sample]:
         """``samples`` with the log-probability of each stale token under the weights that sampled it.
 
-        Tokens of the trained weights keep theirs, NaN (the step's own) if it was not computed; NaN too if a
-        token's weights are gone. With ``rollout.exact_logprobs`` the engine's own is the version's, without
-        a pass. A token is exact only if its weights and KV cache are of one version. TrainError for stale
-        tokens without `published`.
+        NaN for tokens of the trained weights that were not scored (the step's own counts), and of weights
+        that are gone. TrainError for stale tokens without `published`.
         """
         useful = self.gradient.useful(samples)
         old: dict[int, NDArray[np.floating[Any]]] = {
-            id(sample): np.full(sample.num_actions, np.nan)
-            if sample.proximal_logp is None
-            else np.where(sample.current, sample.proximal_logp, np.nan)
-            for sample in useful
+            id(each): np.where(each.current, np.nan if each.proximal_logp is None else each.proximal_logp, np.nan)
+            for each in useful
         }
         versions = sorted({int(version) for sample in useful for version in np.unique(sample.version)} - {step, -1})
         if self.settings.exact_logprobs:
@@ -270,33 +237,30 @@ class Replica(ReplicaState):
                     f"trainer.old_logp: version, and step {step} has tokens of versions {versions}, whose weights this replica "
                     "was not given; set Replica.published, or give trainer.old_logp=exact"
                 )
-            self._score_versions(useful, versions, self.published, old)
+            with self.lending() as put:
+                for version in versions:
+                    self._score_version(useful, version, self.published(version), old, put)
         return [replace(sample, proximal_logp=old[id(sample)]) if id(sample) in old else sample for sample in samples]
 
-    def _score_versions(
+    def _score_version(
         self,
         samples: Sequence[Sample],
-        versions: Sequence[int],
-        published: Published,
+        version: int,
+        weights: Mapping[str, Tensor] | None,
         old: dict[int, NDArray[np.floating[Any]]],
+        put: Callable[[Mapping[str, Tensor]], None],
     ) -> None:
-        """Score the tokens of each version under its weights, into ``old``; one replica scores each sample."""
-        with self.lending() as put:
-            for version in versions:
-                weights = published(version)
-                if not all(self.group.gather(weights is not None)):
-                    logger.warning(
-                        "the weights of version %d are gone; its tokens have the engine's log-probabilities", version
-                    )
-                    continue
-                assert weights is not None
-                put({n: part_of(weights[n], tensor) for n, tensor in self.tensors().items() if n in weights})
-                chosen = [(sample, np.flatnonzero(sample.version == version)) for sample in samples]
-                chosen = [(sample, at) for sample, at in chosen if len(at)]
-                scored = self.gradient.scored([sample.only(at) for sample, at in chosen])
-                for (sample, at), logp in zip(chosen, scored, strict=True):
-                    old[id(sample)] = old[id(sample)].astype(logp.dtype)
-                    old[id(sample)][at] = logp
+        if not all(self.group.gather(weights is not None)):
+            logger.warning(
+                "the weights of version %d are gone; its tokens have the engine's log-probabilities", version
+            )
+            return
+        assert weights is not None
+        put({name: part_of(weights[name], tensor) for name, tensor in self.tensors().items() if name in weights})
+        places = [(sample, at) for sample in samples if len(at := np.flatnonzero(sample.version == version))]
+        for (sample, at), logp in zip(places, self.gradient.scored([s.only(at) for s, at in places]), strict=True):
+            old[id(sample)] = old[id(sample)].astype(logp.dtype)
+            old[id(sample)][at] = logp
 
     def _step(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> StepReport:
         started = time.perf_counter()

@@ -1,11 +1,8 @@
 """The core: training replicas of one epoch in one torch.distributed group of fixed membership.
 
 Losing a member ends the epoch: collectives of the others fail or time out as GroupLost, and a new
-group of the next epoch continues from the last step that all of its members had taken.
-
-Members meet at a key-value store that only they can read and write: rank 0 keeps the values, and
-members reach them by `libra.transport` with the group's token. torch's own store listens on every
-network and trusts all clients, e.g. about the addresses of members.
+group continues from the last step that all had taken. Members meet at a key-value store of rank 0,
+by `libra.transport` with the group's token: torch's own store trusts all clients.
 
 Invariants of the store
 -----------------------
@@ -70,6 +67,8 @@ class Rendezvous:
             match do:
                 case "set":
                     self._values[keys[0]] = base64.b64decode(value)
+                    self._changed.notify_all()
+                    return {}
                 case "add":
                     found = int(self._values.get(keys[0], b"0")) + number
                     self._values[keys[0]] = b"%d" % found
@@ -87,10 +86,7 @@ class Rendezvous:
                         missing = [key for key in keys if key not in self._values]
                         return {"error": f"waited {timeout_s:g} s for {', '.join(missing)}"}
                     return {"values": [base64.b64encode(self._values[key]).decode() for key in keys]}
-                case _:
-                    return {"error": f"unknown request {do!r}"}
-            self._changed.notify_all()
-            return {}
+        return {"error": f"unknown request {do!r}"}
 
 
 class MemberStore(dist.Store):
@@ -112,7 +108,6 @@ class MemberStore(dist.Store):
                 time.sleep(RETRY_S)  # rank 0 may listen only later
 
     def close(self) -> None:
-        """Leave; requests that wait fail."""
         with contextlib.suppress(OSError):
             self._channel.close()
 
@@ -121,11 +116,9 @@ class MemberStore(dist.Store):
         self._ask("set", [key], value=base64.b64encode(content).decode())
 
     def get(self, key: str) -> bytes:
-        """The value of a key, as soon as it has one."""
         return base64.b64decode(self._wait([key], self._timeout_s)["values"][0])
 
     def add(self, key: str, number: int) -> int:
-        """Add to a number, which starts at 0; the sum."""
         return int(self._ask("add", [key], number=number)["number"])
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
@@ -135,7 +128,6 @@ class MemberStore(dist.Store):
         return bool(self._ask("check", list(keys))["number"])
 
     def delete_key(self, key: str) -> bool:
-        """Whether the key had a value."""
         return bool(self._ask("delete", [key])["number"])
 
     def num_keys(self) -> int:
@@ -144,8 +136,7 @@ class MemberStore(dist.Store):
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
 
-    deleteKey, getNumKeys = delete_key, num_keys
-    """What torch's C++ calls them."""
+    deleteKey, getNumKeys = delete_key, num_keys  # names in torch's C++
 
     def _wait(self, keys: list[str], timeout_s: float) -> dict[str, Any]:
         return self._ask("get", keys, timeout_s=timeout_s)
@@ -174,7 +165,7 @@ class TrainGroup:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        self._members: MemberStore | None = None  # torch forgets what it is once Python has
+        self._members: MemberStore | None = None  # torch needs Python to keep it
 
     @classmethod
     def join(
@@ -190,10 +181,9 @@ class TrainGroup:
     ) -> TrainGroup:
         """Become member ``rank`` of the group of ``epoch``; returns when all members have joined.
 
-        ``address`` is the `Rendezvous` of rank 0. Each member proves to all others that it knows ``token``,
-        over the connections that gradients will take. With ``on_gpus`` each member's tensors are on a GPU
-        of its own. A process first leaves the group of an older epoch. GroupLost if a member did not join
-        within ``timeout_s``, or did not prove itself.
+        ``address`` is the `Rendezvous` of rank 0. Each member proves that it knows ``token``, over the
+        connections that gradients will take. A process first leaves the group of an older epoch. GroupLost
+        if a member did not join within ``timeout_s``, or did not prove itself.
         """
         if dist.is_initialized():
             cls._destroy()
@@ -213,7 +203,6 @@ class TrainGroup:
         return group
 
     def _check_members(self, token: str, epoch: int) -> None:
-        """GroupLost unless every rank's sender knows the token: torch's connections themselves prove nothing."""
         said = f"libra group {epoch} {self.size} ".encode() + b"".join(self._gather_bytes(secrets.token_bytes(32)))
 
         def proof(rank: int) -> bytes:
@@ -240,10 +229,7 @@ class TrainGroup:
             logger.info("a broken process group was left: %s", fault)
 
     def sum_(self, tensors: Sequence[Tensor]) -> int:
-        """Replace each tensor by its sum over the members, bitwise equal on all, summed in at least float32.
-
-        Returns bytes reduced.
-        """
+        """Replace tensors by sums over the members, in at least float32, bitwise equal on all; bytes reduced."""
         return self._in_buckets(tensors, lambda flat: dist.all_reduce(flat))
 
     def send_(self, tensors: Sequence[Tensor], source: int = 0) -> int:
@@ -270,19 +256,12 @@ class TrainGroup:
         """The values of all members, by rank; JSON-able."""
         if self.size == 1:
             return [value]
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
-        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.size)]
-        with _lost(f"rank {self.rank} of {self.size}"):
-            dist.all_gather(lengths, torch.tensor([len(data)], device=device))
-            padded = torch.zeros(int(max(lengths)), dtype=torch.uint8, device=device)
-            padded[: len(data)] = data
-            parts = [torch.zeros_like(padded) for _ in range(self.size)]
-            dist.all_gather(parts, padded)
-        return [json.loads(bytes(part[: int(length)].tolist())) for part, length in zip(parts, lengths, strict=True)]
+        data = json.dumps(value).encode()
+        lengths = [int.from_bytes(each) for each in self._gather_bytes(len(data).to_bytes(8))]
+        parts = self._gather_bytes(data.ljust(max(lengths)))
+        return [json.loads(part) for part in parts]
 
     def _gather_bytes(self, value: bytes) -> list[bytes]:
-        """The values of all members by rank, each of the same length."""
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         data = torch.tensor(list(value), dtype=torch.uint8, device=device)
         parts = [torch.zeros_like(data) for _ in range(self.size)]
@@ -296,18 +275,14 @@ class TrainGroup:
 
 
 def _store_on_gpus(members: MemberStore, host: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.TCPStore:
-    """torch's own store, which NCCL uses from threads without Python, on one address only.
-
-    It trusts all clients, so `TrainGroup._check_members` verifies the members afterwards.
-    """
+    # torch's own store, which NCCL uses from threads without Python; `TrainGroup._check_members` verifies its clients.
     if rank:
         port = int(members.get("port"))
         return dist.TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    options = {"timeout": timeout, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    store = dist.TCPStore(host, port, size, is_master=True, **options)
     members.set("port", str(port))
     return store
 
@@ -338,7 +313,7 @@ def _lost(where: str) -> Iterator[None]:
 
 
 def lost_connection(error: RuntimeError) -> bool:
-    """Whether an error within a pass over shards is a lost connection; gloo has no error type for that."""
+    """Whether an error within a pass over shards is a lost connection, for which gloo has no error type."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 

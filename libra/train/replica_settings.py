@@ -1,5 +1,4 @@
-"""The settings of a replica: section ``trainer``, and the fields of ``rollout`` and ``distil`` that a
-step needs."""
+"""The settings of a replica: section ``trainer``, and what a step needs of ``rollout`` and ``distil``."""
 
 from __future__ import annotations
 
@@ -17,18 +16,9 @@ from libra.errors import ConfigError, TrainError
 from libra.named_parts import is_named, named_part
 
 _BEFORE_THE_STEP = {
-    "algorithm",
-    "prompts",
-    "group_size",
-    "resample",
-    "advantage",
-    "normalize_std",
-    "drop_uniform_groups",
-    "train_prompts",
-    "drop_truncated",
-    "dispatch",
-    "streaming",
-}
+    "algorithm", "prompts", "group_size", "resample", "advantage", "normalize_std", "drop_uniform_groups", "train_prompts",
+    "drop_truncated", "dispatch", "streaming",
+}  # fmt: skip
 """Fields that shape the batch, its advantages and its transfer, before the replica sees it."""
 
 
@@ -47,19 +37,17 @@ class DistilTerm(Section):
 
 
 class TrainSettings(TrainerSection):
-    """Settings of one replica, fixed for its lifetime; fields and defaults as in ``trainer:``, presets
-    included.
+    """Settings of one replica, fixed for its lifetime, with the presets of ``trainer:``.
 
     ConfigError for a value outside its range or an unknown name; a configuration checks combinations.
     """
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """``rollout.temperature``: logits are divided by it, so that log-probabilities mean the same in engine and trainer. Greedy
-    samples (0) have no log-probability to learn from."""
+    """``rollout.temperature``, which divides logits; greedy samples (0) have no log-probability to learn from."""
     loss_divisor: Annotated[float, Field(gt=0)] | None = None
     """Divisor of `aggregation` seq-mean-token-sum-norm in tokens: ``rollout.max_context_tokens``."""
     ewma_decay: Annotated[float, Field(ge=0, lt=1)] = 0.889
-    """Share of the moving average that stays at each batch; 0.889 looks back over about eight (PPO-EWMA)."""
+    """Share of the moving average that stays at each batch; 0.889 averages about eight (PPO-EWMA)."""
     kl_horizon: Annotated[float, Field(gt=0)] = 10_000.0
     """Trajectories over which ``kl_args.target`` acts."""
     share_prompts: bool = True
@@ -82,14 +70,13 @@ class TrainSettings(TrainerSection):
     @classmethod
     def of_run(cls, config: RunConfig) -> TrainSettings:
         """The settings of a run's replicas."""
-        given, rollout = config.trainer.model_dump(), config.rollout
-        distil = config.distil
+        rollout, distil = config.rollout, config.distil
         term = None
         if distil.teacher is not None:
             rounding = ROUNDING_NATS[config.model.dtype]
             term = DistilTerm(divergence=distil.divergence, reward_coef=distil.reward_coef, rounding_nats=rounding)
         return cls(
-            **given,
+            **config.trainer.model_dump(),
             loss_divisor=float(rollout.max_context_tokens),
             temperature=rollout.temperature,
             exact_logprobs=rollout.exact_logprobs,

@@ -38,37 +38,19 @@ from libra.train.weight_copies import LowRankWeights, MasterWeights, MovingAvera
 logger = logging.getLogger(__name__)
 
 _SAME_RESULT = {
-    "layout",
-    "gradient_checkpointing",
-    "max_row_tokens",
-    "micro_batch_tokens",
-    "logit_chunk_tokens",
+    "layout", "gradient_checkpointing", "offload", "max_row_tokens", "micro_batch_tokens", "logit_chunk_tokens",
     "share_prompts",
-}
+}  # fmt: skip
 """Settings in which two replicas may differ and compute the same gradient."""
 
 
-def _at_once(step: int) -> float:
-    return 0.0
-
-
 class ReplicaState:
-    """A model in training, its optimizer, and the steps that it has taken.
+    """The state of a `libra.train.replica.Replica`, whose ``model`` is on its device and not sharded yet.
 
-    ``model`` is on its device, whole; it is sharded here if the settings require it. The other
-    parameters are as in `libra.train.replica.Replica`.
-
-    Attributes
-    ----------
-    hybrids : HybridPool or None
-        Set on rank 0 if hybrid replicas may join; see `admit_hybrids`.
-    average : MovingAverage or None
-        Average weights after each batch, with ``trainer.old_logp=ewma``.
-    content : str or None
-        Digest of the current weights, if it was computed since they last changed.
-    before_change : callable
-        Called with the number of the step that is about to change the weights; returns the seconds for which
-        it waited for another thread to finish with the present ones.
+    ``hybrids`` is set on rank 0 by `admit_hybrids`; ``average`` with ``trainer.old_logp=ewma``;
+    ``content`` is the digest of the current weights, if known. ``before_change`` gets the number of the
+    step that is about to change the weights, and returns the seconds for which it waited for another
+    thread to finish with the present ones.
     """
 
     def __init__(
@@ -79,7 +61,7 @@ class ReplicaState:
         self.steps_done = 0
         self.last_report: StepReport | None = None
         self.content: str | None = None
-        self.before_change: Callable[[int], float] = _at_once
+        self.before_change: Callable[[int], float] = lambda step: 0.0
         self._scored: Any = None
         self._aliases = untied(model.state_dict())[1]
         settings = gradient.settings
@@ -92,23 +74,14 @@ class ReplicaState:
             self.average = MovingAverage(self.tensors(), settings.ewma_decay)
         self.master: MasterWeights | LowRankWeights | None = None
         if settings.lora_rank is not None:
+            dtype, args = master_dtype or self.dtype, settings.lora_args
             self.master = LowRankWeights(
-                model,
-                rank=settings.lora_rank,
-                alpha=settings.lora_args["alpha"],
-                targets=settings.lora_args["targets"],
-                dtype=master_dtype or self.dtype,
-                seed=seed,
+                model, rank=settings.lora_rank, alpha=args["alpha"], targets=args["targets"], dtype=dtype, seed=seed
             )
         elif master_dtype is not None and master_dtype.itemsize > self.dtype.itemsize:
             self.master = MasterWeights(self.parameters(), master_dtype)
-        self.optimizer = torch.optim.AdamW(
-            self.optimized().values(),
-            lr=settings.lr,
-            betas=settings.adam_args["betas"],
-            weight_decay=settings.adam_args["weight_decay"],
-            fused=True,
-        )
+        adam = {name: settings.adam_args[name] for name in ("betas", "weight_decay")}
+        self.optimizer = torch.optim.AdamW(self.optimized().values(), lr=settings.lr, fused=True, **adam)
 
     @property
     def settings(self) -> TrainSettings:
@@ -133,7 +106,7 @@ class ReplicaState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each replica holds a part of every tensor, so that passes and `weights` are collectives."""
+        """Whether each replica holds a part of every tensor: passes and `weights` are then collectives."""
         return is_sharded(self.settings, self.group)
 
     def description(self) -> dict[str, Any]:
@@ -159,7 +132,7 @@ class ReplicaState:
         return self.parameters() if self.master is None else self.master.tensors
 
     def weights(self) -> dict[str, Tensor]:
-        """The state dict to publish, tied tensors once. Views of storage that the next step changes.
+        """The state dict to publish, tied tensors once: views that the next step changes.
 
         If the model is sharded: copies in host memory, and a collective of the group.
         """
@@ -179,8 +152,7 @@ class ReplicaState:
         return own | {alias: own[name] for alias, name in self._aliases.items()}
 
     def score(self, token_ids: NDArray[np.integer]) -> NDArray[np.float32]:
-        """Log-probability in nats of each token but the first under the present weights (T - 1,), at
-        temperature 1.
+        """Log-probability in nats of each token but the first (T - 1,), at temperature 1.
 
         Call it beside the passes of a step only after `score_beside`.
         """
@@ -195,8 +167,7 @@ class ReplicaState:
     def score_beside(self) -> bool:
         """Let `score` be called beside the passes of later steps; False if this model cannot be copied.
 
-        It then scores with a copy of the model's modules over the same weights, with hooks and buffers of
-        its own.
+        A copy of the modules then scores, over the same weights, with hooks and buffers of its own.
         """
         saved = self.model.state_dict().keys()
         buffers = (buffer for name, buffer in self.model.named_buffers() if name in saved)
@@ -220,8 +191,7 @@ class ReplicaState:
             self.weights_moved()
 
     def apply_gradient(self, step: int, tally: Tally) -> None:
-        """Clip the gradient and take one optimizer step; TrainError, and no change, if the gradient is not
-        finite."""
+        """Clip the gradient and take one optimizer step; TrainError if the gradient is not finite."""
         parameters = self.optimized()
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None]))
         if not bool(torch.isfinite(norm)):
@@ -275,10 +245,7 @@ class ReplicaState:
 
     @contextmanager
     def lending(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-        """Yields a function that gives the model other weights, each in its local part.
-
-        Afterwards the model has its own, bit for bit. Takes a second copy of them.
-        """
+        """Yields a function that gives the model other weights (local parts); its own return, bit for bit."""
         self.before_change(self.steps_done)
         own = {name: local(tensor).clone() for name, tensor in self.tensors().items()}
         try:
@@ -296,7 +263,7 @@ class ReplicaState:
     def synchronise(self) -> int:
         """Give every replica of a new group the state of the first with most steps; returns the steps taken.
 
-        A collective, for replicas that hold the whole model. Nothing is sent if all are equal.
+        A collective, for replicas that hold the whole model; it sends nothing if all are equal.
         """
         assert not self.is_sharded, "no other rank has a shard that was lost"
         group, parameters = self.group, self.optimized()

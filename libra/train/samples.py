@@ -98,18 +98,13 @@ def sample_of(trajectory: Trajectory, version: int) -> Sample:
     """
     name = f"trajectory {trajectory.trajectory_id}"
     where = np.flatnonzero(trajectory.is_action)
-    lengths = {len(trajectory.token_ids), len(trajectory.is_action), len(trajectory.behaviour_logprob)}
-    if len(lengths | {len(trajectory.weight_version), len(trajectory.kv_version)}) != 1:
-        raise TrainError(
-            f"{name}: token_ids, is_action, behaviour_logprob and versions differ in length: {sorted(lengths)}"
-        )
+    columns = ("token_ids", "is_action", "behaviour_logprob", "weight_version", "kv_version", "routes")
+    lengths = {each: len(found) for each in columns if (found := getattr(trajectory, each)) is not None}
+    if len(set(lengths.values())) != 1:
+        raise TrainError(f"{name}: its arrays differ in length: {lengths}")
     if not len(where) or where[0] == 0:
         got = "its first token is an action" if len(where) else "no generated token"
-        raise TrainError(
-            f"{name}: {got}; a trajectory trains only with a prompt and at least one generated token after it"
-        )
-    if trajectory.routes is not None and len(trajectory.routes) != len(trajectory.token_ids):
-        raise TrainError(f"{name}: routes of {len(trajectory.routes)} tokens; it has {len(trajectory.token_ids)}")
+        raise TrainError(f"{name}: {got}; a trajectory trains only with a prompt and a generated token after it")
     if not np.isfinite(trajectory.advantage):
         raise TrainError(f"{name}: advantage is {trajectory.advantage}; it must be one finite number")
     behaviour_logp = trajectory.behaviour_logprob[where]
@@ -146,18 +141,17 @@ def _taught(trajectory: Trajectory, num_actions: int) -> Taught | None:
         return None
     if {len(each) for each in taught if each is not None} != {num_actions}:
         raise TrainError(
-            f"trajectory {trajectory.trajectory_id}: the teacher scored {len(taught.own_logp)} tokens, and {num_actions} were "
-            "generated; its scores are of another trajectory"
+            f"trajectory {trajectory.trajectory_id}: the teacher scored {len(taught.own_logp)} tokens, and {num_actions} "
+            "were generated; its scores are of another trajectory"
         )
     return taught
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaughtTokens:
-    """Columns int64 with their log-probabilities; ``known_N``: whether the teacher scored the token's
-    sequence.
+    """Columns int64 with their log-probabilities, as in `libra.types.Taught`.
 
-    ``rest_N`` and ``old_NK`` are as in `libra.types.Taught`.
+    ``known_N``: whether the teacher scored the token's sequence.
     """
 
     columns_NK: Tensor
@@ -167,7 +161,6 @@ class TaughtTokens:
     old_NK: Tensor | None = None
 
     def to(self, device: torch.device) -> TaughtTokens:
-        """The same on ``device``."""
         here = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: value.to(device) for name, value in here.items() if value is not None})
 
@@ -181,10 +174,8 @@ def taught_tokens(samples: Sequence[Sample], dtype: torch.dtype) -> TaughtTokens
     if not known:
         return None
     if len(shapes := {(each.logp.shape[1], each.rest_logp is None, each.old_logp is None) for each in known}) != 1:
-        raise TrainError(
-            f"teacher: its scores in one batch are of several kinds: {sorted(shapes)}; they are of another run"
-        )
-    width = known[0].logp.shape[1]
+        raise TrainError(f"teacher: the scores in one batch are of several kinds: {sorted(shapes)}")
+    first, width = known[0], known[0].logp.shape[1]
 
     def joined(name: str, fill: float, *shape: int) -> Tensor:
         parts = [
@@ -193,7 +184,6 @@ def taught_tokens(samples: Sequence[Sample], dtype: torch.dtype) -> TaughtTokens
         ]
         return torch.from_numpy(np.concatenate(parts))
 
-    first = known[0]
     return TaughtTokens(
         columns_NK=joined("token_ids", 0, width).to(torch.int64),
         logp_NK=joined("logp", 0.0, width).to(dtype),
@@ -205,8 +195,7 @@ def taught_tokens(samples: Sequence[Sample], dtype: torch.dtype) -> TaughtTokens
 
 Fetch = Callable[[Sequence[str]], Sequence[Trajectory]]
 """Trajectories of rows by name, in that order, without their advantages. Raises TrainError if one cannot be fetched."""
-_NONE = np.zeros(0, np.int64)
-_NO_LOGP, _NO_FLAGS = np.zeros(0, np.float32), np.zeros(0, np.bool_)
+_NONE, _NO_LOGP, _NO_FLAGS = (np.zeros(0, dtype) for dtype in (np.int64, np.float32, np.bool_))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +212,7 @@ class RowFacts:
 class LazyBatch:
     """A batch's trajectories for `Replica.step`, fetched on demand.
 
-    ``facts`` are of trajectories that train, in batch order; ``num_trajectories`` counts the others
-    too.
+    ``facts`` are of trajectories that train, in batch order; ``num_trajectories`` counts all.
     """
 
     def __init__(self, facts: Sequence[RowFacts], num_trajectories: int, fetch: Fetch) -> None:
@@ -250,7 +238,7 @@ class LazyBatch:
             if (arrived.num_tokens, arrived.num_actions) != (fact.num_tokens, fact.num_actions):
                 raise TrainError(
                     f"trajectory {trajectory.trajectory_id}: it has {arrived.num_tokens} tokens and {arrived.num_actions} "
-                    f"actions where {fact.num_tokens} and {fact.num_actions} were announced; it is not the one of this batch"
+                    f"actions; {fact.num_tokens} and {fact.num_actions} were announced"
                 )
             self.fetched[fact.row] = arrived
 
@@ -278,8 +266,7 @@ class _Absent(Sample):
 
 
 def samples_of(batch: Sequence[Trajectory] | LazyBatch, step: int, *, whole: bool) -> list[Sample]:
-    """The samples of a batch for the step that trains weights ``step``; placeholders of a lazy one unless
-    ``whole``."""
+    """The samples of a batch for step ``step``; placeholders of a lazy one unless ``whole``."""
     if isinstance(batch, LazyBatch):
         samples = batch.samples(step)
         return present(samples) if whole else samples

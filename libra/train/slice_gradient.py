@@ -1,5 +1,4 @@
-"""The gradient of a slice of a minibatch: samples packed, scored and differentiated on one replica,
-undivided.
+"""The undivided gradient of a slice of a minibatch: samples packed, scored, differentiated on one replica.
 
 If the model is sharded, passes are collectives: every replica runs equally many, some with empty
 micro-batches.
@@ -26,15 +25,14 @@ from libra.experts import Routers
 from libra.train import mismatch
 from libra.train.advantages import reinforce_pp, rloo
 from libra.train.corrections import m2po_mask
-from libra.train.kl import KL_BOUND, KLCoefficient, kl_estimate
 from libra.train.logprobs import Scorer, check_packing
+from libra.train.losses import KL_BOUND, KLCoefficient, Sequences, kl_estimate
 from libra.train.model_layout import is_sharded
 from libra.train.objective import Objective
 from libra.train.packing import MicroBatch, can_share, pack, split
 from libra.train.replica_group import TrainGroup
 from libra.train.replica_settings import TrainSettings
 from libra.train.samples import Sample
-from libra.train.sequences import Sequences
 from libra.train.step_report import Tally
 
 _PACKING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # nats; 0.1 for narrower dtypes
@@ -53,10 +51,9 @@ class SliceGradient:
         self.settings, self.group, self.device = settings, group, device
         self.objective = Objective(settings)
         self.kl = KLCoefficient(settings.kl_coef)
-        self.scorer = Scorer(model, settings.temperature, settings.logit_chunk_tokens)
-        self._reference: Scorer | None = None
-        if reference is not None:
-            self._reference = Scorer(reference, settings.temperature, settings.logit_chunk_tokens)
+        options = settings.temperature, settings.logit_chunk_tokens
+        self.scorer = Scorer(model, *options)
+        self._reference = None if reference is None else Scorer(reference, *options)
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self._logp_dtype = torch.promote_types(self.dtype, torch.float32)
         self._share_prompts = settings.share_prompts and can_share(model)
@@ -67,10 +64,7 @@ class SliceGradient:
             self._check_packing()  # later it would be a collective that only some replicas enter
 
     def accumulate(self, samples: Sequence[Sample], step: int, tally: Tally) -> float:
-        """Add the slice's undivided sum of weight x gradient; returns its sum of weights.
-
-        TrainError if its loss is not finite.
-        """
+        """Add the slice's sum of weight x gradient; returns its sum of weights. TrainError for a loss not finite."""
         began = time.perf_counter()
         batches = self._pack(self.useful(samples))
         tally.add(slice_pack_s=time.perf_counter() - began)
@@ -101,8 +95,7 @@ class SliceGradient:
         )
 
     def micro_batch_loss(self, batch: MicroBatch, tally: Tally) -> Tensor:
-        """Sum of weight x loss over the action tokens of ``batch``, with gradient; statistics go into
-        ``tally``."""
+        """Sum of weight x loss over the action tokens of ``batch``, with gradient; ``tally`` gets statistics."""
         if self.routers is not None:
             self.routers.replay(batch.routes_PLK)
         taught = batch.taught if self.settings.distil is not None else None
@@ -141,25 +134,23 @@ class SliceGradient:
             micro_batches=1,
         )
         if self.routers is not None:
-            self._count_routes(batch, self.routers, tally)
+            replayed, equal = self.routers.compared()
+            layer_places = batch.num_tokens * self.routers.shape[0]
+            tally.add(routed_places=replayed, equal_places=equal, layer_places=layer_places)
+            if batch.routes_PLK is not None:
+                tally.add(expert_ratio=load_ratio(batch.routes_PLK, self.routers.num_experts), expert_batches=1)
         if not tally.stepped and not self.settings.exact_logprobs:
             mismatch.observe_batch(tally, batch, logp_N.detach())
         return loss
 
     @contextmanager
     def _own_routes_after(self) -> Iterator[None]:
-        """After passes that replay routes the routers choose again, as for the probe of a version."""
+        """After these passes the routers choose again, as for the probe of a version."""
         try:
             yield
         finally:
             if self.routers is not None:
                 self.routers.replay(None)
-
-    def _count_routes(self, batch: MicroBatch, routers: Routers, tally: Tally) -> None:
-        replayed, equal = routers.compared()
-        tally.add(routed_places=replayed, equal_places=equal, layer_places=batch.num_tokens * routers.shape[0])
-        if batch.routes_PLK is not None:
-            tally.add(expert_ratio=load_ratio(batch.routes_PLK, routers.num_experts), expert_batches=1)
 
     def with_proximal(self, samples: Sequence[Sample]) -> list[Sample]:
         """``samples`` with their log-probabilities under the present weights."""
@@ -201,8 +192,7 @@ class SliceGradient:
         ]
 
     def with_kept(self, samples: Sequence[Sample], *, fresh: bool) -> list[Sample]:
-        """``samples``, a whole minibatch, with the tokens that M2PO keeps; the same on every replica of the
-        group.
+        """``samples``, a whole minibatch, with the tokens that M2PO keeps; the same on every replica.
 
         ``fresh``: the weights have moved since `with_proximal`, so the samples are scored again.
         """
@@ -226,10 +216,7 @@ class SliceGradient:
 
     @torch.no_grad()
     def scored(self, samples: Sequence[Sample], *, by_reference: bool = False) -> list[NDArray[np.floating[Any]]]:
-        """Log-probabilities of the actions of each sample (A,), by the present weights or the reference model.
-
-        One replica of the group scores each sample.
-        """
+        """Log-probabilities of each sample's actions (A,); one replica of the group scores each sample."""
         scorer = self._reference if by_reference else self.scorer
         assert scorer is not None, "there is a reference where trainer.kl_coef is above 0"
         numbered = {id(sample): index for index, sample in enumerate(samples)}
@@ -245,10 +232,7 @@ class SliceGradient:
                         flat[numbered[id(sample)]] = part
         joined_N = torch.cat([*flat, torch.zeros(0, dtype=self._logp_dtype)]).to(self.device)
         self.group.sum_([joined_N])
-        logp: list[NDArray[np.floating[Any]]] = [
-            part.numpy() for part in joined_N.cpu().split([sample.num_actions for sample in samples])
-        ]
-        return logp
+        return [part.numpy() for part in joined_N.cpu().split([sample.num_actions for sample in samples])]
 
     def _passes(self, batches: list[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
         """The micro-batches, each with True; collectives are filled up with empty ones, each with False."""
@@ -258,13 +242,11 @@ class SliceGradient:
             token_ids, one = np.zeros(2, np.int64), np.array([0])
             empty = Sample(token_ids, one, one, np.zeros(1, np.float32), np.zeros(1, np.bool_), 0.0)
             passes += [(self._pack([empty])[0], False) for _ in range(most - len(passes))]
-        packed = any(batch.packed for batch, _ in passes)
-        if packed and not self._packing_checked:
+        if not self._packing_checked and any(batch.packed for batch, _ in passes):
             self._check_packing()
         return passes
 
     def _check_packing(self) -> None:
-        """Once, before the first row with two sequences."""
         if self.routers is not None:
             self.routers.replay(None)
         check_packing(self.scorer, _PACKING_TOLERANCE.get(self.dtype, 0.1))
@@ -282,8 +264,7 @@ class SliceGradient:
 
 
 def load_ratio(routes_PLK: Tensor, num_experts: int) -> float:
-    """Busiest expert's tokens over the mean of all experts, averaged over layers; -1: not recorded; 1
-    without any."""
+    """Busiest expert's tokens over the mean of all, averaged over layers (-1: not recorded); 1 without any."""
     layers = routes_PLK.shape[1]
     flat_PLK = routes_PLK.long() + torch.arange(layers, device=routes_PLK.device)[None, :, None] * num_experts
     loads = torch.bincount(flat_PLK[routes_PLK >= 0], minlength=layers * num_experts).view(layers, num_experts).double()

@@ -1,5 +1,4 @@
-"""The report of a training step as flat numbers, the sums it is computed from, and the step's peak
-memory.
+"""The report of a training step as flat numbers, the sums behind it, and the step's peak memory.
 
 On a GPU the peak is torch's ``max_memory_allocated``. On a CPU it is the process's resident memory
 (Linux: ``VmHWM``, reset before the step) less the resident memory before the model was loaded.
@@ -8,7 +7,6 @@ On a GPU the peak is torch's ``max_memory_allocated``. On a CPU it is the proces
 from __future__ import annotations
 
 import ctypes
-import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -89,6 +87,18 @@ class StepReport:
 
 _COUNTS = {each.name for each in fields(StepReport) if each.type == "int"}
 _MOST = ("replicas", "hybrids", "hybrids_joining", "peak_bytes")
+_MEANS = {
+    "loss": ("loss", "minibatches"), "grad_norm": ("grad_norm", "optimizer_steps"),
+    "packing_efficiency_frac": ("forwarded_tokens", "places"), "ratio_mean": ("ratio_sum", "scored"),
+    "clip_low_frac": ("clipped_low", "scored"), "clip_high_frac": ("clipped_high", "scored"),
+    "kl_behaviour": ("kl_sum", "scored"), "entropy": ("entropy", "scored"),
+    "kl_teacher": ("kl_teacher", "taught"), "taught_frac": ("taught", "scored"),
+    "top_k_teacher_frac": ("top_k_teacher", "taught"), "top_k_student_frac": ("top_k_student", "taught"),
+    "correction_frac": ("corrected", "scored"), "rejected_frac": ("rejected", "scored"),
+    "exact_old_frac": ("exact_old", "scored"), "expert_load_ratio": ("expert_ratio", "expert_batches"),
+    "routes_replayed_frac": ("routed_places", "layer_places"), "routes_equal_frac": ("equal_places", "routed_places"),
+}  # fmt: skip
+"""Fields that are one sum over another."""
 
 
 @dataclass(slots=True)
@@ -108,9 +118,7 @@ class Tally:
 
     def take(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> None:
         """Add the tally of another replica, without seconds (names in ``_s``), because replicas run at once."""
-        for name, amount in sums.items():
-            if not name.endswith("_s"):
-                self.add(**{name: amount})
+        self.add(**{name: amount for name, amount in sums.items() if not name.endswith("_s")})
         self.at_least(**maxima)
 
     def add(self, **amounts: float) -> None:
@@ -148,67 +156,44 @@ class Tally:
         same = {name: int(value) if name in _COUNTS else value for name, value in same.items()}
         most = {name: int(self.maxima[name]) for name in _MOST if name in self.maxima}
         found: dict[str, Any] = {
-            "loss": self.mean("loss", "minibatches"),
-            "grad_norm": self.mean("grad_norm", "optimizer_steps"),
-            "packing_efficiency_frac": self.mean("forwarded_tokens", "places"),
-            "ratio_mean": self.mean("ratio_sum", "scored"),
-            "ratio_max": self.maxima.get("ratio_max", 0.0),
-            "clip_low_frac": self.mean("clipped_low", "scored"),
-            "clip_high_frac": self.mean("clipped_high", "scored"),
-            "kl_behaviour": self.mean("kl_sum", "scored"),
-            "kl_reference": self.mean("kl_reference", "scored") or self.mean("kl_reward", "kl_reward_tokens"),
-            "entropy": self.mean("entropy", "scored"),
-            "kl_teacher": self.mean("kl_teacher", "taught"),
-            "taught_frac": self.mean("taught", "scored"),
-            "top_k_teacher_frac": self.mean("top_k_teacher", "taught"),
-            "top_k_student_frac": self.mean("top_k_student", "taught"),
+            **{name: self.mean(total, count) for name, (total, count) in _MEANS.items()},
             **self.mismatch(),
-            "correction_frac": self.mean("corrected", "scored"),
-            "rejected_frac": self.mean("rejected", "scored"),
+            "ratio_max": self.maxima.get("ratio_max", 0.0),
+            "kl_reference": self.mean("kl_reference", "scored") or self.mean("kl_reward", "kl_reward_tokens"),
             "effective_sample_frac": self._effective_frac("weight_sum", "weight_square_sum", "scored"),
-            "exact_old_frac": self.mean("exact_old", "scored"),
-            "expert_load_ratio": self.mean("expert_ratio", "expert_batches"),
-            "routes_replayed_frac": self.mean("routed_places", "layer_places"),
-            "routes_equal_frac": self.mean("equal_places", "routed_places"),
             "tokens_per_s": self.sums.get("forwarded_tokens", 0.0) / total_s if total_s > 0 else 0.0,
         }
         values: dict[str, Any] = {**same, **most, **found}
         return StepReport(step=step, digest=digest, lr=lr, total_s=total_s, **values)
 
 
-logger = logging.getLogger(__name__)
 MAPPED_FROM_BYTES = 2**18
 """Tensors of at least this size are mapped separately in a process that trains a large model on a CPU."""
 LARGE_MODEL_BYTES = 2**26
-"""Bytes of weights from which on a model is large: for a smaller one, fresh pages would cost a tenth of each step and save
-almost nothing."""
+"""Bytes of weights from which on a model is large: for a smaller one, fresh pages would cost more than they save."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @cache
 def map_large_tensors() -> bool:
-    """Make glibc map large tensors separately, so that freeing one returns its memory; False without
-    glibc.
+    """Make glibc map large tensors separately, so that freeing one returns its memory; False without glibc.
 
     By default glibc keeps tensors of up to 32 MB in one heap, which their different lifetimes fragment.
-    The price is the system's time for fresh pages.
     """
-    if not sys.platform.startswith("linux"):
+    mallopt = _of_glibc("mallopt")
+    if mallopt is None:
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
-        return False
-    done = mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES) and mallopt(_M_TRIM_THRESHOLD, MAPPED_FROM_BYTES)
-    logger.debug("tensors of %d bytes and more are mapped on their own: %s", MAPPED_FROM_BYTES, bool(done))
-    return bool(done)
+    return bool(mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES) and mallopt(_M_TRIM_THRESHOLD, MAPPED_FROM_BYTES))
+
+
+def _of_glibc(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
 
 
 def _trim() -> None:
     """Make glibc return the memory of freed small tensors; takes milliseconds."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
-    if trim is not None:  # another C library has none
+    if (trim := _of_glibc("malloc_trim")) is not None:
         trim(0)
 
 

@@ -26,15 +26,12 @@ from libra.types import Taught, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Section ``distil``, ``rollout.temperature``, and the student's vocabulary, whose tokens alone count.
-
-    ``chunk_tokens`` are scored at once.
-    """
+    """Section ``distil``, ``rollout.temperature``, and the student's vocabulary, whose tokens alone count."""
 
     distil: DistilSection
     temperature: float
     vocabulary: int
-    chunk_tokens: int
+    chunk_tokens: int  # scored at once
 
 
 class TeacherModel:
@@ -57,7 +54,7 @@ class TeacherModel:
 
     @torch.no_grad()
     def score(self, trajectory: Trajectory, rng: np.random.Generator) -> Taught | None:
-        """Log-probabilities of a trajectory's generated tokens; None if there are none, or no draws that it needs.
+        """Log-probabilities of generated tokens, if there are any with the draws needed; else None.
 
         ``rng`` draws the teacher's own tokens. TrainError if a log-probability is not finite.
         """
@@ -93,13 +90,8 @@ class TeacherModel:
                 f"trajectory {trajectory.trajectory_id}: the teacher's log-probabilities are not finite; is distil.teacher whole, "
                 "and does model.dtype hold its numbers?"
             )
-        return Taught(
-            columns,
-            logp.astype(np.float32),
-            own.astype(np.float32),
-            rest.astype(np.float32) if distil.estimator == "top_k" else None,
-            old,
-        )
+        logp, own, rest = (each.astype(np.float32) for each in (logp, own, rest))
+        return Taught(columns, logp, own, rest if distil.estimator == "top_k" else None, old)
 
     def _logp(self, hidden_CH: Tensor) -> Tensor:
         """Log-probabilities of the student's vocabulary, in at least float32."""
@@ -110,7 +102,6 @@ class TeacherModel:
         return torch.log_softmax(logits_CV, -1)
 
     def _columns(self, logp_CV: Tensor, given_CK: Tensor | None, rng: np.random.Generator) -> Tensor:
-        """The given tokens at each place, or the likeliest, or drawn ones."""
         if given_CK is not None:
             return given_CK.to(logp_CV.device)
         distil = self.scoring.distil
@@ -124,8 +115,7 @@ class TeacherModel:
 def drawn_columns(
     trajectory: Trajectory, where: NDArray[np.integer[Any]]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The student's tokens at each place: the generated one and those drawn beside it, (A, m), and the
-    engine's log-probabilities of them."""
+    """The student's tokens at each place, generated and drawn (A, m), and the engine's log-probabilities."""
     columns, logp = trajectory.token_ids[where][:, None], trajectory.behaviour_logprob[where][:, None]
     if trajectory.drawn is not None:
         columns = np.concatenate([columns, trajectory.drawn.token_ids], axis=1)

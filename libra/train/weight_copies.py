@@ -1,17 +1,10 @@
-"""Weights that the optimizer updates in place of the model's own, and the moving average of the
-model's.
+"""Weights that the optimizer updates in place of the model's own, and a moving average of the model's.
 
-`MasterWeights` are wider copies. bfloat16 has 8 bits of mantissa: an update below 1/512 of a weight
-rounds to nothing, and AdamW at a learning rate of 1e-6 makes only such. So the optimizer updates
-float32 copies, gradients are summed in float32, and the model gets the rounded copies.
-
-`LowRankWeights` are adapters: LoRA, arXiv:2106.09685. A linear layer has the weight W = W0 + (alpha
-/ rank) B A, with A (rank, in) and B (out, rank). The model always holds W, so its passes, versions
-and their check are unchanged, and every engine serves it. Only A and B have optimizer state, are
-reduced over replicas, and change. Under fsdp2 every replica has the whole adapters, and a shard's
-gradient gives its part of their sums. `peft` keeps the three apart in the forward pass; here the
-gradient of W is computed and dropped layer by layer. A checkpoint has the merged model, and in
-``adapter/`` the adapters in peft's format.
+`MasterWeights` are wider copies: an update below 1/512 of a bfloat16 weight rounds to nothing, and
+AdamW at a learning rate of 1e-6 makes only such. `LowRankWeights` are adapters: LoRA,
+arXiv:2106.09685, W = W0 + (alpha / rank) B A. The model always holds W, so that every engine serves
+it; only A and B have optimizer state and are reduced, whole on every replica. A checkpoint has the
+merged model, and in ``adapter/`` the adapters in peft's format.
 
 Invariants
 ----------
@@ -44,10 +37,7 @@ from libra.train.model_layout import laid_out, local, part_of
 
 
 class MasterWeights:
-    """Copies of ``parameters`` in ``dtype``, which the optimizer updates in their place.
-
-    ``tensors`` are by the parameter's name; their ``grad`` is the sum over backward passes.
-    """
+    """Copies of ``parameters`` in ``dtype``; the ``grad`` of ``tensors`` is the sum over backward passes."""
 
     def __init__(self, parameters: Mapping[str, Parameter], dtype: torch.dtype) -> None:
         self._parameters = dict(parameters)
@@ -93,10 +83,8 @@ LORA_A, LORA_B = "lora_A", "lora_B"
 class LowRankWeights:
     """Adapters of a model, whose other parameters are frozen here; used as `MasterWeights` is.
 
-    ``alpha / rank`` multiplies B A. ``targets`` are last parts of the names of linear layers, e.g.
-    "q_proj"; empty: every linear layer but the output head. A and B have ``dtype``. ``tensors`` are
-    ``NAME.lora_A`` (rank, in) and ``NAME.lora_B`` (out, rank) by the layer's weight; their ``grad`` is
-    the sum over backward passes.
+    ``targets`` are last parts of the names of linear layers, e.g. "q_proj"; empty: every linear layer but
+    the output head. ``tensors`` are ``NAME.lora_A`` (rank, in) and ``NAME.lora_B`` (out, rank).
     """
 
     def __init__(
@@ -182,17 +170,10 @@ def adapter_config(adapters: LowRankWeights, base: str) -> str:
     """The content of ``adapter_config.json``; the adapters belong to the model ``base``."""
     layers = sorted({name.removesuffix(f".weight.{LORA_A}") for name in adapters.tensors if name.endswith(LORA_A)})
     values = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": adapters.rank,
-        "lora_alpha": adapters.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": adapters.rank,
+        "lora_alpha": adapters.alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
         "target_modules": layers,
-    }
+    }  # fmt: skip
     return json.dumps(values, indent=2) + "\n"
 
 
@@ -214,8 +195,7 @@ EWMA = "ewma"
 
 
 class MovingAverage:
-    """Exponentially weighted average of the weights after each batch, in at least float32. PPO-EWMA,
-    arXiv:2110.00641.
+    """Exponentially weighted average of the weights, in at least float32. PPO-EWMA, arXiv:2110.00641.
 
     It starts as the given weights by name, in their local layout; ``decay`` is the share that is kept.
     Differs from the paper: it moves once per batch, not once per optimizer step.

@@ -11,23 +11,24 @@ from torch import Tensor
 
 from libra.train.advantages import grpo, opo, reinforce_pp, reinforce_pp_baseline, remax, rloo
 from libra.train.corrections import binary_kl_mask, importance_weights, off_policy_sequence_mask, rejection_mask
-from libra.train.kl import kl_estimate
 from libra.train.losses import (
+    Aggregation,
     cispo_loss,
     clipped_surrogate,
     dppo_loss,
     gated_surrogate,
     gmpo_loss,
     gspo_loss,
+    kl_estimate,
     ppo_loss,
     reinforce_loss,
     sapo_loss,
+    sequence_mean,
     sequence_ratio,
     token_ratio,
     vespo_loss,
     weighted_logp_loss,
 )
-from libra.train.sequences import Aggregation, sequence_mean
 
 
 @dataclass(frozen=True, slots=True, eq=False)

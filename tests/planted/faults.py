@@ -133,8 +133,8 @@ FAULTS = (
     Fault(
         "hybrid_slice_added_twice",
         "train/gradient_reduction.py",
-        "total += result.gradients.pop(name).to(total)",
-        "total += 2 * result.gradients.pop(name).to(total)",
+        "total += result.tensors.pop(name).to(total)",
+        "total += 2 * result.tensors.pop(name).to(total)",
         ("train/test_hybrid_pool.py", "train/test_group.py"),
     ),
     Fault(

@@ -35,10 +35,10 @@ def served(make_model, make_request, device, family, fused, exact):
         tokens += [output.token_ids for _, output in sorted(turns.items())]
         answers += [output.logprobs for _, output in sorted(turns.items())]
         answers.append(batch.score(np.arange(20, dtype=np.int32)))
-        answers += [np.array(numbers) for _, numbers in sorted(batch.project(7).items())]
+        answers += [np.array(numbers) for _, numbers in sorted(batch.forward.project(7).items())]
         wanted = {"model.embed_tokens.weight": (3, 5), "model.norm.weight": ()}
         wanted["model.layers.0.self_attn.q_proj.weight"] = (1,)
-        answers += [found for _, found in sorted(batch.columns(wanted).items())]
+        answers += [found for _, found in sorted(batch.forward.columns(wanted).items())]
     return batch, tokens, answers
 
 

@@ -6,7 +6,6 @@ from libra.errors import ModelError
 from libra.rollout import attention as slot_cache
 from libra.rollout.attention import SLOT_ATTENTION, SlotKV
 from libra.rollout.forward import Forward
-from libra.rollout.slot_table import Job
 from libra.rollout.weight_loading import load_causal_lm
 
 
@@ -46,17 +45,3 @@ def test_bfloat16_logprobs_are_near_those_of_transformers(
     output = serve_all(make_batch(dtype="bfloat16"), request)["b"]
     expected = reference_logprobs(make_model(), request.context_ids, output.token_ids)
     assert np.abs(output.logprobs - expected).mean() < 0.1
-
-
-def test_the_cache_grows_with_the_longest_context_and_keeps_what_it_holds(make_batch, make_request, serve_all):
-    batch, alone = (make_batch(slots=3, max_context_tokens=200) for _ in range(2))
-    assert batch.kv.context_tokens == 32
-    short, long = make_request("s", length=5, new=60), make_request("l", length=120, new=40)
-    batch.submit(Job(-1, short, 0.0))
-    for _ in range(30):
-        batch.step()
-    assert batch.kv.context_tokens == 64
-    outputs = serve_all(batch, long)
-    assert batch.kv.context_tokens == 160
-    assert serve_all(alone, short)["s"].token_ids.tolist() == outputs["s"].token_ids.tolist()
-    assert alone.kv.context_tokens == 64

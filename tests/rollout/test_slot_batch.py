@@ -53,8 +53,8 @@ def check_invariants(batch):
         if state == RUNNING:
             assert table.jobs[slot].slot == slot
             assert batch.queue.running[table.owner[slot]] is table.jobs[slot]
-    assert shared.leaders | set(shared.following) <= set(table.slot_of)
-    assert not shared.leaders & set(shared.following)
+    assert shared._context_of.keys() | set(shared.following) <= set(table.slot_of)
+    assert not shared._context_of.keys() & set(shared.following)
     assert all(table.cached[table.slot_of[name]] == 0 for name in shared.following)
     assert len(table.slot_of) == int((table.state != FREE).sum())
     assert len(batch.queue.running) == int((table.state == RUNNING).sum())

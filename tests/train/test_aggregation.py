@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from libra.errors import TrainError
 from libra.train import Aggregation
+from libra.train.losses import AGGREGATIONS
 from libra.train.samples import sample_of
-from libra.train.sequences import AGGREGATIONS
 from libra.train.step_report import Tally
 
 DIVISOR = {"loss_divisor": 64.0}

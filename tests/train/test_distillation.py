@@ -5,8 +5,8 @@ import torch
 from libra.config.task_sections import DistilSection
 from libra.errors import TrainError
 from libra.train import pack, sample_of
-from libra.train.kl import sampled_divergence, top_k_divergence
 from libra.train.logprobs import chunked_columns
+from libra.train.losses import sampled_divergence, top_k_divergence
 from libra.train.teacher_model import Scoring, TeacherModel
 from libra.types import Drawn, Taught
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from libra.errors import TrainError, TransferError
-from libra.train.wire import connect
+from libra.train.hybrid_pool import connect
 
 sys.path.insert(0, str(Path(__file__).parent))
 import group_process as process

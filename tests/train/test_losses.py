@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra.train import Aggregation, Sequences, kl_estimate, losses
-from libra.train.kl import KL_ESTIMATORS
+from libra.train.losses import KL_ESTIMATORS
 
 LOSSES = {
     "ppo": lambda logp, old, a, s: losses.ppo_loss(logp, old, a),

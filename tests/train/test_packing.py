@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 import factories
 from libra.errors import TrainError
 from libra.train import Sample, fill_rows, karmarkar_karp, pack, sample_of
+from libra.train.hybrid_pool import from_tensors, to_tensors
 from libra.train.logprobs import Scorer, check_packing
+from libra.train.losses import Aggregation
 from libra.train.mismatch import stretches
 from libra.train.packing import share_rows
-from libra.train.sequences import Aggregation
-from libra.train.wire import from_tensors, to_tensors
 
 
 def made(lengths):

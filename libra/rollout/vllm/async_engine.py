@@ -12,8 +12,7 @@ Invariants
 4. Between ``pause`` and ``resume``, and while weights are loaded, only probes take a step
    (`probe_scheduler`).
 5. A version is served completely or not at all: a file that does not fit is refused before anything
-   changes; if loading fails half way, the previous weights are loaded again, or the process is
-   replaced.
+   changes; if loading fails half way, the process is replaced by one with the previous weights.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class VLLMEngine:
         self._loop = EngineLoop(str(self.settings.model_dir), self._end)
         self._lock = asyncio.Lock()  # starting, loading, pausing, and replacing a dead process: one at a time
         self._recovery: asyncio.Task[None] | None = None
-        self._since_s: float | None = None  # when the engine last became busy
+        self._busy_from_s: float | None = None  # when the engine last became busy
         self._counters = EngineCounters()  # of processes that have ended, and of requests
         self._meter = PassMeter()
 
@@ -78,9 +77,8 @@ class VLLMEngine:
     async def start(self) -> None:
         """Start the engine process and load the model; ModelError if it cannot be served."""
         check_vllm()
-        model = _Model.of(self.settings)
+        self._model = _Model.of(self.settings)
         self._loop.start()
-        self._model = model
         try:
             await self._loop.ask(self._start())
         except BaseException:
@@ -130,10 +128,10 @@ class VLLMEngine:
     def stats(self) -> EngineStats:
         """Counters; context tokens count when their request ends. vLLM does not report ``retained``."""
         self._loop.check_open()
-        core, since_s, now = self._core, self._since_s, replace(self._counters)
+        core, begun_s, now = self._core, self._busy_from_s, replace(self._counters)
         now.generated_tokens += core.generated_tokens if core else 0
         now.steps += core.steps if core else 0
-        now.busy_s += time.perf_counter() - since_s if since_s is not None else 0.0
+        now.busy_s += 0.0 if begun_s is None else time.perf_counter() - begun_s
         return now.stats(
             running=len(self._queue.running), waiting=len(self._queue.waiting), retained=0, slots=self.settings.slots,
             version=self.version,
@@ -201,19 +199,18 @@ class VLLMEngine:
             return
         for job in self._queue.start():
             job.started_s, job.version = time.perf_counter(), self.version
-            if self._since_s is None:
-                self._since_s = job.started_s
+            if self._busy_from_s is None:
+                self._busy_from_s = job.started_s
             job.task = self._loop.begin(self._serve(core, job))
 
     async def _serve(self, core: Core, job: VLLMJob) -> None:
         outcome: TurnOutput | Exception
         try:
             outcome = await core.serve(job, time.perf_counter)
-        except EngineGone as error:
-            outcome = error
-            self._died(core, error)
         except LibraError as error:
             outcome = error
+            if isinstance(error, EngineGone):
+                self._died(core, error)
         except Exception as error:  # noqa: BLE001  the boundary of a request: the caller gets it
             outcome = EngineError(f"{job.name}: {type(error).__name__}: {error}")
             outcome.__cause__ = error
@@ -222,18 +219,15 @@ class VLLMEngine:
 
     def _leave(self, job: VLLMJob, outcome: TurnOutput | Exception) -> None:
         self._queue.end(job)
-        if not self._queue.running and self._since_s is not None:
-            self._counters.busy_s += time.perf_counter() - self._since_s
-            self._since_s = None
+        if not self._queue.running and self._busy_from_s is not None:
+            self._counters.busy_s += time.perf_counter() - self._busy_from_s
+            self._busy_from_s = None
         if isinstance(outcome, TurnOutput):
             self._counters.cached_tokens += outcome.cached_tokens
             self._counters.prefilled_tokens += len(job.request.context_ids) - outcome.cached_tokens
-        if job.answer.done():
-            return
-        if isinstance(outcome, TurnOutput):
-            job.answer.set_result(outcome)
-        else:
-            job.answer.set_exception(outcome)
+        if not job.answer.done():
+            answer = job.answer.set_result if isinstance(outcome, TurnOutput) else job.answer.set_exception
+            answer(outcome)
 
     async def _abort(self, trajectory_id: str) -> None:
         job = self._queue.find(trajectory_id)
@@ -245,12 +239,9 @@ class VLLMEngine:
         if self._queue.find(job.name) is not job:
             return
         if job.started_s is None:
-            nothing = np.empty(0, np.int32)
-            waited_s = time.perf_counter() - job.arrived_s
-            self._leave(
-                job,
-                TurnOutput(nothing, nothing.astype(np.float32), nothing, nothing, StopReason.ABORT, queued_s=waited_s),
-            )
+            none, waited_s = np.empty(0, np.int32), time.perf_counter() - job.arrived_s
+            output = TurnOutput(none, none.astype(np.float32), none, none, StopReason.ABORT, queued_s=waited_s)
+            self._leave(job, output)
             return
         core = self._core
         if core is not None and not core.dead:
@@ -272,43 +263,28 @@ class VLLMEngine:
         self._admit()
 
     async def _load(self, version: int, directory: Path) -> None:
-        begun_s = time.perf_counter()
-        path = await asyncio.to_thread(self._model.expected.check, directory)
+        begun_s, expected = time.perf_counter(), self._model.expected
+        path = await asyncio.to_thread(expected.check, directory)
         async with self._lock:
             core = await self._living()
             self._held = True
             try:
                 if not self._paused:
                     await core.pause()
-                try:
-                    await core.load(version, path, self._model.expected.tied.get(HEAD))
-                except EngineGone:
-                    raise
-                except EngineError as error:
-                    await self._back_to_old(core, error)
-                    raise WeightsError(f"{path}: version {version} could not be loaded: {error}") from error
+                await core.load(version, path, expected.tied.get(HEAD))
                 self.version, self._directory = version, directory
                 if not self._paused:
                     await core.resume()
             except EngineGone as error:
                 self._died(core, error)
                 raise
+            except EngineError as error:  # its modules may have weights of two versions
+                self._died(core, error)
+                raise WeightsError(f"{path}: version {version} could not be loaded: {error}") from error
             finally:
                 self._held = False
                 self._admit()
         logger.info("weights announced: now serving version %d (%.3f s)", version, time.perf_counter() - begun_s)
-
-    async def _back_to_old(self, core: Core, reason: EngineError) -> None:
-        """After a failed load: load the previous weights again, or else end the process."""
-        logger.error("loading new weights failed, the previous ones are loaded again: %s", reason)
-        old = self._directory or self.settings.model_dir
-        try:
-            await core.load(self.version, self._model.expected.check(old), self._model.expected.tied.get(HEAD))
-            if not self._paused:
-                await core.resume()
-        except LibraError as error:
-            core.stop()
-            raise EngineGone(f"{reason}; nor could version {self.version} be loaded again: {error}") from error
 
     async def _probe(self, what: str, question: Any) -> Any:
         core = self._core
@@ -378,7 +354,7 @@ class VLLMEngine:
 
 @dataclass(slots=True)
 class _Model:
-    """Facts of a model directory; ``max_scored``: maximum tokens of `VLLMEngine.score`."""
+    """A model directory; ``max_scored``: maximum tokens of `VLLMEngine.score`."""
 
     vocab_size: int
     token_bytes: int
@@ -401,8 +377,7 @@ class EngineLoop:
     """An event loop on a thread of its own, in which coroutines of other loops run.
 
     Every coroutine given to `ask` ends: with its result, its error, or EngineError once the loop is
-    closed. After `close` nothing runs on the thread. ``at_end`` runs in the loop when it closes, before
-    tasks are cancelled.
+    closed. ``at_end`` runs in the loop when it closes, before tasks are cancelled.
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]) -> None:

@@ -1,5 +1,4 @@
-"""The setup of a vLLM engine: arguments, environment, KV memory. vLLM is imported inside functions
-only."""
+"""The setup of a vLLM engine: arguments, environment, KV memory. vLLM is imported inside functions."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ OURS = frozenset({
 })  # fmt: skip
 """Arguments of vLLM that Libra sets itself."""
 PARENT = "LIBRA_ENGINE_PARENT"
-"""Environment variable with the id of the process that starts an engine; the engine's process ends when that one has
-ended."""
+"""Environment variable with the id of the process that starts an engine, whose end ends the engine."""
 BIND, DEVICES = "VLLM_CPU_OMP_THREADS_BIND", "CUDA_VISIBLE_DEVICES"
 """Environment variables with the cores and the GPUs that an engine may use."""
 
@@ -152,9 +150,7 @@ def _kv_transfer(given: Mapping[str, Any]) -> Any:
 def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
     """The environment in which an engine process starts; afterwards this process's is restored.
 
-    ``VLLM_CPU_OMP_THREADS_BIND`` (one list of cores per rank, "0-3|4-7") is kept unless the settings
-    have another one. By default threads are not bound: two engines of one machine would share the
-    cores.
+    By default threads are not bound to cores, which two engines of one machine would share.
     """
     before = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

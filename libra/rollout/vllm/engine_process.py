@@ -48,14 +48,10 @@ SHUTDOWN_S = 5.0
 class VLLMJob(QueuedJob):
     """A request of a vLLM engine."""
 
-    version: int = 0
-    """Of the weights when it started."""
-    handle: str = ""
-    """vLLM's name for it."""
-    answer: Any = None
-    """The future that its caller awaits."""
-    task: Any = None
-    """Serves it."""
+    version: int = 0  # of the weights when it started
+    handle: str = ""  # vLLM's name for it
+    answer: Any = None  # the future that its caller awaits
+    task: Any = None  # serves it
 
 
 class EngineGone(EngineError):
@@ -73,10 +69,7 @@ class Core:
 
     @classmethod
     async def start(cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None) -> Core:
-        """Start the process, load the model, and warm it up. Takes 20 s or more and blocks this event loop.
-
-        ``meter`` is the engine's, if its process was replaced.
-        """
+        """Start the process, load the model, and warm it up; takes 20 s or more and blocks this event loop."""
         check_vllm()
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -115,20 +108,17 @@ class Core:
             prompt["cache_salt"] = f"version {job.version}"
         with _errors(job.name):
             final = None
-            async for output in self.llm.generate(
-                prompt,
-                _sampling(
-                    max_tokens=request.max_new_tokens,
-                    temperature=request.temperature,
-                    top_p=request.top_p,
-                    seed=request.seed,
-                    stop_token_ids=list(request.stop_ids),
-                    logprobs=0,
-                    extra_args={GENERATED: request.generated} if request.generated else None,
-                ),
-                job.handle,
-                priority=packed_priority(request.priority),
-            ):
+            sampling = _sampling(
+                max_tokens=request.max_new_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                seed=request.seed,
+                stop_token_ids=list(request.stop_ids),
+                logprobs=0,
+                extra_args={GENERATED: request.generated} if request.generated else None,
+            )
+            priority = packed_priority(request.priority)
+            async for output in self.llm.generate(prompt, sampling, job.handle, priority=priority):
                 final = output
         assert final is not None and final.finished, f"{job.name}: vLLM ended a request without a final output"
         return self._output(job, final, now())
@@ -149,10 +139,8 @@ class Core:
             versions[span.start : span.end] = int(span.version)
         # With keep_kv the oldest KV attended to is that of the request's start, even if vLLM recomputed some.
         kv_versions = np.full_like(versions, job.version) if self.settings.keep_kv else versions.copy()
-        reason = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}.get(
-            completion.finish_reason
-        )
-        if reason is None:
+        reasons = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
+        if completion.finish_reason not in reasons:
             raise EngineError(f"{job.name}: vLLM ended the request with {completion.finish_reason!r}")
         started_s = job.started_s if job.started_s is not None else now_s
         return TurnOutput(
@@ -160,7 +148,7 @@ class Core:
             logprobs=logprobs,
             weight_versions=versions,
             kv_versions=kv_versions,
-            stop_reason=reason,
+            stop_reason=reasons[completion.finish_reason],
             cached_tokens=max(int(final.num_cached_tokens or 0), 0),
             queued_s=started_s - job.arrived_s,
             busy_s=now_s - started_s,
@@ -192,7 +180,7 @@ class Core:
     # -- probes ------------------------------------------------------------------------------------------------------
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probability of every token but the first (T - 1,), without any KV of others; also while paused."""
+        """See RolloutEngine; without any KV of others, also while paused."""
         with _errors("score"):
             final = await self._generate([int(token) for token in token_ids], 1, prompt_logprobs=0)
         found = np.asarray(final.prompt_logprobs.logprobs, np.float32)
@@ -200,16 +188,12 @@ class Core:
         return found
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """Numbers of `libra.projections` for every layer, as all ranks together compute them."""
+        """See RolloutEngine; as all ranks together compute them."""
         found = {}
         for name, (rows, inputs) in (await self._outputs(seed, None)).items():
-            generator = generator_of(seed, name)
-            if is_embedding(name):
-                draw_rows(generator, inputs)
-                found[name] = numbers_of(generator, torch.from_numpy(rows))
-            else:
-                draw_input(generator, inputs)
-                found[name] = numbers_of(generator, torch.from_numpy(rows[0]))
+            generator, table = generator_of(seed, name), is_embedding(name)
+            (draw_rows if table else draw_input)(generator, inputs)
+            found[name] = numbers_of(generator, torch.from_numpy(rows if table else rows[0]))
         return found
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
@@ -237,7 +221,7 @@ class Core:
         return found
 
     async def _generate(self, ids: list[int], new: int, **sampling: Any) -> Any:
-        """A probe: before all requests, greedy by default, not counted, and without KV of others."""
+        """A probe: before all requests, greedy by default, and not counted."""
         self._probes += 1
         steps, tokens = self.steps, self.generated_tokens
         final = None
@@ -295,35 +279,22 @@ class Core:
 
 
 def _shared_memory(process_ids: Iterable[int]) -> set[Path]:
-    """Files in ``/dev/shm`` that only these processes and their descendants have mapped (Linux).
+    """Files in ``/dev/shm`` that only these processes and their descendants have mapped; they outlive a kill."""
+    import psutil  # vLLM needs it, too
 
-    They outlive processes that are killed.
-    """
-    found, left = set[Path](), list(process_ids)
-    while left:
-        process = left.pop()
-        found |= _mapped(str(process))
-        for children in Path("/proc", str(process), "task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                left += map(int, children.read_text().split())
-    return found - _mapped("self")
-
-
-def _mapped(process: str) -> set[Path]:
-    try:
-        lines = Path("/proc", process, "maps").read_text().splitlines()
-    except OSError:  # it has ended, or there is no such directory
-        return set()
-    paths = (Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm" in line)
-    return {path for path in paths if path.parent == Path("/dev/shm") and path.name.startswith(("psm_", "vllm_dist_"))}
+    own, found = {each.path for each in psutil.Process().memory_maps()}, set[Path]()
+    for process in map(psutil.Process, process_ids):
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                found |= {Path(mapped.path) for mapped in each.memory_maps() if mapped.path not in own}
+    return {file for file in found if str(file).startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_"))}
 
 
 class PassWatch:
-    """Seconds of forward passes, from the time stamps of an engine process's messages after each pass.
+    """Seconds of passes, from the time stamps of an engine process's messages after each.
 
-    The process steps continuously while it has requests, so the time between two messages is one pass
-    with its scheduling, sampling and sending. A pass after idle time or a pause, and one with a probe,
-    does not count.
+    While it has requests, the time between two messages is one pass with its scheduling and sampling. A
+    pass after idle time or a pause, and one with a probe, does not count.
     """
 
     def __init__(self, meter: PassMeter) -> None:
@@ -360,14 +331,8 @@ def _sampling(**given: Any) -> Any:
     """Token ids in and out, one output at the end, and no stop tokens but the request's."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    return SamplingParams(
-        **given,
-        ignore_eos=True,
-        detokenize=False,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
+    fixed = {"ignore_eos": True, "detokenize": False, "flat_logprobs": True, "skip_clone": True}
+    return SamplingParams(**given, **fixed, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 @contextlib.contextmanager

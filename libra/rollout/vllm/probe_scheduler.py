@@ -1,7 +1,7 @@
 """vLLM's scheduler with one addition: while it is paused, only probes run.
 
-vLLM's engine process imports it (``scheduler_cls``). The version check runs between the loading of
-weights and the first token drawn from them, so its probes must run while all requests are paused.
+vLLM's engine process imports it (``scheduler_cls``). The version check's probes run between the
+loading of weights and the first token drawn from them.
 
 Invariants
 1. While paused, a step schedules requests of priority `PROBE` only; every other request keeps its
@@ -37,11 +37,6 @@ class _Probing:
         super().__init__(*args, **kwargs)
         _die_with_parent()
 
-    def _probing(self) -> bool:
-        if self._pause_state is not PauseState.PAUSED_ALL:
-            return False
-        return any(request.priority == PROBE for request in (*self.running, *self.waiting))
-
     def get_num_unfinished_requests(self) -> int:
         """The requests that keep the engine stepping: only the probes while paused."""
         if self._pause_state is PauseState.PAUSED_ALL:
@@ -50,7 +45,7 @@ class _Probing:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """One step; see the invariants."""
-        if not self._probing():
+        if self._pause_state is not PauseState.PAUSED_ALL or not self.get_num_unfinished_requests():
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         held, held_waiting = [r for r in self.running if r.priority != PROBE], self.waiting
         probes = create_request_queue(self.policy)

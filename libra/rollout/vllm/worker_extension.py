@@ -1,15 +1,13 @@
-"""Libra's methods in vLLM's worker processes: loading a version, projections and columns of layers as
-used.
+"""Libra's methods in vLLM's worker processes: loading a version, and outputs of layers as used.
 
 vLLM mixes `LibraWorker` into its worker class (``worker_extension_cls``) and calls it by name on
-every rank. vLLM is imported inside functions.
+every rank.
 
 Invariants
-1. After `libra_load` every module computes with the file's weights; packed copies are packed again.
-   vLLM 0.32 on a CPU does not do that for an output head tied to the embedding, and silently serves
-   the old head.
-2. `libra_outputs` goes through the modules' own ``apply``, and never reads a matrix from a
-   parameter.
+1. After `LibraWorker.libra_load` every module computes with the file's weights; packed copies are
+   packed again, which vLLM 0.32 on a CPU leaves out for an output head tied to the embedding.
+2. `LibraWorker.libra_outputs` goes through the modules' own ``apply``, and never reads a matrix from
+   a parameter.
 3. The parts that all ranks return add up to the output of the whole layer.
 """
 
@@ -48,18 +46,16 @@ class LibraWorker:
     """Methods that ``AsyncLLM.collective_rpc`` can call; ``self`` is vLLM's worker."""
 
     def libra_load(self, path: str, tied_to: str | None) -> None:
-        """Load a safetensors file in place. ``tied_to`` names the embedding that the head shares its weights
-        with."""
+        """Load a safetensors file in place; ``tied_to`` is the embedding that the head shares weights with."""
         worker: Any = self
         worker.reload_weights(weights_iterator=_tensors(Path(path), tied_to), is_checkpoint_format=True)
         with torch.no_grad():
             _pack_embeddings_again(worker.model_runner.get_model())
 
     def libra_continue_turns(self) -> None:
-        """Let a request that continues a turn continue its random numbers.
+        """Let a request that continues a turn skip the random numbers of its earlier tokens.
 
-        vLLM's model runner V1 draws from a generator per request: here it skips the numbers of earlier
-        tokens. Runner V2 draws by seed and position.
+        vLLM's model runner V1 draws from a generator per request; runner V2 by seed and position.
         """
         worker: Any = self
         runner = worker.model_runner
@@ -92,8 +88,7 @@ class LibraWorker:
 def skip_draws(generator: torch.Generator, tokens: int, runner: Any) -> None:
     """Draw the numbers of ``tokens`` sampled tokens from a request's generator in vLLM's model runner V1.
 
-    On a CPU these are one number per token for its kernel, or an exponential number per entry of the
-    vocabulary; elsewhere always the latter, and each token moves the generator's offset equally.
+    One number per token for the CPU's kernel, else an exponential number per entry of the vocabulary.
     """
     sampler, vocab = runner.sampler.topk_topp_sampler, runner.input_batch.vocab_size
     fp64 = bool(getattr(sampler, "use_fp64_gumbel", False))
@@ -163,12 +158,15 @@ def _outputs(model: Any, seed: int | None, wanted: Mapping[str, Sequence[int]]) 
 def _linear(
     module: Any, names: list[str], seed: int | None, wanted: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, Part]]:
-    """Name and rows of each layer that a module holds."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
     begin = 0
     for name, (count, offset, whole, mine) in zip(names, _shares(module), strict=True):
         x = _inputs(f"{name}.weight", seed, wanted, module.input_size)
         if x is not None:
-            y = _apply(module, _own_columns(module, x))[:, begin : begin + count]
+            if isinstance(module, RowParallelLinear):
+                x = x.chunk(module.tp_size, 1)[module.tp_rank]
+            y = _apply(module, x)[:, begin : begin + count]
             yield f"{name}.weight", _part(y if mine else y * 0, offset, whole, module.input_size)
         if seed is None and f"{name}.bias" in wanted:
             y = module.bias.float().cpu()[None, begin : begin + count]
@@ -178,8 +176,7 @@ def _linear(
 
 
 def _shares(module: Any) -> list[tuple[int, int, int, bool]]:
-    """(outputs here, first of them in the whole, outputs of the whole, whether this rank answers) of each
-    layer."""
+    """Of each layer: outputs here, the first of them in the whole, all, and whether this rank answers."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
     rank, ranks = module.tp_rank, module.tp_size
@@ -196,15 +193,6 @@ def _shares(module: Any) -> list[tuple[int, int, int, bool]]:
         return [(module.output_size, 0, module.output_size, True)]  # parts of a sum
     sizes = getattr(module, "output_sizes", [module.output_size])
     return [(size, 0, size, _is_first_rank()) for size in sizes]
-
-
-def _own_columns(module: Any, x: Tensor) -> Tensor:
-    from vllm.model_executor.layers.linear import RowParallelLinear
-
-    if not isinstance(module, RowParallelLinear):
-        return x
-    width = module.input_size_per_partition
-    return x[:, module.tp_rank * width : (module.tp_rank + 1) * width]
 
 
 def _inputs(name: str, seed: int | None, wanted: Mapping[str, Sequence[int]], width: int) -> Tensor | None:
