@@ -4,7 +4,7 @@
 
     loss of a token = keep x weight x policy loss(p_now / p_old, advantage) + kl_coef x KL estimate - entropy_coef x entropy
 
-``keep`` is 0 where a mask leaves a token out of the policy loss (``reject``, ``off_policy_threshold``,
+``keep`` is 0 where a mask leaves a token out of the policy loss (``reject``, ``reject_args``,
 ``m2po_threshold``); it still counts in the denominator and in its sequence's mean ratio. With a
 teacher the policy loss is multiplied by ``distil.reward_coef`` and the divergence is added. A late
 correction (`Sample.counted` False) has the policy loss alone. ``old_logp`` defines p_old:

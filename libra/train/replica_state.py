@@ -38,7 +38,7 @@ from libra.train.weight_copies import LowRankWeights, MasterWeights, MovingAvera
 logger = logging.getLogger(__name__)
 
 _SAME_RESULT = {
-    "layout", "gradient_checkpointing", "offload", "max_row_tokens", "micro_batch_tokens", "logit_chunk_tokens",
+    "layout", "gradient_checkpointing", "max_row_tokens", "micro_batch_tokens", "logit_chunk_tokens",
     "share_prompts",
 }  # fmt: skip
 """Settings in which two replicas may differ and compute the same gradient."""
