@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from libra.facts import Fact, PromptsNamed, QuantumFinished, TrajectoryEnded, TrajectoryParked, VersionPublished
+from libra.facts import Fact, PromptsNamed, QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, VersionPublished
 from libra.policy.posterior.cohorts import Cohort, Cohorts, History, lognormal_remaining
 from libra.policy.posterior.regression import (
     FORGET,
@@ -166,6 +166,10 @@ class Posterior(Forecaster):
             live = self._live.pop(event.key, None)
             if live is not None:
                 self._ended(event.key, live, event.completed)
+        elif isinstance(event, QuantumStarted):
+            live = self._live.get(event.key)
+            if live is not None and not live.tokens and not live.returns:
+                self._begins(live)
         elif type(event) is PromptsNamed:
             self._named.update(event.groups)
             for group in list(self._named)[: max(0, len(self._named) - NAMED)]:
@@ -175,6 +179,12 @@ class Posterior(Forecaster):
                 part.scale(VERSION_FORGET)
             self._squares *= VERSION_FORGET
             self._history.published()
+
+    def _begins(self, live: Live) -> None:
+        """A trajectory leaves the queue: the row of its start has what siblings have shown by now."""
+        if live.rows is not None:
+            live.rows = b""
+        self._forecast(live)
 
     def _started(self, key: str, group: str, family: str) -> None:
         group, family = intern(group), intern(family)
@@ -255,9 +265,10 @@ class Posterior(Forecaster):
         x[:NUM_FEW] = (*progress, shift, sure, sure * rest, sure * rest_tokens, family)
         np.log1p(np.frombuffer(live.counts, dtype=np.float32), out=x[NUM_FEW:])
         base_log, base_mean, log, mean = (x @ regression.weights).tolist()
-        order_blend, mean_blend = regression.order, regression.mean
+        stage = regression.stage(live.returns)
+        order_blend, mean_blend = stage.order, stage.mean
         (joint_share, totals_share), (joint_mean, totals_mean) = order_blend.shares, mean_blend.shares
-        log = base_log + joint_share * (log - base_log) + totals_share * sure * (rest - regression.excess - base_log)
+        log = base_log + joint_share * (log - base_log) + totals_share * sure * (rest - stage.excess - base_log)
         mean = base_mean + joint_mean * (mean - base_mean) + totals_mean * sure * (rest_tokens - base_mean)
         base_log = min(max(base_log, 0.0), _LARGEST_LOG)
         log = min(max(log, 0.0), _LARGEST_LOG)
@@ -272,10 +283,13 @@ class Posterior(Forecaster):
         live.mean = float(f"{base_mean + mean_blend.factor * (mean - base_mean):.8g}")
         live.pending = 0
         # Its weight is the square of the share of all others that it has outlasted: 0 at the start,
-        # nearly 1 far in the tail. A larger weight of short members would drown the ended ones.
+        # nearly 1 far in the tail. A larger weight of short members would drown the ended ones. A
+        # forecast with skill is worth that share of an ended member from its first return on.
         beyond = (log_done - centre) / math.sqrt(2.0 * (within + between)) if tokens else -9.0
-        live.information = information = (1.0 - 0.5 * math.erfc(beyond)) ** 2
-        live.imputed = imputed = math.log(tokens + math.exp(base_log))
+        outlasted = (1.0 - 0.5 * math.erfc(beyond)) ** 2
+        known_share = order_blend.skill if live.returns else 0.0
+        live.information = information = outlasted + (1.0 - outlasted) * known_share
+        live.imputed = imputed = math.log(tokens + live.order)
         more, more_total = information - weight, information * imputed - weight * value
         for cohort in (everyone, self._groups.by_name.get(live.group), self._families.by_name.get(live.family)):
             if cohort is not None:
@@ -287,7 +301,7 @@ class Posterior(Forecaster):
         mean, order, pending = live.mean, live.order, live.pending
         if pending:
             mean, order = mean * mean / (mean + pending), order * order / (order + pending)
-        return Forecast(mean, order, self._regression.order.skill)
+        return Forecast(mean, order, self._regression.stage(live.returns).order.skill)
 
     def reconsidered(self, key: str) -> Forecast:
         live = self._live[key]
@@ -300,7 +314,7 @@ class Posterior(Forecaster):
         else:
             self._forecast(live, kept=False)  # one row of the start is enough to learn from
             self._twin = (self._moment, live.group, live.family, live)
-        return Forecast(live.mean, live.order, self._regression.order.skill)
+        return Forecast(live.mean, live.order, self._regression.first.order.skill)
 
     def is_probe(self, key: str) -> bool:
         live = self._live[key]
@@ -336,11 +350,11 @@ class Posterior(Forecaster):
     @property
     def skill(self) -> float:
         """Share of the progress-only squared error (of logarithms) that the forecast saved."""
-        return self._regression.order.skill
+        return self._regression.later.order.skill
 
     @property
     def weights(self) -> dict[str, float]:
         """Weight in the order of all signals, of siblings' totals, and of a prompt's history."""
-        order = self._regression.order
+        order = self._regression.later.order
         joint, totals = (order.factor * share for share in order.shares)
         return {"regression": joint, "totals": totals, "history": self._history.measured}

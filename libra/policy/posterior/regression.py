@@ -29,7 +29,7 @@ PROGRESS = 4
 
 Plain numbers would let the few longest trajectories dominate the fit.
 """
-SURE, SURE_LOG, SURE_TOKENS = PROGRESS + 1, PROGRESS + 2, PROGRESS + 3
+RETURNS, SURE, SURE_LOG, SURE_TOKENS = 2, PROGRESS + 1, PROGRESS + 2, PROGRESS + 3
 """Certainty of the siblings' totals, and its products with their log remainder and remainder."""
 NUM_FEW = PROGRESS + 5
 """Columns before the tools' counts: progress, four of siblings, one of the family."""
@@ -150,36 +150,77 @@ def _clipped(pull: float, step: float) -> float:
     return min(1.0, max(0.0, pull / step)) if step > 1e-12 else 0.0
 
 
+class Stage(msgspec.Struct, array_like=True):
+    """The blends of rows before the first return, or after it.
+
+    Before it only siblings tell lengths apart; after it a trajectory's own tools may say more.
+    ``excess``: log of the siblings' mean total minus their mean log.
+    """
+
+    order: Blend
+    mean: Blend
+    excess: float = 0.0
+    gaps: tuple[float, float] = (0.0, 0.0)  # rows with known siblings: certainty, sum of excesses
+
+    @classmethod
+    def new(cls) -> Stage:
+        return cls(*(Blend(sigmas) for sigmas in GUARD_SIGMAS))
+
+    def add(self, x: Floats, y: Floats, base: Floats, joint: Floats, then: Floats, group: str) -> None:
+        """Add a trajectory's rows (N,) of this stage: columns, truth, both forecasts now, and those made then."""
+        if not len(x):
+            return
+        sure = x[:, SURE]
+        known, total = self.gaps
+        excess = float((x[:, SURE_LOG] - sure * y[:, 0]).sum())
+        self.gaps = FORGET * known + float(sure.sum()), FORGET * total + excess
+        totals = np.stack([x[:, SURE_LOG] - sure * self.excess, x[:, SURE_TOKENS]], axis=1) - sure[:, None] * base
+        for i, blend in enumerate((self.order, self.mean)):
+            now, before = base[:, i], then[:, i]
+            away = (joint[:, i] - now, totals[:, i], y[:, i] - now)
+            blend.add(*away, then[:, 2 + i] - before, y[:, i] - before, group)
+
+    def scale(self, factor: float) -> None:
+        self.order.scale(factor)
+        self.mean.scale(factor)
+
+    def solve(self, trajectories: float) -> None:
+        self.order.solve(trajectories)
+        self.mean.solve(trajectories)
+        self.excess = self.gaps[1] / (self.gaps[0] + 10.0)
+
+
 class Regression(Saved):
     """Sums over ended trajectories, and the coefficients fitted to them.
 
     Forecasts are ``columns @ weights`` (WIDTH, 4): log order and mean (tokens) of progress alone,
-    then of all columns. ``excess``: log of the siblings' mean total minus their mean log.
+    then of all columns.
     """
 
     _gram: Floats
     _cross: Floats
     _trajectories: float
-    _gaps: list[float]  # returns with known siblings: certainty, and the sum of excesses
     weights: Floats
-    excess: float
-    order: Blend
-    mean: Blend
+    first: Stage
+    later: Stage
 
     def __init__(self) -> None:
         super().__init__()
-        self._gram, self._cross, self._gaps = np.zeros((WIDTH, WIDTH)), np.zeros((WIDTH, 2)), [0.0, 0.0]
+        self._gram, self._cross = np.zeros((WIDTH, WIDTH)), np.zeros((WIDTH, 2))
         self.weights = np.zeros((WIDTH, 4))
         self.weights[1, 0::2] = 1.0  # without data: least attained service first
         self.weights[0, 1::2] = FIRST_MEAN_TOKENS
-        self.order, self.mean = (Blend(sigmas) for sigmas in GUARD_SIGMAS)
+        self.first, self.later = Stage.new(), Stage.new()
+
+    def stage(self, returns: int) -> Stage:
+        return self.later if returns else self.first
 
     def scale(self, factor: float) -> None:
         self._gram *= factor
         self._cross *= factor
         self._trajectories *= factor
-        self.order.scale(factor)
-        self.mean.scale(factor)
+        self.first.scale(factor)
+        self.later.scale(factor)
 
     def add_ended(self, rows: bytes, total: int, group: str) -> None:
         table = table_of(rows)
@@ -189,15 +230,10 @@ class Regression(Saved):
             return
         x, y = table[:, :WIDTH], np.stack([np.log(left), left], axis=1)
         base, joint = np.split(x @ self.weights, 2, axis=1)
-        sure, then = x[:, SURE], table[:, SERVED:]
-        self._gaps[0] = FORGET * self._gaps[0] + float(sure.sum())
-        self._gaps[1] = FORGET * self._gaps[1] + float((x[:, SURE_LOG] - sure * y[:, 0]).sum())
-        totals = np.stack([x[:, SURE_LOG] - sure * self.excess, x[:, SURE_TOKENS]], axis=1) - sure[:, None] * base
         self.scale(FORGET)
-        for i, blend in enumerate((self.order, self.mean)):
-            now, before = base[:, i], then[:, i]
-            away = (joint[:, i] - now, totals[:, i], y[:, i] - now)
-            blend.add(*away, then[:, 2 + i] - before, y[:, i] - before, group)
+        returned = x[:, RETURNS] > 0.0
+        for stage, rows_of in ((self.first, ~returned), (self.later, returned)):
+            stage.add(*(part[rows_of] for part in (x, y, base, joint, table[:, SERVED:])), group)
         self._gram += x.T @ x
         self._cross += x.T @ y
         self._trajectories += 1.0
@@ -226,9 +262,8 @@ class Regression(Saved):
                 slopes = np.linalg.solve(ridged[1:end, 1:end], middle[1:end])
                 self.weights[1:end, at : at + 2] = slopes
                 self.weights[0, at : at + 2] = cross[0] / rows - average[1:end] @ slopes
-        for blend in (self.order, self.mean):
-            blend.solve(self._trajectories)
-        self.excess = self._gaps[1] / (self._gaps[0] + 10.0)
+        self.first.solve(self._trajectories)
+        self.later.solve(self._trajectories)
 
 
 def table_of(rows: bytes) -> Floats:
