@@ -22,7 +22,7 @@ from libra.facts import (
     VersionPublished,
     WorkerCapacity,
     WorkerWithdrawn,
-)
+)  # fmt: skip
 from libra.policy import CMLFQ, ORDERINGS, Mlfq
 from libra.policy.posterior.forecaster import CalibrationLog, Forecast, Forecaster
 from libra.policy.trajectory_table import PATIENCE as DEFAULT
