@@ -17,7 +17,7 @@ from libra.errors import ConfigError, RunDirectoryError, StoreError, nearest_nam
 from libra.facts import Fact, Line, OpenBatch, OpenWave, SetPriority, name_of, sentence
 from libra.facts.words import NAMES, Subject, concerns, subject_of, subject_text
 from libra.observe.timeline.outcomes import DecisionOutcomes, Outcome, forecast_results
-from libra.orderings import blank
+from libra.orderings import ordering_of
 from libra.policy.log_replay import Told, replay
 from libra.store.event_log import EventReader, from_last_snapshot
 from libra.untrusted import shown_line
@@ -157,7 +157,7 @@ def _outcome(reader: EventReader, decisions: Sequence[int]) -> ReplayResult:
             yield line, logged.fact
 
     try:
-        for told in replay(counted(), blank):
+        for told in replay(counted(), ordering_of):
             outcome.add(told, decisions)
     except StoreError as error:
         if str(error).startswith("line "):

@@ -30,7 +30,7 @@ from libra.policy.admission import Admission
 from libra.policy.dispatcher import Dispatcher
 from libra.policy.late_rewards import WaitingGroup, settle
 from libra.policy.leases.resources import Revoke
-from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering, blank_ordering
+from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering, make_ordering
 from libra.policy.phase_queue import Place
 from libra.policy.run_policies import DECIDED, RunPolicies
 from libra.policy.tail import Tail
@@ -80,7 +80,7 @@ class Told:
         return self
 
 
-def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> Iterator[Told]:
+def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = make_ordering) -> Iterator[Told]:
     """Replay a log from ``run_started`` or a ``policy_snapshot``; yields each event received.
 
     StoreError if the log begins with neither, or has an unknown policy or key.
@@ -120,7 +120,7 @@ def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_order
         yield waiting.compared(last=True)
 
 
-def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> dict[str, Any] | None:
+def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = make_ordering) -> dict[str, Any] | None:
     """A log's ordering at its end, without running trajectories; None if it does not learn."""
     objects: _Objects | None = None
     fresh = True

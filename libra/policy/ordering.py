@@ -152,11 +152,6 @@ ORDERINGS: dict[str, type[Ordering]] = {kind.name: kind for kind in (Fifo, CMLFQ
 """Every ordering by the name that an event log gives it."""
 
 
-def blank_ordering(name: str) -> Ordering:
-    """An ordering that ships, to be restored; KeyError for an unknown name."""
-    return ORDERINGS[name]()
-
-
 def make_ordering(name: str, *, objective: Objective = "makespan", patience: int = PATIENCE) -> Ordering:
     """The ordering that section ``policy`` names; KeyError for an unknown name."""
     if name == CMLFQ.name:

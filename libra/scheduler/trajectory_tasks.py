@@ -73,8 +73,7 @@ class Trajectories:
         self._announces_ahead = False
         self._num_runs = 0  # so far
         self.kicked = False
-        self._dispatches = 0
-        self._stale, self._num_running = True, 0
+        self._seen_running = -1  # running workers at the last look; -1: look again
         self._tool_capacity: dict[str, tuple[str, facts.ToolCapacity]] = {}
         self.tool_workers = ToolWorkers(scheduler, self.dispatcher, self.workers, runs)
         self._due: Any = None  # the timer of the next moment at which a quota may let an action go
@@ -165,7 +164,7 @@ class Trajectories:
 
     def workers_changed(self) -> None:
         """Look at all workers, and dispatch."""
-        self._stale = True
+        self._seen_running = -1
         self.kick()
 
     def kick(self) -> None:
@@ -176,8 +175,8 @@ class Trajectories:
     def _dispatch(self) -> None:
         self.kicked = False
         scheduler, dispatcher = self._scheduler, self.dispatcher
-        if self._stale or len(scheduler.running) != self._num_running:  # a worker was paused
-            self._stale, self._num_running = False, len(scheduler.running)
+        if len(scheduler.running) != self._seen_running:  # also if a worker was paused
+            self._seen_running = len(scheduler.running)
             self._notify_all(self.workers.changes())
         at_s = round(time.monotonic(), 6)
         if dispatcher.leases is not None:
@@ -199,8 +198,7 @@ class Trajectories:
                 known = 0 if tracked.lost or tracked.ended else tracked.quanta  # maybe more
                 releases.append(scheduler_internals.Release(place.key, _resources(place), address, known))
         if releases:
-            self._dispatches += 1
-            scheduler_internals.release(scheduler, releases, f"libra-dispatch-{self._dispatches}")
+            scheduler_internals.release(scheduler, releases, f"libra-dispatch-{at_s}")
         self._revoke(at_s, alone)
         if dispatcher.leases is not None:
             self._look_again(dispatcher.leases.table.next_s(at_s), at_s)
