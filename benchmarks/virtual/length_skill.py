@@ -31,11 +31,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.orderings import Forecaster
 from benchmarks.report import Figure, command_parser, emit
 from libra.errors import ConfigError
 from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.planner.agent_turns import AgentTurn, agent_turn_files, read_agent_turns
-from libra.policy.posterior.forecaster import Forecast, Forecaster, Posterior
+from libra.policy.posterior.forecaster import Forecast, Posterior
 from libra.types import NO_TOOL, Phase, ToolOutcome
 
 KNOWN = ("mini_swe", "agentcgroup", "tau")

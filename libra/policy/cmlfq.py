@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from libra import facts
-from libra.policy.posterior.forecaster import CalibrationLog, Forecast, Forecaster, Posterior
+from libra.policy.posterior.forecaster import CalibrationLog, Forecast, Posterior
 from libra.policy.saved import Saved
 from libra.policy.trajectory_table import (
     NUM_CLASSES,
@@ -37,7 +37,7 @@ from libra.policy.trajectory_table import (
     TrajectoryTable,
     length_class,
     overdue_first,
-)  # fmt: skip
+)
 from libra.types import Phase
 
 Answers = tuple[facts.SetPriority | facts.Prefer, ...]
@@ -62,10 +62,10 @@ class CMLFQ(Saved):
     _read_tokens: int
     _pauses: bool  # whether a pause costs little: engines exchange KV
     _boundaries: tuple[tuple[int, float], ...]
-    forecaster: Forecaster
+    forecaster: Posterior
 
     def __init__(
-        self, forecaster: Forecaster | None = None, *, objective: Objective = "makespan", patience: int = PATIENCE
+        self, forecaster: Posterior | None = None, *, objective: Objective = "makespan", patience: int = PATIENCE
     ) -> None:
         if objective not in ("makespan", "stream"):
             raise ValueError(f"objective: got {objective!r}; allowed are 'makespan' and 'stream'")

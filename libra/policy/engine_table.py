@@ -29,7 +29,7 @@ from libra.facts import (
     TrajectoryParked,
     WorkerCapacity,
     WorkerWithdrawn,
-)  # fmt: skip
+)
 from libra.policy.engine_capacity import degree_of
 from libra.types import Phase
 

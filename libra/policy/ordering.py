@@ -24,7 +24,7 @@ from libra.facts import (
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
-)  # fmt: skip
+)
 from libra.policy.cmlfq import CMLFQ, Objective
 from libra.policy.saved import Saved
 from libra.policy.trajectory_table import (
@@ -34,7 +34,7 @@ from libra.policy.trajectory_table import (
     TrajectoryTable,
     length_class,
     overdue_first,
-)  # fmt: skip
+)
 
 
 @runtime_checkable

@@ -38,7 +38,7 @@ from libra.policy import (
     keeps_version,
     learns_after,
     staleness_of,
-)  # fmt: skip
+)
 from libra.policy.run_policies import RunPolicies
 from libra.scheduler.run_log import RunLog
 from libra.store.quantum_records import FailureRecord

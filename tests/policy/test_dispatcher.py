@@ -17,7 +17,7 @@ from libra.facts import (
     WorkerCapacity,
     WorkerWithdrawn,
     boundaries_of,
-)  # fmt: skip
+)
 from libra.policy import CMLFQ, EVERYONE, Dispatcher, Place, leaves_slot
 from libra.policy.dispatcher import PLANNED_FACTOR
 from libra.policy.engine_capacity import degree_of

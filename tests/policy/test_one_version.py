@@ -20,7 +20,7 @@ from libra.facts import (
     VersionPublished,
     WorkerCapacity,
     WorkerWithdrawn,
-)  # fmt: skip
+)
 from libra.policy import Dispatcher, OneVersion
 from libra.policy.one_version import version_shares
 from libra.types import Phase

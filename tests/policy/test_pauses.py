@@ -12,7 +12,7 @@ from libra.facts import (
     TrajectoryEnded,
     TrajectoryParked,
     WorkerCapacity,
-)  # fmt: skip
+)
 from libra.policy import EVERYONE, Dispatcher
 from libra.policy.engine_table import EngineTable
 from libra.types import Phase

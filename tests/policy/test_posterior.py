@@ -16,7 +16,7 @@ from libra.facts import (
     TrajectoryParked,
     VersionPublished,
     prompts_named,
-)  # fmt: skip
+)
 from libra.policy.posterior.cohorts import FIRST_PERSISTENCE, KEPT_PROMPTS, History
 from libra.policy.posterior.forecaster import Posterior
 from libra.types import NO_TOOL, Phase, ToolStatus

@@ -15,7 +15,7 @@ from libra.facts import (
     RoleMemberFailed,
     RoleStage,
     RoleStageFailed,
-)  # fmt: skip
+)
 from libra.policy import role_changes as say
 from libra.policy.role_changes import Assignment, Role, Roles, Stage
 

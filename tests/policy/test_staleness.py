@@ -25,7 +25,7 @@ from libra.facts import (
     Vacate,
     VersionPublished,
     WorkerCapacity,
-)  # fmt: skip
+)
 from libra.graph.member_rows import member_rows
 from libra.policy import Admission, CommittedGroup, OneVersion, StalenessPolicy, Verdict, Waves, judge
 from libra.policy.late_rewards import WaitingGroup, settle

@@ -21,7 +21,7 @@ from libra.policy.step_ways import (
     regime,
     streamed_end_s,
     wave_price,
-)  # fmt: skip
+)
 
 ROLLOUT_S, TRAIN_S, UPDATE_S = 300.0, 160.0, 10.0
 MADE = StepParts(16, 8, 0, ROLLOUT_S, TRAIN_S, UPDATE_S, throughput_s=280.0, longest_s=100.0)

@@ -25,7 +25,7 @@ from libra.facts import (
     WaveTrained,
     WorkerCapacity,
     WorkerWithdrawn,
-)  # fmt: skip
+)
 from libra.policy import Admission, CommittedGroup, Tail, TailSettings, Waves, WayChoice, WaySettings
 from libra.policy.tail import ASSUMED_LOADS, OpenStep, TurningEngine, TurningRule
 from libra.types import Phase

@@ -16,7 +16,7 @@ from libra.facts import (
     TrajectoryParked,
     VersionChecked,
     VersionServed,
-)  # fmt: skip
+)
 from libra.store.event_log import read_events
 from libra.types import Phase
 

@@ -14,7 +14,7 @@ from libra.facts import (
     RoleStageFailed,
     SetupFailed,
     fields_of,
-)  # fmt: skip
+)
 from libra.policy import Admission, Tail
 from libra.scheduler.worker_roles import WorkerRoles
 from libra.scheduler.worker_supply import Concurrency

@@ -43,7 +43,7 @@ from libra.policy.leases.resources import (
     plus,
     quota_kind,
     read_quota,
-)  # fmt: skip
+)
 from libra.types import NO_TOOL, ToolStatus
 
 FORGETTING = 0.1  # weight of the newest action in its tool's mean seconds

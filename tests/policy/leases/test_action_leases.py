@@ -12,7 +12,7 @@ from libra.facts import (
     ToolsDeclared,
     TrajectoryParked,
     WorkerCapacity,
-)  # fmt: skip
+)
 from libra.policy import Dispatcher
 from libra.types import NO_TOOL, Phase, ToolStatus
 
