@@ -131,10 +131,6 @@ class Dispatcher:
                 members = {} if engine is None else engine.members
                 self._without_home([members[key] for key in command.keys if key in members])
 
-    def _push_out(self, engine: EngineState) -> None:
-        if 0 < engine.open_tokens < engine.context_tokens:
-            self._without_home(engine.pushed_out(self._rollout.running.__contains__))
-
     def _without_home(self, members: Iterable[Trajectory]) -> None:
         for one in members:
             assert one.home is not None
@@ -180,8 +176,9 @@ class Dispatcher:
         self.stopped(event.key)
         self._table.handle(event)
         one = self._trajectories.get(event.key)
-        if one is not None and one.home is not None:
-            self._push_out(one.home)
+        home = None if one is None else one.home
+        if home is not None and 0 < home.open_tokens < home.context_tokens:  # they go on where their KV fits
+            self._without_home(home.pushed_out(self._rollout.running.__contains__))
 
     def _ended(self, event: facts.TrajectoryEnded) -> None:
         self.stopped(event.key)

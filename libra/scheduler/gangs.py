@@ -179,7 +179,8 @@ class Gangs:
         if parsed is None or gang is None or (parsed.run, parsed.epoch) != (gang.run, gang.run_epoch):
             logger.debug("%s waits for a training group that is not on this scheduler", key)
             return
-        gang.parked.setdefault((parsed.node, _without_rank(parsed)), set()).add(key)
+        indices = parsed.indices if parsed.node == "checkpoint" else parsed.indices[:-1]  # without rank
+        gang.parked.setdefault((parsed.node, indices), set()).add(key)
         self._soon(gang)
 
     def _soon(self, gang: _Gang) -> None:
@@ -216,7 +217,3 @@ class Gangs:
             elif ts is None or ts.state != "memory":
                 return []
         return releases
-
-
-def _without_rank(parsed: keys.Key) -> tuple[int, ...]:
-    return parsed.indices if parsed.node == "checkpoint" else parsed.indices[:-1]

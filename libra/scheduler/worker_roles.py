@@ -205,8 +205,8 @@ class WorkerRoles:
         return {
             facts.RoleMemberJoined: self._announced,
             facts.HybridPoolOpened: self._pool_opened,
-            facts.RoleStageFailed: self._stage_failed,
-            facts.RoleStage: self._stage_done,
+            facts.RoleStageFailed: self._stage_told,
+            facts.RoleStage: self._stage_told,
         }
 
     def setup_failed(self, run: RunState, fact: facts.SetupFailed, address: str) -> None:
@@ -220,17 +220,15 @@ class WorkerRoles:
             for member in state.address.values():
                 self._send(state, member, pool=state.pool)
 
-    def _stage_failed(self, run: RunState, fact: facts.RoleStageFailed, _: str) -> None:
-        if (state := self._of(run.run, run.epoch)) is not None:
-            self._carry_out_all(state, state.roles.handle(fact))
-
-    def _stage_done(self, run: RunState, fact: facts.RoleStage, _: str) -> None:
+    def _stage_told(self, run: RunState, fact: facts.RoleStage | facts.RoleStageFailed, _: str) -> None:
         if (state := self._of(run.run, run.epoch)) is None:
             return
-        run.log.emit(fact)
-        if fact.stage in _STAGES:
+        if isinstance(fact, facts.RoleStage):
+            run.log.emit(fact)
+            if fact.stage not in _STAGES:
+                return
             state.stage_s.setdefault((fact.generation, fact.worker), {})[fact.stage] = fact.seconds
-            self._carry_out_all(state, state.roles.handle(fact))
+        self._carry_out_all(state, state.roles.handle(fact))
 
     def _announced(self, run: RunState, fact: facts.RoleMemberJoined, address: str) -> None:
         name, state = fact.worker, self._of(run.run, run.epoch)
