@@ -122,8 +122,8 @@ class Liveness:
 
     def failed(self, run: str, address: str, detail: str, t_s: float, *, nanny: bool) -> float | None:
         standing = self._standing(run, address)
-        after_s = self._backoff.failed((run, standing.name), RESTART_AFTER_S)
-        after_s = after_s if nanny else None
+        delay_s = self._backoff.failed((run, standing.name), RESTART_AFTER_S)
+        after_s = delay_s if nanny else None
         standing.stage, standing.detail = Stage.FAILED, detail
         standing.restart_s = None if after_s is None else t_s + after_s
         return after_s
