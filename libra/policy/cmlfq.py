@@ -43,10 +43,8 @@ from libra.types import Phase
 Answers = tuple[facts.SetPriority | facts.Prefer, ...]
 Objective = Literal["makespan", "stream"]
 UNTRUSTED = 0.0  # skill up to which forecasts are not used for the order
-RECONSIDERED_AT_END = 16
-"""Waiting trajectories, besides siblings, that are re-evaluated whenever one ends."""
-UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
-"""Level of running trajectories (with skill), and the first level of waiting ones."""
+RECONSIDERED_AT_END = 16  # waiting ones, besides siblings, re-evaluated when one ends
+UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES  # level of running ones, first level of waiting ones
 
 
 class CMLFQ(Saved):

@@ -38,12 +38,9 @@ from libra.policy.phase_queue import Entry, LeaseTaken, PhaseQueue, Place
 from libra.policy.trajectory_table import OVERDUE
 from libra.types import Phase, ToolStatus
 
-SCANNED_FOR_A_MOVE = 8
-"""Waiting trajectories that are considered, in order, for a move to a free slot."""
-SAMPLED_HOMES = 32
-"""About this many engines with free slots are compared, of more than twice as many."""
-PLANNED_FACTOR = 1.25
-"""A trajectory leaves the planned bucket only if it finishes sooner by this factor."""
+SCANNED_FOR_A_MOVE = 8  # waiting trajectories considered, in order, for a move
+SAMPLED_HOMES = 32  # about this many engines are compared, of more than twice as many
+PLANNED_FACTOR = 1.25  # it leaves the planned bucket only to finish sooner by this factor
 EVERYONE = facts.Priority(-1 << 30, OVERDUE, 0)  # ahead of every trajectory: see `Dispatcher.ahead`
 Chosen = tuple[Trajectory, Place]
 FORGETTING = 0.05  # weight of the newest quantum in the mean seconds of a quantum

@@ -37,11 +37,7 @@ from libra.policy.tail import Tail
 from libra.policy.tool_fleet import ordered
 from libra.types import Phase
 
-NOISE_FRAC = 1e-7
-"""Tolerance for numbers in snapshots, whose last bits depend on the alignment of memory.
-
-Commands are compared exactly: the numbers they rest on are rounded.
-"""
+NOISE_FRAC = 1e-7  # of numbers in snapshots: their last bits depend on the alignment of memory
 
 _OF_THE_DISPATCHER = (
     facts.ToolsDeclared, facts.ToolCapacity, facts.ActionRequested, facts.QuantumLost, facts.QuantumGivenBack,
@@ -49,8 +45,7 @@ _OF_THE_DISPATCHER = (
 )  # fmt: skip
 """Facts that only the dispatcher receives."""
 
-BlankOrdering = Callable[[str], Ordering]
-"""Makes an ordering by its name in a log, to be restored; KeyError for an unknown name."""
+BlankOrdering = Callable[[str], Ordering]  # by its name in a log; KeyError
 
 
 class Logged(NamedTuple):

@@ -67,8 +67,7 @@ class Ordering(Protocol):
         snapshot."""
 
 
-LEARNS_EVERY = 32
-"""Finished trajectories between the first calls of ``learn``, and the upper bound later."""
+LEARNS_EVERY = 32  # ended trajectories between the first calls of ``learn``
 LEARNS_RARELY = 256
 
 

@@ -33,8 +33,7 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     lease: LeaseTaken | None = None
 
 
-Entry = tuple[Priority, int, Trajectory]
-"""Its priority, and the serial that is the record's as long as the entry is valid."""
+Entry = tuple[Priority, int, Trajectory]  # valid while its serial is the record's
 
 
 class Order:

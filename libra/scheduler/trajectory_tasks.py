@@ -37,12 +37,10 @@ if TYPE_CHECKING:
 
 task_logger = logging.getLogger("libra.scheduler.tasks")
 
-MAX_LOST_QUANTA = 3
-"""Worker deaths in a row under a quantum that end its trajectory as a ``worker`` failure."""
+MAX_LOST_QUANTA = 3  # worker deaths in a row under a quantum that end an attempt
 
 
-AHEAD_EVERY_S = 0.02
-"""Delay before a new best rank is announced: most trajectories that park are dispatched at once."""
+AHEAD_EVERY_S = 0.02  # delay before a new best rank is announced
 
 
 def _differ(ahead: facts.Priority | None, known: facts.Priority | None) -> bool:

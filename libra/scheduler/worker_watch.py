@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SENT_BY_DASK = (keys.GRADE, keys.TRAIN, keys.COMMIT, keys.TEACHER)
-"""Resources whose tasks Dask itself sends; the dispatcher sends quanta."""
-STUCK_S = 120.0
-"""A setup that takes longer may hang: then a report has the command to restart the worker."""
+SENT_BY_DASK = (keys.GRADE, keys.TRAIN, keys.COMMIT, keys.TEACHER)  # not by the dispatcher
+STUCK_S = 120.0  # a setup that takes longer may hang
 WORK = {
     keys.ROLLOUT: "generates",
     keys.TOOL: "runs tool calls",

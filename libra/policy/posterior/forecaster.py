@@ -79,8 +79,7 @@ class CalibrationLog:
 
 
 VERSION_FORGET = 0.9  # weight of everything learned after each new version of the weights
-SIBLING_PRIOR, FAMILY_PRIOR = 1.0, 5.0
-"""Weight, in members, of the prior that a group, a family is like all others."""
+SIBLING_PRIOR, FAMILY_PRIOR = 1.0, 5.0  # weight, in members, of being like all others
 SAMPLE = 64  # running trajectories that a `learn` uses
 FOLLOWED = 2_048  # running trajectories to learn from: each new one while there is room
 WAITING = 1_024  # ended trajectories that wait for `learn`; beyond, the oldest are dropped
