@@ -34,7 +34,7 @@ from libra.policy.engine_loads import Loads
 from libra.policy.engine_table import EXACT_NORM, NOISY_NORM, EngineState, EngineTable, Trajectory
 from libra.policy.leases.resources import Revoke
 from libra.policy.leases.table import ActionLeases
-from libra.policy.phase_queue import Entry, LeaseTaken, PhaseQueue, Place
+from libra.policy.phase_queue import Entry, PhaseQueue, Place
 from libra.policy.trajectory_table import OVERDUE
 from libra.types import Phase, ToolStatus
 
@@ -284,9 +284,7 @@ class Dispatcher:
     def _leased(self, leases: ActionLeases, at_s: float) -> tuple[Place, ...]:
         queue, places = self._phases[Phase.TOOL], []
         for lease in leases.admit(at_s):
-            has = lease.resources
-            taken = LeaseTaken(at_s, has.cores, has.memory_bytes, has.gpus)
-            place = Place(lease.holder, Phase.TOOL, lease.worker, lease.reason, lease=taken)
+            place = Place(lease.holder, Phase.TOOL, lease.worker, lease.reason, lease=lease)
             self._take(queue, self._table.of(lease.holder), place)
             places.append(place)
         return tuple(places)

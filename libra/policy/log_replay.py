@@ -277,9 +277,9 @@ class _Objects(RunPolicies):
         place = self._placed.popleft()
         if (place.key, place.phase, place.worker, place.reason) == (fact.key, fact.phase, fact.worker, fact.reason):
             logged, self._lease = self._lease, None
-            if place.lease is None or logged is None or place.lease.cores == logged.cores:
+            if place.lease is None or logged is None or place.lease.resources.cores == logged.cores:
                 return ""
-            return f"{fact.key} was leased {logged.cores} cores; now it gets {place.lease.cores}"
+            return f"{fact.key} was leased {logged.cores} cores; now it gets {place.lease.resources.cores}"
         return self._differs(
             f"{fact.key} was given a {fact.phase} slot of {fact.worker} ({fact.reason}); now {place.key} gets a "
             f"{place.phase} slot of {place.worker} ({place.reason})"

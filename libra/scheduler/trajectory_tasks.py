@@ -18,14 +18,12 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
-
 from libra import facts, keys
 from libra.keys import TOOL_CORES, TOOL_GPUS, TOOL_MIB
 from libra.observe.task_stream import QuantumStream
 from libra.policy import EVERYONE, Dispatcher, Place
+from libra.policy.leases.resources import Lease
 from libra.policy.liveness import Liveness
-from libra.policy.phase_queue import LeaseTaken
 from libra.scheduler import scheduler_internals
 from libra.scheduler.command_applier import Applier, announce_move
 from libra.scheduler.run_state import Handler, RunState, Tracked
@@ -49,8 +47,9 @@ def _differ(ahead: facts.Priority | None, known: facts.Priority | None) -> bool:
 
 def _resources(place: Place) -> dict[str, float]:
     taken: dict[str, float] = {str(place.phase): 1}
-    if (lease := place.lease) is not None:
-        amounts = {TOOL_CORES: lease.cores, TOOL_MIB: lease.memory_bytes >> 20, TOOL_GPUS: lease.gpus}
+    if place.lease is not None:
+        has = place.lease.resources
+        amounts = {TOOL_CORES: has.cores, TOOL_MIB: has.memory_bytes >> 20, TOOL_GPUS: has.gpus}
         taken |= {name: amount for name, amount in amounts.items() if amount}
     return taken
 
@@ -185,7 +184,7 @@ class Trajectories:
             for place in dispatcher.dispatch(phase, at_s):
                 ts, tracked = scheduler.tasks.get(place.key), self.tracked.get(place.key)
                 if place.lease is not None and tracked is not None:
-                    self._leased(tracked, place, place.lease)
+                    self._leased(tracked, place.lease)
                 if ts is None or tracked is None or ts.state != "no-worker":
                     if tracked is not None:
                         tracked.run.log.emit(facts.PlacementVoid(place.key, phase))
@@ -215,11 +214,11 @@ class Trajectories:
             for address in {address for state in self._runs.values() for address in state.workers.engines.values()}:
                 scheduler_internals.tell_worker(self._scheduler, address, {"op": "libra-ahead", "ahead": ahead})
 
-    def _leased(self, tracked: Tracked, place: Place, lease: LeaseTaken) -> None:
-        queued_s = round(max(0.0, lease.at_s - tracked.parked_s), 6)
-        tracked.leased = lease.cores, queued_s
-        fields = msgspec.structs.asdict(lease)
-        tracked.run.log.emit(facts.LeaseGranted(key=place.key, worker=place.worker, queued_s=queued_s, **fields))
+    def _leased(self, tracked: Tracked, lease: Lease) -> None:
+        has, queued_s = lease.resources, round(max(0.0, lease.granted_s - tracked.parked_s), 6)
+        tracked.leased = has.cores, queued_s
+        amounts = has.cores, has.memory_bytes, has.gpus
+        tracked.run.log.emit(facts.LeaseGranted(lease.holder, lease.worker, lease.granted_s, *amounts, queued_s))
 
     def _revoke(self, at_s: float, alone: bool) -> None:
         for revoke in self.dispatcher.revocations():
