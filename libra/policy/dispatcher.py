@@ -221,10 +221,6 @@ class Dispatcher:
     def waiting(self, phase: Phase) -> Mapping[str, facts.Priority]:
         return self._phases[phase].waiting
 
-    def slots(self, phase: Phase) -> tuple[int, int]:
-        queue = self._phases[phase]
-        return len(queue.running), sum(queue.slots.values())
-
     @property
     def num_running(self) -> int:
         """Quanta that hold a slot."""
@@ -237,13 +233,9 @@ class Dispatcher:
         engine = self._table.engines.get(worker)
         return 0 if engine is None else len(engine.members)
 
-    def overfull(self) -> bool:
-        """Whether an engine runs more generations than it has slots now."""
-        return bool(self._rollout.overfull)
-
     def ahead(self) -> facts.Priority | None:
         """Rank of the best waiting generation, for `leaves_slot`; `EVERYONE` takes all slots."""
-        if self.overfull() or (self._table.exchanging and self._loads.needs_rebalancing()):
+        if self._rollout.overfull or (self._table.exchanging and self._loads.needs_rebalancing()):
             return EVERYONE
         entry = self._rollout.all_waiting.first()
         return None if entry is None else entry[0]

@@ -9,7 +9,7 @@ Invariants
 3. A worker supplies at most its limit, and at most the slots of its engine. A limit belongs to a
    worker and a tensor-parallel degree, until it is replaced or the run ends.
 4. A limit below the slots in use aborts nothing: a slot is released when its turn ends
-   (`Dispatcher.overfull`).
+   (`Dispatcher.ahead`).
 5. A limit that does not fit is refused with all others of its request.
 """
 
