@@ -29,7 +29,7 @@ from libra.facts import (
 )  # fmt: skip
 from libra.policy import CMLFQ, Fifo, Mlfq
 from libra.policy.cmlfq import Objective
-from libra.policy.posterior.forecaster import Forecast, Forecaster
+from libra.policy.posterior.forecaster import Forecast
 from libra.policy.saved import Saved
 from libra.policy.trajectory_table import NUM_CLASSES, PATIENCE, TrajectoryStats, length_class
 from libra.types import Phase, ToolStatus
@@ -218,6 +218,38 @@ class SeerOrder(Saved):
 
 OUTRUN_FRAC = 0.1
 """Forecast for a trajectory longer than its given length: this share of what it has generated."""
+
+
+class Forecaster(Saved):
+    """Stands in for the `Posterior` of `CMLFQ`."""
+
+    def handle(self, event: Fact) -> None:
+        """Learn from one event, cheaply: the scheduler's loop waits."""
+
+    def learn(self) -> None:
+        """Run the expensive update, off the critical path."""
+
+    def remaining(self, key: str) -> Forecast:
+        """Forecast for a live trajectory; KeyError for one never parked or already ended."""
+        raise NotImplementedError
+
+    def reconsidered(self, key: str) -> Forecast:
+        """`remaining` of a waiting one, updated by its siblings."""
+        return self.remaining(key)
+
+    def is_probe(self, key: str) -> bool:
+        """Whether it should run ahead of its unknown siblings."""
+        return False
+
+    @property
+    def skill(self) -> float | None:
+        """Measured gain over progress, if it measures any."""
+        return None
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each signal, 0 to 1."""
+        return {}
 
 
 class KnownLengths(Forecaster):

@@ -14,7 +14,6 @@ from libra.errors import ConfigError
 from libra.facts import Fact, Prefer, Priority, SetPriority, TrajectoryParked
 from libra.named_parts import built, is_named
 from libra.policy import Fifo, OnlineLearner, Ordering, make_ordering
-from libra.policy.ordering import blank_ordering
 from libra.types import Phase
 
 logger = logging.getLogger(__name__)
@@ -47,11 +46,6 @@ def own_ordering(name: str, **options: Any) -> Ordering:
             "libra.policy.Ordering"
         )
     return ordering  # type: ignore[no-any-return]
-
-
-def blank(name: str) -> Ordering:
-    """An ordering to be restored, by its name in an event log; errors as `ordering_of`."""
-    return ordering_of(name) if is_named(name) else blank_ordering(name)
 
 
 class Guarded:

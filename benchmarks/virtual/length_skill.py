@@ -31,12 +31,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.orderings import Forecaster
 from benchmarks.report import Figure, command_parser, emit
 from benchmarks.virtual.draws import agent_turn_files
 from libra.errors import ConfigError
 from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.planner.agent_turns import AgentTurn, read_agent_turns
-from libra.policy.posterior.forecaster import Forecast, Forecaster, Posterior
+from libra.policy.posterior.forecaster import Forecast, Posterior
 from libra.types import NO_TOOL, Phase, ToolOutcome
 
 KNOWN = ("mini_swe", "agentcgroup", "tau")

@@ -19,7 +19,7 @@ from libra.facts import Fact, Line, OpenBatch, OpenWave, SetPriority, name_of, s
 from libra.facts.words import NAMES, Subject, concerns, subject_of, subject_text
 from libra.observe.run_directory import check_run_directory
 from libra.observe.timeline.outcomes import DecisionOutcomes, Outcome, forecast_results
-from libra.orderings import blank
+from libra.orderings import ordering_of
 from libra.policy.log_replay import Told, replay
 from libra.store.event_log import EventReader, from_last_snapshot
 from libra.untrusted import shown_line
@@ -140,7 +140,7 @@ def _outcome(reader: EventReader, decisions: Sequence[int]) -> ReplayResult:
             yield line, logged.fact
 
     try:
-        for told in replay(counted(), blank):
+        for told in replay(counted(), ordering_of):
             outcome.add(told, decisions)
     except StoreError as error:
         if str(error).startswith("line "):

@@ -21,7 +21,7 @@ from libra.driver.start_records import GIVEN_FILE, read_given
 from libra.errors import ConfigError, RunDirectoryError, StoreError
 from libra.facts import from_dict
 from libra.graph.iteration import ResumePoint, Score
-from libra.orderings import blank
+from libra.orderings import ordering_of
 from libra.policy.log_replay import learned
 from libra.policy.waves import GroupId
 from libra.store.event_log import from_last_snapshot
@@ -136,7 +136,7 @@ def learned_before(directory: Path) -> str | None:
     try:
         reader = from_last_snapshot(log) if log.exists() else None
         facts = ((line, from_dict(values).fact) for line, values in reader or ())
-        order = learned(facts, blank) if reader is not None else None
+        order = learned(facts, ordering_of) if reader is not None else None
     except StoreError as error:
         logger.warning("%s: what its policy had learned is unreadable, and it learns again: %s", directory, error)
         return None

@@ -10,7 +10,7 @@ from libra.policy.admission import (
     judge,
     keeps_version,
     staleness_of,
-)  # fmt: skip
+)
 from libra.policy.cmlfq import CMLFQ
 from libra.policy.dispatcher import EVERYONE, Dispatcher, leaves_slot
 from libra.policy.engine_capacity import Move, joined_of, off_by_frac
@@ -25,16 +25,16 @@ from libra.policy.ordering import (
     Ordering,
     learns_after,
     make_ordering,
-)  # fmt: skip
+)
 from libra.policy.phase_queue import Place
-from libra.policy.posterior.forecaster import Forecast, Forecaster
+from libra.policy.posterior.forecaster import Forecast
 from libra.policy.step_ways import WayChoice, WaySettings
 from libra.policy.tail import Tail, TailSettings
 from libra.policy.waves import Waves
 
 __all__ = [
     "CMLFQ", "EVERYONE", "LEARNS_EVERY", "ORDERINGS", "Admission", "CommittedGroup", "Dispatcher", "Fifo", "Forecast",
-    "Forecaster", "Inspectable", "Mlfq", "Move", "OneVersion", "OnlineLearner", "Ordering", "Place", "StalenessPolicy",
+    "Inspectable", "Mlfq", "Move", "OneVersion", "OnlineLearner", "Ordering", "Place", "StalenessPolicy",
     "Tail", "TailSettings", "Verdict", "Waves", "WayChoice", "WaySettings", "joined_of", "judge", "keeps_version",
     "learns_after", "leaves_slot", "make_ordering", "off_by_frac", "staleness_of",
 ]  # fmt: skip

@@ -94,8 +94,7 @@ def staleness_of(config: RunSections) -> StalenessPolicy:
 
 Opened = OpenGate | OpenBatch | OpenWave | TakeSteps
 
-KEPT_BATCHES = 64
-"""Batches, besides the staleness bound, whose members are kept for a step that is repeated."""
+KEPT_BATCHES = 64  # batches, besides eta, whose members are kept for a repeated step
 
 
 class CommittedGroup(NamedTuple):

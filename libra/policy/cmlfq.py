@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from libra import facts
-from libra.policy.posterior.forecaster import CalibrationLog, Forecast, Forecaster, Posterior
+from libra.policy.posterior.forecaster import CalibrationLog, Forecast, Posterior
 from libra.policy.saved import Saved
 from libra.policy.trajectory_table import (
     NUM_CLASSES,
@@ -38,18 +38,16 @@ from libra.policy.trajectory_table import (
     TrajectoryTable,
     length_class,
     overdue_first,
-)  # fmt: skip
+)
 from libra.types import Phase
 
 Answers = tuple[facts.SetPriority | facts.Prefer, ...]
 Objective = Literal["makespan", "stream"]
 UNTRUSTED = 0.0  # skill up to which forecasts are not used for the order
-RECONSIDERED_AT_END = 16
-"""Waiting trajectories, besides siblings, that are re-evaluated whenever one ends."""
+RECONSIDERED_AT_END = 16  # waiting ones, besides siblings, re-evaluated when one ends
 PROBE_FACTOR = 4.0
 """Length that an unknown group may have, over its forecast: its probe waits only for longer ones."""
-UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES
-"""Level of running trajectories (with skill), and the first level of waiting ones."""
+UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES  # level of running ones, first level of waiting ones
 
 
 class CMLFQ(Saved):
@@ -65,10 +63,10 @@ class CMLFQ(Saved):
     _read_tokens: int
     _pauses: bool  # whether a pause costs little: engines exchange KV
     _boundaries: tuple[tuple[int, float], ...]
-    forecaster: Forecaster
+    forecaster: Posterior
 
     def __init__(
-        self, forecaster: Forecaster | None = None, *, objective: Objective = "makespan", patience: int = PATIENCE
+        self, forecaster: Posterior | None = None, *, objective: Objective = "makespan", patience: int = PATIENCE
     ) -> None:
         if objective not in ("makespan", "stream"):
             raise ValueError(f"objective: got {objective!r}; allowed are 'makespan' and 'stream'")

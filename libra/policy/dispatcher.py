@@ -34,16 +34,13 @@ from libra.policy.engine_loads import Loads
 from libra.policy.engine_table import EXACT_NORM, NOISY_NORM, EngineState, EngineTable, Trajectory
 from libra.policy.leases.resources import Revoke
 from libra.policy.leases.table import ActionLeases
-from libra.policy.phase_queue import Entry, LeaseTaken, PhaseQueue, Place
+from libra.policy.phase_queue import Entry, PhaseQueue, Place
 from libra.policy.trajectory_table import OVERDUE
 from libra.types import Phase, ToolStatus
 
-SCANNED_FOR_A_MOVE = 8
-"""Waiting trajectories that are considered, in order, for a move to a free slot."""
-SAMPLED_HOMES = 32
-"""About this many engines with free slots are compared, of more than twice as many."""
-PLANNED_FACTOR = 1.25
-"""A trajectory leaves the planned bucket only if it finishes sooner by this factor."""
+SCANNED_FOR_A_MOVE = 8  # waiting trajectories considered, in order, for a move
+SAMPLED_HOMES = 32  # about this many engines are compared, of more than twice as many
+PLANNED_FACTOR = 1.25  # it leaves the planned bucket only to finish sooner by this factor
 EVERYONE = facts.Priority(-1 << 30, OVERDUE, 0)  # ahead of every trajectory: see `Dispatcher.ahead`
 Chosen = tuple[Trajectory, Place]
 FORGETTING = 0.05  # weight of the newest quantum in the mean seconds of a quantum
@@ -131,10 +128,6 @@ class Dispatcher:
                 members = {} if engine is None else engine.members
                 self._without_home([members[key] for key in command.keys if key in members])
 
-    def _push_out(self, engine: EngineState) -> None:
-        if 0 < engine.open_tokens < engine.context_tokens:
-            self._without_home(engine.pushed_out(self._rollout.running.__contains__))
-
     def _without_home(self, members: Iterable[Trajectory]) -> None:
         for one in members:
             assert one.home is not None
@@ -180,8 +173,9 @@ class Dispatcher:
         self.stopped(event.key)
         self._table.handle(event)
         one = self._trajectories.get(event.key)
-        if one is not None and one.home is not None:
-            self._push_out(one.home)
+        home = None if one is None else one.home
+        if home is not None and 0 < home.open_tokens < home.context_tokens:  # they go on where their KV fits
+            self._without_home(home.pushed_out(self._rollout.running.__contains__))
 
     def _ended(self, event: facts.TrajectoryEnded) -> None:
         self.stopped(event.key)
@@ -227,10 +221,6 @@ class Dispatcher:
     def waiting(self, phase: Phase) -> Mapping[str, facts.Priority]:
         return self._phases[phase].waiting
 
-    def slots(self, phase: Phase) -> tuple[int, int]:
-        queue = self._phases[phase]
-        return len(queue.running), sum(queue.slots.values())
-
     @property
     def num_running(self) -> int:
         """Quanta that hold a slot."""
@@ -243,13 +233,9 @@ class Dispatcher:
         engine = self._table.engines.get(worker)
         return 0 if engine is None else len(engine.members)
 
-    def overfull(self) -> bool:
-        """Whether an engine runs more generations than it has slots now."""
-        return bool(self._rollout.overfull)
-
     def ahead(self) -> facts.Priority | None:
         """Rank of the best waiting generation, for `leaves_slot`; `EVERYONE` takes all slots."""
-        if self.overfull() or (self._table.exchanging and self._loads.needs_rebalancing()):
+        if self._rollout.overfull or (self._table.exchanging and self._loads.needs_rebalancing()):
             return EVERYONE
         entry = self._rollout.all_waiting.first()
         return None if entry is None else entry[0]
@@ -290,9 +276,7 @@ class Dispatcher:
     def _leased(self, leases: ActionLeases, at_s: float) -> tuple[Place, ...]:
         queue, places = self._phases[Phase.TOOL], []
         for lease in leases.admit(at_s):
-            has = lease.resources
-            taken = LeaseTaken(at_s, has.cores, has.memory_bytes, has.gpus)
-            place = Place(lease.holder, Phase.TOOL, lease.worker, lease.reason, lease=taken)
+            place = Place(lease.holder, Phase.TOOL, lease.worker, lease.reason, lease=lease)
             self._take(queue, self._table.of(lease.holder), place)
             places.append(place)
         return tuple(places)

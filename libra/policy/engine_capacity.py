@@ -51,8 +51,7 @@ class Move(msgspec.Struct, frozen=True, gc=False):
 
 PRIOR_LATENCY_S = 0.005
 PRIOR_BYTES_PER_S = 1e9  # about one stream over 10 Gbit/s Ethernet, between two memories
-MEASURED_EVERY = 16
-"""After so many moves that computed, one sends: slow transfers must not end them for good."""
+MEASURED_EVERY = 16  # after so many moves that computed, one sends
 PRIOR_WEIGHT = 0.1  # weight of the prior, relative to one transfer
 FORGETTING = 0.9  # weight of a transfer relative to the one after it
 _MIB = 2.0**20
@@ -118,8 +117,7 @@ def priced(tokens: int, home: WorkerCapacity, target: WorkerCapacity, pace: Tran
     return Move(home.worker, tokens, prefill_s, transfer_s, sends)
 
 
-ERRORS_TAKEN = 2.0
-"""Engines of a bucket differ if their seconds differ by more than this many sums of errors."""
+ERRORS_TAKEN = 2.0  # engines of a bucket differ by more than this many sums of errors
 DIGITS = 12  # decimals of seconds in events: a log has exactly the numbers behind the decisions
 
 

@@ -23,15 +23,12 @@ PAYS_FACTOR = 2.0  # a move must save this many times its cost, since forecasts 
 SOONER_FACTOR = 0.95  # a move must reduce the seconds until both engines finish to this share
 ALIKE_FACTOR = 0.85  # the same between engines of one bucket, where only forecasts differ
 QUICKER_FRAC = 0.2  # a move for the trajectory alone must save this share of its seconds per token
-GROWTH_STEPS = 16
-"""Growth of contexts is rounded to this part of a token, so that answers can be cached."""
+GROWTH_STEPS = 16  # growth of contexts is rounded to this part of a token, for the cache
 LOOKED_AT = 4  # candidate engines of a move: the first to finish
 LISTED_EVERY = 64  # queries between two updates of the candidates
 FULL = 0.9  # share of `EngineState.open_tokens` in use from which the order of running ones matters
-EARLY_FRAC = 0.8
-"""Loads are uneven if an engine finishes before this share of the seconds of the last one."""
-UNEVEN = 0.1
-"""Loads of engines without a speed are uneven if their memory use differs by this share."""
+EARLY_FRAC = 0.8  # loads are uneven if an engine ends before this share of the last one
+UNEVEN = 0.1  # without a speed, if their memory use differs by this share
 
 
 class Loads:

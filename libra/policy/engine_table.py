@@ -29,20 +29,16 @@ from libra.facts import (
     TrajectoryParked,
     WorkerCapacity,
     WorkerWithdrawn,
-)  # fmt: skip
+)
 from libra.policy.engine_capacity import degree_of
 from libra.types import Phase
 
-REMEMBERED = 0.95
-"""Weight of past generations, relative to the newest, in seconds of generations and tools."""
+REMEMBERED = 0.95  # weight of past generations, relative to the newest, in seconds
 MOST_OPEN = 8.0  # caps KV overcommit of open contexts, however long tools take
-NOISY_NORM, EXACT_NORM = 3.0, 64.0
-"""Exponents of the norm (`libra.policy.engine_loads`), for forecasts and for exact lengths."""
+NOISY_NORM, EXACT_NORM = 3.0, 64.0  # exponents of the norm, for forecasts and exact lengths
 THOUSANDS = 1e-3
-STANDS_OUT = 0.999
-"""Above this share of the sum, the rest is summed again: the difference would lose digits."""
-GROWTH_HELD_FREE = 0.7
-"""KV memory is reserved for this share of growth: contexts do not all end at once."""
+STANDS_OUT = 0.999  # above this share of the sum, the rest is summed again
+GROWTH_HELD_FREE = 0.7  # reserved share of growth: contexts do not all end at once
 LESS, MORE, LEAST_SHARE = 0.98, 0.002, 0.5
 """The share of memory to plan with: times the first when a context is pushed out, plus the second
 when a trajectory ends or leaves, at least the third. Short forecasts so reserve more memory."""

@@ -30,8 +30,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-RESTART_AFTER_S = (30.0, 120.0, 600.0)
-"""Delay before a restart after the first, second and third setup failure in a row."""
+RESTART_AFTER_S = (30.0, 120.0, 600.0)  # delays after setup failures in a row
 KEPT_NAMES = 1024  # maximum number of lost names
 TELL_AFTER_S = 6.0  # A worker that its nanny restarts without a model to load is back sooner
 START_S = 300.0
@@ -122,8 +121,8 @@ class Liveness:
 
     def failed(self, run: str, address: str, detail: str, t_s: float, *, nanny: bool) -> float | None:
         standing = self._standing(run, address)
-        after_s = self._backoff.failed((run, standing.name), RESTART_AFTER_S)
-        after_s = after_s if nanny else None
+        delay_s = self._backoff.failed((run, standing.name), RESTART_AFTER_S)
+        after_s = delay_s if nanny else None
         standing.stage, standing.detail = Stage.FAILED, detail
         standing.restart_s = None if after_s is None else t_s + after_s
         return after_s

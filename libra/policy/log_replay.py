@@ -30,18 +30,14 @@ from libra.policy.admission import Admission
 from libra.policy.dispatcher import Dispatcher
 from libra.policy.late_rewards import WaitingGroup, settle
 from libra.policy.leases.resources import Revoke
-from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering, blank_ordering
+from libra.policy.ordering import ORDERINGS, OnlineLearner, Ordering, make_ordering
 from libra.policy.phase_queue import Place
 from libra.policy.run_policies import DECIDED, RunPolicies
 from libra.policy.tail import Tail
 from libra.policy.tool_fleet import ordered
 from libra.types import Phase
 
-NOISE_FRAC = 1e-7
-"""Tolerance for numbers in snapshots, whose last bits depend on the alignment of memory.
-
-Commands are compared exactly: the numbers they rest on are rounded.
-"""
+NOISE_FRAC = 1e-7  # of numbers in snapshots: their last bits depend on the alignment of memory
 
 _OF_THE_DISPATCHER = (
     facts.ToolsDeclared, facts.ToolCapacity, facts.ActionRequested, facts.QuantumLost, facts.QuantumGivenBack,
@@ -49,8 +45,7 @@ _OF_THE_DISPATCHER = (
 )  # fmt: skip
 """Facts that only the dispatcher receives."""
 
-BlankOrdering = Callable[[str], Ordering]
-"""Makes an ordering by its name in a log, to be restored; KeyError for an unknown name."""
+BlankOrdering = Callable[[str], Ordering]  # by its name in a log; KeyError
 
 
 class Logged(NamedTuple):
@@ -80,7 +75,7 @@ class Told:
         return self
 
 
-def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> Iterator[Told]:
+def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = make_ordering) -> Iterator[Told]:
     """Replay a log from ``run_started`` or a ``policy_snapshot``; yields each event received.
 
     StoreError if the log begins with neither, or has an unknown policy or key.
@@ -120,7 +115,7 @@ def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_order
         yield waiting.compared(last=True)
 
 
-def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = blank_ordering) -> dict[str, Any] | None:
+def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = make_ordering) -> dict[str, Any] | None:
     """A log's ordering at its end, without running trajectories; None if it does not learn."""
     objects: _Objects | None = None
     fresh = True
@@ -282,9 +277,9 @@ class _Objects(RunPolicies):
         place = self._placed.popleft()
         if (place.key, place.phase, place.worker, place.reason) == (fact.key, fact.phase, fact.worker, fact.reason):
             logged, self._lease = self._lease, None
-            if place.lease is None or logged is None or place.lease.cores == logged.cores:
+            if place.lease is None or logged is None or place.lease.resources.cores == logged.cores:
                 return ""
-            return f"{fact.key} was leased {logged.cores} cores; now it gets {place.lease.cores}"
+            return f"{fact.key} was leased {logged.cores} cores; now it gets {place.lease.resources.cores}"
         return self._differs(
             f"{fact.key} was given a {fact.phase} slot of {fact.worker} ({fact.reason}); now {place.key} gets a "
             f"{place.phase} slot of {place.worker} ({place.reason})"

@@ -24,7 +24,7 @@ from libra.facts import (
     SetPriority,
     TrajectoryEnded,
     TrajectoryParked,
-)  # fmt: skip
+)
 from libra.policy.cmlfq import CMLFQ, Objective
 from libra.policy.saved import Saved
 from libra.policy.trajectory_table import (
@@ -34,7 +34,7 @@ from libra.policy.trajectory_table import (
     TrajectoryTable,
     length_class,
     overdue_first,
-)  # fmt: skip
+)
 
 
 @runtime_checkable
@@ -67,8 +67,7 @@ class Ordering(Protocol):
         snapshot."""
 
 
-LEARNS_EVERY = 32
-"""Finished trajectories between the first calls of ``learn``, and the upper bound later."""
+LEARNS_EVERY = 32  # ended trajectories between the first calls of ``learn``
 LEARNS_RARELY = 256
 
 
@@ -150,11 +149,6 @@ class Mlfq(Saved):
 
 ORDERINGS: dict[str, type[Ordering]] = {kind.name: kind for kind in (Fifo, CMLFQ, Mlfq)}
 """Every ordering by the name that an event log gives it."""
-
-
-def blank_ordering(name: str) -> Ordering:
-    """An ordering that ships, to be restored; KeyError for an unknown name."""
-    return ORDERINGS[name]()
 
 
 def make_ordering(name: str, *, objective: Objective = "makespan", patience: int = PATIENCE) -> Ordering:

@@ -10,16 +10,8 @@ import msgspec
 from libra.facts import Priority
 from libra.policy.engine_capacity import Move
 from libra.policy.engine_table import Trajectory
+from libra.policy.leases.resources import Lease
 from libra.types import Phase
-
-
-class LeaseTaken(msgspec.Struct, frozen=True, gc=False):
-    """Resources of a placed action, and when they were granted."""
-
-    at_s: float
-    cores: int
-    memory_bytes: int
-    gpus: int
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
@@ -30,11 +22,10 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     worker: str
     reason: str
     move: Move | None = None
-    lease: LeaseTaken | None = None
+    lease: Lease | None = None
 
 
-Entry = tuple[Priority, int, Trajectory]
-"""Its priority, and the serial that is the record's as long as the entry is valid."""
+Entry = tuple[Priority, int, Trajectory]  # valid while its serial is the record's
 
 
 class Order:

@@ -17,7 +17,7 @@ DECIDED = frozenset({
     facts.PromptsNamed, facts.TrajectoryEnded, facts.WorkerCapacity, facts.WorkerWithdrawn, facts.BoundariesSet,
     facts.VersionPublished, facts.QuantumDispatched,
 })  # fmt: skip
-"""Facts that the ordering receives, and but for the last one the dispatcher."""
+"""Facts that the ordering receives; the dispatcher too, but for its own `QuantumDispatched`."""
 OF_THE_TAIL = frozenset({
     facts.RoleMemberKnown, facts.RoleChangeStarted, facts.RoleChanged, facts.RoleRestored, facts.TurnRefused,
 })  # fmt: skip

@@ -71,20 +71,17 @@ class Watchdog:
 
     def __init__(self, limits: Limits, t_s: float) -> None:
         self.limits = limits
-        self._progress_s = t_s
+        self.progress_s = t_s
         self._reported_s = t_s
         self._again = False  # something was reported, or done, since the last progress
 
     def progressed(self, t_s: float) -> None:
-        self._progress_s = self._reported_s = t_s
+        self.progress_s = self._reported_s = t_s
         self._again = False
 
     def granted(self, t_s: float) -> None:
         """An action may end a stall; it is not reported before a limit from now."""
         self._reported_s, self._again = max(self._reported_s, t_s), True
-
-    def moved_since(self, t_s: float) -> bool:
-        return self._progress_s > t_s
 
     def check(self, t_s: float, look: Callable[[], Picture]) -> Stall | None:
         """A stall to report now; ``look`` is called only if one is due."""
@@ -100,7 +97,7 @@ class Watchdog:
         if since_s < self._needed_s(ordered[0] if ordered else None, limit_s, t_s):
             return None
         self._reported_s, self._again = t_s, True
-        idle_s = t_s - self._progress_s
+        idle_s = t_s - self.progress_s
         culprit, missing, held_s = ordered[0] if ordered else None, tuple[str, ...](), 0.0
         if culprit is None:
             wanted = {task.resource for task in picture.waiting if task.resource}

@@ -30,15 +30,11 @@ from libra.facts import StepMeasured, TakeSteps
 from libra.policy.saved import Saved
 
 SPLIT, STREAMING, TURNING = "split", "streaming", "turning"
-LATENCY_BOUND, WORK_BOUND = 3.0, 0.8
-"""Values of x above and below which one of the two is the limit."""
-LEFT_FRAC = 0.5
-"""Share of a batch's gradient that a streaming step has left when its last group arrives."""
-WORTH_FRAC, STAYS_FRAC = 0.05, 0.025
-"""Gain over `split` from which another way is taken, and from which it stays taken."""
+LATENCY_BOUND, WORK_BOUND = 3.0, 0.8  # values of x beyond which one of the two is the limit
+LEFT_FRAC = 0.5  # share of the gradient that is left when the last group arrives
+WORTH_FRAC, STAYS_FRAC = 0.05, 0.025  # gain from which another way is taken, and stays taken
 CHANGES_S = 10.8 + 8.0  # seconds to turn an engine to training, and back (Libra, Qwen3-14B on A800)
-CHANGES_FRAC = 0.1
-"""Roles change within a step only where both changes take less than this part of it."""
+CHANGES_FRAC = 0.1  # roles change only where both changes take less of a step
 MOST_ETA = 4  # largest recommended staleness bound
 
 

@@ -21,8 +21,7 @@ from libra.facts import ToolWorkersOrdered
 
 IDLE_S = 60.0
 HOLD = 2.0
-START_S = 15.0
-"""Seconds of a start until one was measured, and the weight of the newest in their mean."""
+START_S = 15.0  # until a start was measured
 NEWEST = 0.3
 
 

@@ -116,8 +116,7 @@ class StarvationGuard(Saved):
             self._num_waiting[waiting[0]] -= 1
 
 
-PATIENCE = 200_000
-"""Default of ``patience``: five thousand trajectories of forty turns, more than most iterations."""
+PATIENCE = 200_000  # five thousand trajectories of forty turns: more than most iterations
 
 
 def overdue_first(overdue: list[tuple[str, int]], trajectories: TrajectoryTable) -> tuple[SetPriority, ...]:

@@ -51,7 +51,8 @@ class _Gang:
     names: list[str] = field(default_factory=list)  # by rank
     joined: dict[int, int] = field(default_factory=dict)  # steps taken, by rank
     parked: dict[tuple[str, tuple[int, ...]], set[str]] = field(default_factory=dict)  # by node and iteration
-    placed: set[str] = field(default_factory=set)
+    placed: set[str] = field(default_factory=set)  # without checkpoints
+    on_worker: set[str] = field(default_factory=set)  # placed tasks that have not returned
 
     @property
     def addresses(self) -> list[str]:
@@ -63,13 +64,12 @@ class Gangs:
 
     def __init__(self, scheduler: Scheduler, runs: Mapping[str, RunState]) -> None:
         self._scheduler, self._runs = scheduler, runs
-        self._gangs: dict[str, _Gang] = {}
-        self._on_worker: dict[str, _Gang] = {}  # placed tasks that have not returned, by key
+        self._gang: _Gang | None = None
         scheduler_internals.add_handlers(scheduler, {"libra_register_gang": self.register_gang})
 
     @property
     def present(self) -> bool:
-        return bool(self._gangs)
+        return self._gang is not None
 
     def handlers(self) -> dict[type[Fact], Handler]:
         told: dict[type[Fact], Handler] = dict.fromkeys(
@@ -79,19 +79,21 @@ class Gangs:
 
     def register_gang(self, run: str, epoch: int, size: int) -> dict[str, Any]:
         """Form groups of ``size`` for a run from now on; only one run at a time trains on replicas."""
-        others = [other for other in self._gangs if other != run]
-        if others:
-            return {"error": f"run {others[0]!r} trains on several replicas here, and only one run at a time can"}
-        self._gangs[run] = _Gang(run, epoch, size)
+        if self._gang is not None and self._gang.run != run:
+            return {"error": f"run {self._gang.run!r} trains on several replicas here, and only one run at a time can"}
+        self._gang = _Gang(run, epoch, size)
         return {}
 
     def end_gang(self, run: str) -> None:
-        self._gangs.pop(run, None)
-        self._on_worker = {key: gang for key, gang in self._on_worker.items() if gang.run != run}
+        if self._gang is not None and self._gang.run == run:
+            self._gang = None
 
     def transition(self, key: Any, start: str, finish: str) -> None:
         """Follow the tasks of gangs; others cost one look-up."""
-        if start == "processing" and (gang := self._on_worker.pop(key, None)) is not None:
+        if (gang := self._gang) is None:
+            return
+        if start == "processing" and key in gang.on_worker:
+            gang.on_worker.discard(key)
             if (ts := self._scheduler.tasks.get(key)) is not None:
                 scheduler_internals.park(ts, keys.GANG)
             gang.placed.discard(key)
@@ -99,17 +101,19 @@ class Gangs:
         if finish == "no-worker":
             if scheduler_internals.waits_for(self._scheduler.tasks[key], keys.GANG):
                 self._parked(key)
-        elif start == "no-worker" and key not in self._on_worker:
-            self._gone(key)
+        elif start == "no-worker" and key not in gang.on_worker:  # it was cancelled
+            for waiting in gang.parked.values():
+                waiting.discard(key)
 
     def remove_worker(self, worker: str) -> None:
-        for gang in self._gangs.values():
-            for name in [name for name, address in gang.replicas.items() if address == worker]:
-                is_member = name in gang.names
-                del gang.replicas[name]
-                if is_member:
-                    self._lost(gang, name, f"worker {name} at {worker} left the cluster")
-                    self._form(gang)
+        gang = self._gang
+        names = [] if gang is None else [name for name, address in gang.replicas.items() if address == worker]
+        for name in names:
+            assert gang is not None
+            del gang.replicas[name]
+            if name in gang.names:
+                self._lost(gang, name, f"worker {name} at {worker} left the cluster")
+                self._form(gang)
 
     def _trainer_joined(self, state: RunState, fact: facts.TrainerJoined, address: str) -> None:
         if (gang := self._of(state)) is not None:
@@ -117,8 +121,8 @@ class Gangs:
             self._form(gang)
 
     def _of(self, state: RunState) -> _Gang | None:
-        gang = self._gangs.get(state.run)
-        return gang if gang is not None and gang.run_epoch == state.epoch else None
+        gang = self._gang
+        return gang if gang is not None and (gang.run, gang.run_epoch) == (state.run, state.epoch) else None
 
     def _member_told(self, state: RunState, fact: facts.GangSignal, _: str) -> None:
         gang = self._of(state)
@@ -139,7 +143,7 @@ class Gangs:
                 self._scheduler.loop.call_later(RETRY_S, self._unexplained, gang, gang.number, fact.rank, fact.detail)
 
     def _form(self, gang: _Gang) -> None:
-        if gang.status != "waiting" or len(gang.replicas) < gang.size or self._gangs.get(gang.run) is not gang:
+        if gang.status != "waiting" or len(gang.replicas) < gang.size or self._gang is not gang:
             return
         # Ranks are kept: results and rank 0's unwritten checkpoints stay where they are.
         free = iter(sorted(name for name in gang.replicas if name not in gang.names))
@@ -171,24 +175,19 @@ class Gangs:
             )
 
     def _parked(self, key: str) -> None:
-        parsed = keys.parse(key)
-        gang = self._gangs.get(parsed.run) if parsed is not None else None
-        if parsed is None or gang is None or parsed.epoch != gang.run_epoch:
+        parsed, gang = keys.parse(key), self._gang
+        if parsed is None or gang is None or (parsed.run, parsed.epoch) != (gang.run, gang.run_epoch):
             logger.debug("%s waits for a training group that is not on this scheduler", key)
             return
-        gang.parked.setdefault((parsed.node, _without_rank(parsed)), set()).add(key)
+        indices = parsed.indices if parsed.node == "checkpoint" else parsed.indices[:-1]  # without rank
+        gang.parked.setdefault((parsed.node, indices), set()).add(key)
         self._soon(gang)
-
-    def _gone(self, key: str) -> None:
-        for gang in self._gangs.values():
-            for waiting in gang.parked.values():
-                waiting.discard(key)
 
     def _soon(self, gang: _Gang) -> None:
         self._scheduler.loop.add_callback(self._place, gang)
 
     def _place(self, gang: _Gang) -> None:
-        if self._gangs.get(gang.run) is not gang or gang.status != "ready":
+        if self._gang is not gang or gang.status != "ready":
             return
         for (node, indices), waiting in list(gang.parked.items()):
             whole = node != "checkpoint"  # which is rank 0's alone, without collectives
@@ -197,14 +196,12 @@ class Gangs:
             elif not (whole and gang.placed) and (releases := self._releases(gang, node, indices, waiting)):
                 del gang.parked[node, indices]
                 # Before the release, whose transitions may call back.
-                self._on_worker |= {release.key: gang for release in releases}
-                if whole:
-                    gang.placed |= {release.key for release in releases}
-                placed = scheduler_internals.release(self._scheduler, releases, f"libra-gang-{node}-{gang.number}")
-                for release in releases:
-                    if release.key not in placed:
-                        self._on_worker.pop(release.key, None)
-                        gang.placed.discard(release.key)
+                sent = {release.key for release in releases}
+                gang.on_worker |= sent
+                gang.placed |= sent if whole else set()
+                sent -= {*scheduler_internals.release(self._scheduler, releases, f"libra-gang-{node}-{gang.number}")}
+                gang.on_worker -= sent
+                gang.placed -= sent
 
     def _releases(
         self, gang: _Gang, node: str, indices: tuple[int, ...], waiting: set[str]
@@ -220,7 +217,3 @@ class Gangs:
             elif ts is None or ts.state != "memory":
                 return []
         return releases
-
-
-def _without_rank(parsed: keys.Key) -> tuple[int, ...]:
-    return parsed.indices if parsed.node == "checkpoint" else parsed.indices[:-1]

@@ -321,22 +321,21 @@ class LibraPlugin(SchedulerPlugin):
             (facts.EngineJoined, facts.EngineSlept, facts.EngineWoke, facts.VersionServed, facts.EngineQuarantined),
             self._engine_told,
         )
+        told: dict[type[Fact], Handler] = dict.fromkeys(
+            (facts.GroupCommitted, facts.StepFinished, facts.WaveTrained, facts.PromptsNamed), self._tell
+        )
         own: dict[type[Fact], Handler] = {
             facts.VersionPublished: self._version_published,
             facts.WeightsHeld: self._weights_held,
             facts.EngineDeclared: self._engine_declared,
             facts.WorkerReady: self._ready,
             facts.SetupFailed: self._setup_failed,
-            facts.GroupCommitted: self._tell,
             facts.RowsKept: lambda state, fact, _: state.workers.keeps_rows(fact.iteration, fact.group, fact.block),
             facts.SessionsUsed: lambda state, fact, _: state.sessions.update(facts.fields_of(fact)),
-            facts.StepFinished: self._tell,
-            facts.WaveTrained: self._tell,
             facts.MismatchFound: self._mismatch_found,
             facts.BoundariesSet: self._boundaries_set,
-            facts.PromptsNamed: self._tell,
         }
-        return engine | own
+        return engine | told | own
 
     def _version_published(self, state: RunState, fact: facts.VersionPublished, _: str) -> None:
         if (step := state.log.timeline.measured(fact.version, state.log.uptime_s)) is not None:

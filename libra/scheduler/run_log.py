@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_EVENTS = 10_000  # events between two snapshots of the policy objects
-SNAPSHOT_BYTES_PER_EVENT = 12
-"""A large snapshot is written less often: about this many bytes per event."""
+SNAPSHOT_BYTES_PER_EVENT = 12  # a large snapshot is written less often
 
 CLEAR_WAIT_S = 120.0  # longest time for which a start waits until the earlier one is cleared
 KEPT_SEGMENTS = 1024  # worker states that are kept one by one, for the figures of the last minute
-MOST_PENDING = 2000
-"""Most lines that are kept as objects until someone looks or the sampler writes them."""
+MOST_PENDING = 2000  # lines kept as objects until someone looks or the sampler writes
 
 
 class RunLog:

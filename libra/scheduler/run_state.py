@@ -38,7 +38,7 @@ from libra.policy import (
     keeps_version,
     learns_after,
     staleness_of,
-)  # fmt: skip
+)
 from libra.policy.run_policies import RunPolicies
 from libra.scheduler.run_log import RunLog
 from libra.store.quantum_records import FailureRecord
@@ -52,8 +52,7 @@ if TYPE_CHECKING:
 task_logger = logging.getLogger("libra.scheduler.tasks")
 
 KEPT_NOTICES = 100  # maximum number of notices kept: a driver reads once a second
-KEPT_BLOCKS = 8192
-"""Maximum number of groups for which the worker that keeps their rows is recorded."""
+KEPT_BLOCKS = 8192  # groups for which the worker that keeps their rows is recorded
 
 
 class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -86,8 +85,7 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, d
         return made
 
 
-Handler = Callable[["RunState", Any, str], None]
-"""Takes a run, its fact, and the address of the worker that sent it (empty: the driver)."""
+Handler = Callable[["RunState", Any, str], None]  # run, fact, sender's address
 
 
 def process_name() -> str:

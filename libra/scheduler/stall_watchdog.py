@@ -157,7 +157,7 @@ class StallGuard:
             logger.warning("%s: the stacks of a stall cannot be written (%s):\n%s", path, error, text)
         if not self._restart:
             return
-        if self.watchdog.moved_since(reported_s):
+        if self.watchdog.progress_s > reported_s:
             self._warn(f"progress resumed, so worker {culprit.worker} is not restarted")
             return
         answer = await scheduler_internals.restart_worker(

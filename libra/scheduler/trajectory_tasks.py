@@ -18,14 +18,12 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
-
 from libra import facts, keys
 from libra.keys import TOOL_CORES, TOOL_GPUS, TOOL_MIB
 from libra.observe.task_stream import QuantumStream
 from libra.policy import EVERYONE, Dispatcher, Place
+from libra.policy.leases.resources import Lease
 from libra.policy.liveness import Liveness
-from libra.policy.phase_queue import LeaseTaken
 from libra.scheduler import scheduler_internals
 from libra.scheduler.command_applier import Applier, announce_move
 from libra.scheduler.run_state import Handler, RunState, Tracked
@@ -37,12 +35,10 @@ if TYPE_CHECKING:
 
 task_logger = logging.getLogger("libra.scheduler.tasks")
 
-MAX_LOST_QUANTA = 3
-"""Worker deaths in a row under a quantum that end its trajectory as a ``worker`` failure."""
+MAX_LOST_QUANTA = 3  # worker deaths in a row under a quantum that end an attempt
 
 
-AHEAD_EVERY_S = 0.02
-"""Delay before a new best rank is announced: most trajectories that park are dispatched at once."""
+AHEAD_EVERY_S = 0.02  # delay before a new best rank is announced
 
 
 def _differ(ahead: facts.Priority | None, known: facts.Priority | None) -> bool:
@@ -51,8 +47,9 @@ def _differ(ahead: facts.Priority | None, known: facts.Priority | None) -> bool:
 
 def _resources(place: Place) -> dict[str, float]:
     taken: dict[str, float] = {str(place.phase): 1}
-    if (lease := place.lease) is not None:
-        amounts = {TOOL_CORES: lease.cores, TOOL_MIB: lease.memory_bytes >> 20, TOOL_GPUS: lease.gpus}
+    if place.lease is not None:
+        has = place.lease.resources
+        amounts = {TOOL_CORES: has.cores, TOOL_MIB: has.memory_bytes >> 20, TOOL_GPUS: has.gpus}
         taken |= {name: amount for name, amount in amounts.items() if amount}
     return taken
 
@@ -73,8 +70,7 @@ class Trajectories:
         self._announces_ahead = False
         self._num_runs = 0  # so far
         self.kicked = False
-        self._dispatches = 0
-        self._stale, self._num_running = True, 0
+        self._seen_running = -1  # running workers at the last look; -1: look again
         self._tool_capacity: dict[str, tuple[str, facts.ToolCapacity]] = {}
         self.tool_workers = ToolWorkers(scheduler, self.dispatcher, self.workers, runs)
         self._due: Any = None  # the timer of the next moment at which a quota may let an action go
@@ -165,7 +161,7 @@ class Trajectories:
 
     def workers_changed(self) -> None:
         """Look at all workers, and dispatch."""
-        self._stale = True
+        self._seen_running = -1
         self.kick()
 
     def kick(self) -> None:
@@ -176,8 +172,8 @@ class Trajectories:
     def _dispatch(self) -> None:
         self.kicked = False
         scheduler, dispatcher = self._scheduler, self.dispatcher
-        if self._stale or len(scheduler.running) != self._num_running:  # a worker was paused
-            self._stale, self._num_running = False, len(scheduler.running)
+        if len(scheduler.running) != self._seen_running:  # also if a worker was paused
+            self._seen_running = len(scheduler.running)
             self._notify_all(self.workers.changes())
         at_s = round(time.monotonic(), 6)
         if dispatcher.leases is not None:
@@ -188,7 +184,7 @@ class Trajectories:
             for place in dispatcher.dispatch(phase, at_s):
                 ts, tracked = scheduler.tasks.get(place.key), self.tracked.get(place.key)
                 if place.lease is not None and tracked is not None:
-                    self._leased(tracked, place, place.lease)
+                    self._leased(tracked, place.lease)
                 if ts is None or tracked is None or ts.state != "no-worker":
                     if tracked is not None:
                         tracked.run.log.emit(facts.PlacementVoid(place.key, phase))
@@ -199,8 +195,7 @@ class Trajectories:
                 known = 0 if tracked.lost or tracked.ended else tracked.quanta  # maybe more
                 releases.append(scheduler_internals.Release(place.key, _resources(place), address, known))
         if releases:
-            self._dispatches += 1
-            scheduler_internals.release(scheduler, releases, f"libra-dispatch-{self._dispatches}")
+            scheduler_internals.release(scheduler, releases, f"libra-dispatch-{at_s}")
         self._revoke(at_s, alone)
         if dispatcher.leases is not None:
             self._look_again(dispatcher.leases.table.next_s(at_s), at_s)
@@ -219,11 +214,11 @@ class Trajectories:
             for address in {address for state in self._runs.values() for address in state.workers.engines.values()}:
                 scheduler_internals.tell_worker(self._scheduler, address, {"op": "libra-ahead", "ahead": ahead})
 
-    def _leased(self, tracked: Tracked, place: Place, lease: LeaseTaken) -> None:
-        queued_s = round(max(0.0, lease.at_s - tracked.parked_s), 6)
-        tracked.leased = lease.cores, queued_s
-        fields = msgspec.structs.asdict(lease)
-        tracked.run.log.emit(facts.LeaseGranted(key=place.key, worker=place.worker, queued_s=queued_s, **fields))
+    def _leased(self, tracked: Tracked, lease: Lease) -> None:
+        has, queued_s = lease.resources, round(max(0.0, lease.granted_s - tracked.parked_s), 6)
+        tracked.leased = has.cores, queued_s
+        amounts = has.cores, has.memory_bytes, has.gpus
+        tracked.run.log.emit(facts.LeaseGranted(lease.holder, lease.worker, lease.granted_s, *amounts, queued_s))
 
     def _revoke(self, at_s: float, alone: bool) -> None:
         for revoke in self.dispatcher.revocations():

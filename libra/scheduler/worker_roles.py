@@ -80,7 +80,7 @@ class WorkerRoles:
     ) -> None:
         self._scheduler, self._registered = scheduler, registered
         self._trajectories, self._concurrency = trajectories, limits
-        self._runs: dict[str, _Run] = {}
+        self._run: _Run | None = None
         called = (
             self.register_roles, self.set_roles, self.cancel_roles, self.roles, self.wait_roles, self.role_known,
         )  # fmt: skip
@@ -88,22 +88,23 @@ class WorkerRoles:
 
     def register_roles(self, run: str, epoch: int) -> dict[str, Any]:
         """Let workers of a run change roles from now on; only one run at a time, as runs share them."""
-        if others := [other for other in self._runs if other != run]:
-            return {"error": f"run {others[0]!r} changes roles of workers here, and only one run at a time can"}
+        if self._run is not None and self._run.run != run:
+            return {"error": f"run {self._run.run!r} changes roles of workers here, and only one run at a time can"}
         self.end_roles(run)
-        self._runs[run] = _Run(run, epoch)
+        self._run = _Run(run, epoch)
         return {}
 
     def end_roles(self, run: str) -> None:
-        state = self._runs.pop(run, None)
-        if state is not None:
+        state = self._run
+        if state is not None and state.run == run:
+            self._run = None
             state.news.set()
             for name in state.address:
                 self._supply(state, name, state.members[name].slots, state.members[name].started_tp)
 
     def as_started(self, run: str | None) -> dict[str, dict[str, int]]:
         """Resources that the workers of a run will supply when it ends, by address."""
-        if (state := self._runs.get(run or "")) is None:
+        if (state := self._run) is None or state.run != run:
             return {}
         had = {address: state.members[name] for name, address in state.address.items()}
         return {
@@ -114,8 +115,7 @@ class WorkerRoles:
         self, run: str, epoch: int, assignments: Mapping[str, Mapping[str, Any]], reason: str = "asked for"
     ) -> dict[str, Any]:
         """Begin a change: ``role`` is "rollout", "train" or "lent", ``tp`` by default the worker's own."""
-        state = self._of(run, epoch)
-        if state is None:
+        if (state := self._of(run, epoch)) is None:
             return _unknown(run, epoch)
         try:
             targets = {name: self._assignment(state, name, has) for name, has in assignments.items()}
@@ -159,8 +159,8 @@ class WorkerRoles:
         return state is not None and worker in state.roles.members
 
     def _of(self, run: str, epoch: int) -> _Run | None:
-        state = self._runs.get(run)
-        return state if state is not None and state.epoch == epoch else None
+        state = self._run
+        return state if state is not None and (state.run, state.epoch) == (run, epoch) else None
 
     @staticmethod
     def _assignment(state: _Run, name: str, has: Mapping[str, Any]) -> Assignment:
@@ -181,33 +181,32 @@ class WorkerRoles:
 
     def _answer(self, state: _Run, commands: list[RoleCommand]) -> dict[str, Any]:
         self._carry_out_all(state, commands)
-        for command in commands:
-            if isinstance(command, messages.Refuse):
-                return {"error": command.reason}
+        if isinstance(commands[0], messages.Refuse):
+            return {"error": commands[0].reason}
         return {"generation": next(c.generation for c in commands if isinstance(c, facts.RoleChangeStarted))}
 
     def add_worker(self, worker: str) -> None:
         """A returning worker supplies no slots until its role is known."""
         name = scheduler_internals.worker_name(self._scheduler, worker)
-        for state in self._runs.values():
-            if name in state.roles.members:
-                scheduler_internals.set_supply(self._scheduler, worker, keys.ROLLOUT, 0)
+        if self._run is not None and name in self._run.roles.members:
+            scheduler_internals.set_supply(self._scheduler, worker, keys.ROLLOUT, 0)
 
     def remove_worker(self, worker: str) -> None:
-        for state in self._runs.values():
-            if worker == state.pool_of:
-                state.pool = None
-            state.failed = {name: address for name, address in state.failed.items() if address != worker}
-            for name in [name for name, address in state.address.items() if address == worker]:
-                del state.address[name]
-                self._carry_out_all(state, state.roles.lose(name))
+        if (state := self._run) is None:
+            return
+        if worker == state.pool_of:
+            state.pool = None
+        state.failed = {name: address for name, address in state.failed.items() if address != worker}
+        for name in [name for name, address in state.address.items() if address == worker]:
+            del state.address[name]
+            self._carry_out_all(state, state.roles.lose(name))
 
     def handlers(self) -> dict[type[Fact], Handler]:
         return {
             facts.RoleMemberJoined: self._announced,
             facts.HybridPoolOpened: self._pool_opened,
-            facts.RoleStageFailed: self._stage_failed,
-            facts.RoleStage: self._stage_done,
+            facts.RoleStageFailed: self._stage_told,
+            facts.RoleStage: self._stage_told,
         }
 
     def setup_failed(self, run: RunState, fact: facts.SetupFailed, address: str) -> None:
@@ -221,18 +220,15 @@ class WorkerRoles:
             for member in state.address.values():
                 self._send(state, member, pool=state.pool)
 
-    def _stage_failed(self, run: RunState, fact: facts.RoleStageFailed, _: str) -> None:
-        if (state := self._of(run.run, run.epoch)) is not None:
-            self._carry_out_all(state, state.roles.handle(fact))
-
-    def _stage_done(self, run: RunState, fact: facts.RoleStage, _: str) -> None:
-        state = self._of(run.run, run.epoch)
-        if state is None:
+    def _stage_told(self, run: RunState, fact: facts.RoleStage | facts.RoleStageFailed, _: str) -> None:
+        if (state := self._of(run.run, run.epoch)) is None:
             return
-        run.log.emit(fact)
-        if fact.stage in _STAGES:
+        if isinstance(fact, facts.RoleStage):
+            run.log.emit(fact)
+            if fact.stage not in _STAGES:
+                return
             state.stage_s.setdefault((fact.generation, fact.worker), {})[fact.stage] = fact.seconds
-            self._carry_out_all(state, state.roles.handle(fact))
+        self._carry_out_all(state, state.roles.handle(fact))
 
     def _announced(self, run: RunState, fact: facts.RoleMemberJoined, address: str) -> None:
         name, state = fact.worker, self._of(run.run, run.epoch)

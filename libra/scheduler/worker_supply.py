@@ -9,7 +9,7 @@ Invariants
 3. A worker supplies at most its limit, and at most the slots of its engine. A limit belongs to a
    worker and a tensor-parallel degree, until it is replaced or the run ends.
 4. A limit below the slots in use aborts nothing: a slot is released when its turn ends
-   (`Dispatcher.overfull`).
+   (`Dispatcher.ahead`).
 5. A limit that does not fit is refused with all others of its request.
 """
 
@@ -125,9 +125,7 @@ class Concurrency:
 
     def ended(self, run: str) -> None:
         """The run has ended: its workers supply all slots of their engines."""
-        state = self._runs.pop(run, None)
-        if state is None:
-            return
+        state = self._runs.pop(run, _Limits())
         for address, ws in list(self._scheduler.workers.items()):
             tp, slots = state.full.get(str(ws.name), (0, 0))
             if (str(ws.name), tp) in state.limits and ws.resources.get(keys.ROLLOUT):
@@ -164,15 +162,15 @@ class Concurrency:
         """A row for each worker that has or had an engine; ``limits`` are by degree."""
         known, found = self._runs.get(state.run, _Limits()), []
         for worker, (tp, slots) in sorted(known.full.items()):
-            ws = self._scheduler.workers.get(state.workers.engines.get(worker, ""))
-            supplies = int(ws.resources.get(keys.ROLLOUT, 0)) if ws is not None else 0
-            started = known.started.get(worker)
-            if started is None:
+            if (started := known.started.get(worker)) is None:
                 continue
+            address = state.workers.engines.get(worker, "")
+            ws = self._scheduler.workers.get(address)
+            supplies = int(ws.resources.get(keys.ROLLOUT, 0)) if ws is not None else 0
             limits = {str(of): most for (name, of), most in known.limits.items() if name == worker}
             declared = {str(of): fields for (name, of), fields in known.declared.items() if name == worker}
             found.append({
-                "worker": worker, "address": state.workers.engines.get(worker, ""), "base_tp": started.tp,
+                "worker": worker, "address": address, "base_tp": started.tp,
                 "base_slots": started.slots, "engine": started.engine, "bucket": started.bucket, "tp": tp, "slots": slots,
                 "supplies": supplies, "limits": limits, "declared": declared,
             })  # fmt: skip

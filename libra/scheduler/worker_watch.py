@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SENT_BY_DASK = (keys.GRADE, keys.TRAIN, keys.COMMIT, keys.TEACHER)
-"""Resources whose tasks Dask itself sends; the dispatcher sends quanta."""
-STUCK_S = 120.0
-"""A setup that takes longer may hang: then a report has the command to restart the worker."""
+SENT_BY_DASK = (keys.GRADE, keys.TRAIN, keys.COMMIT, keys.TEACHER)  # not by the dispatcher
+STUCK_S = 120.0  # a setup that takes longer may hang
 WORK = {
     keys.ROLLOUT: "generates",
     keys.TOOL: "runs tool calls",
@@ -38,6 +36,15 @@ WORK = {
     keys.TEACHER: "holds the teacher",
 }
 """Resources that a run needs, and the work of their workers."""
+
+
+SETUP = ("failed", "setting_up")
+STATUS_WORDS = {
+    "failed": "{name} failed its setup ({detail})",
+    "setting_up": "{name} is being set up",
+    "quarantined": "the engine of {name} failed the version check",
+    "out": "the engine of {name} failed the version check",
+}
 
 
 class _Present(NamedTuple):
@@ -81,13 +88,11 @@ class WorkerWatch:
     def failed(self, state: RunState, fact: SetupFailed, address: str) -> None:
         """A worker's setup for a run failed; at the run's start that ends the run."""
         name, detail, ws = fact.worker, fact.detail, self._scheduler.workers.get(address)
-        after_s = None
-        joins = ws is not None and self._liveness.joins(state.run, address)
-        if ws is not None and joins:
-            after_s = self._liveness.failed(state.run, address, detail, time.monotonic(), nanny=bool(ws.nanny))
-        state.log.emit(WorkerSetupFailed(name, address, detail, after_s))
-        if ws is None or not joins:
+        if ws is None or not self._liveness.joins(state.run, address):
+            state.log.emit(WorkerSetupFailed(name, address, detail, None))
             return
+        after_s = self._liveness.failed(state.run, address, detail, time.monotonic(), nanny=bool(ws.nanny))
+        state.log.emit(WorkerSetupFailed(name, address, detail, after_s))
         state.workers.engines.pop(name, None)
         state.workers.served.pop(name, None)
         by_hand = f"type kill -9 {ws.pid} on {ws.host}"
@@ -130,13 +135,14 @@ class WorkerWatch:
         for ws in sorted(self._scheduler.workers.values(), key=lambda ws: str(ws.name)):
             at = self._liveness.of(run, ws.address)
             is_ready = at.stage is Stage.READY
-            status = "ready" if ws in self._scheduler.running else ws.status.name
             if at.stage is Stage.FAILED:
                 status = "failed"
             elif at.quarantined:
                 status = "out" if at.out else "quarantined"
             elif not is_ready:
                 status = "setting_up"
+            else:
+                status = "ready" if ws in self._scheduler.running else ws.status.name
             again_s = None if at.restart_s is None else max(0.0, at.restart_s - now_s)
             resources = {**ws.resources, **self._held.get(ws.address, {})}
             supplies = {name for name, units in resources.items() if units}
@@ -149,10 +155,8 @@ class WorkerWatch:
             wanted = int(state.settings.distil.teacher is not None)
         elif resource == keys.TRAIN:
             wanted = state.settings.cluster.train_workers
-        there, able = (
-            scheduler_internals.supply(self._scheduler, resource),
-            [p for p in present if resource in p.supplies],
-        )
+        able = [p for p in present if resource in p.supplies]
+        there = scheduler_internals.supply(self._scheduler, resource)
         barred = {"quarantined", "out"} if resource == keys.ROLLOUT else set()
         ready = (p for p in able if p.is_ready and p.ws.address in there and p.status not in barred)
         unready = [p for p in able if not p.is_ready]
@@ -186,21 +190,15 @@ class WorkerWatch:
     def _missing(self, state: RunState, report: RolesMissing, gone: list[str], present: list[_Present]) -> str:
         present = [each for each in present if each.supplies & {*report.resources}]
         listed, work = ", ".join(report.resources), ", ".join(WORK[each] for each in report.resources)
-        what = (
-            f"{'too few' if report.some else 'nobody'} {work} ({listed})" if report.had else f"{listed} not there yet"
-        )
+        some = "too few" if report.some else "nobody"
+        what = f"{some} {work} ({listed})" if report.had else f"{listed} not there yet"
         parts = [f"worker {name} has left the cluster" for name in gone]
         for ws, _, status, _, detail, _ in present:
-            process = f"worker {ws.name} (process {ws.pid} on {ws.host})"
-            match status:
-                case "failed":
-                    parts.append(f"{process} failed its setup ({detail})")
-                case "setting_up":
-                    parts.append(f"{process} is being set up")
-                case "quarantined" | "out":
-                    parts.append(f"the engine of worker {ws.name} failed the version check")
-                case _ if status != "ready":
-                    parts.append(f"worker {ws.name} is {status}")
+            if status != "ready":
+                name = f"worker {ws.name}" + (f" (process {ws.pid} on {ws.host})" if status in SETUP else "")
+                parts.append(
+                    STATUS_WORDS.get(status, "{name} is {status}").format(name=name, status=status, detail=detail)
+                )
         stop = f"to stop and go on later, Ctrl-C and libra resume {shell_path(state.directory)}"
         advice = "; ".join(filter(None, (self._advice(state, report, present, bool(gone)), stop)))
         who = ", ".join(parts) or "no worker of this cluster has it"

@@ -13,7 +13,7 @@ from libra.driver.run_session import Session
 from libra.envs import session as session_of
 from libra.envs import tool
 from libra.errors import ConfigError
-from libra.orderings import blank
+from libra.orderings import ordering_of
 from libra.policy import tool_fleet
 from libra.policy.log_replay import replay
 from libra.store.event_log import EventReader
@@ -60,7 +60,7 @@ def log_of(run: Session) -> Log:
 def differences(log: Log, changed: dict[int, facts.Fact] | None = None) -> list[str]:
     """What a replay decides otherwise, of a log with these lines ``changed``."""
     lines = [(line, (changed or {}).get(line, event)) for line, event in log]
-    return [told.difference for told in replay(lines, blank) if told.difference]
+    return [told.difference for told in replay(lines, ordering_of) if told.difference]
 
 
 @pytest.mark.live

@@ -12,7 +12,7 @@ from libra.errors import ConfigError, EngineError, ModelError
 from libra.facts import TrajectoryParked
 from libra.model_loader import PretrainedLoader, loader_of
 from libra.named_parts import name_of, named_part
-from libra.orderings import blank, check_ordering, ordering_of
+from libra.orderings import check_ordering, ordering_of
 from libra.policy import Fifo
 from libra.rollout.chat_format import load_chat_format
 from libra.rollout.weight_loading import load_causal_lm
@@ -205,7 +205,7 @@ def test_a_policy_that_raises_is_replaced_by_the_order_of_arrival_and_its_snapsh
     answers = [policy.handle(event)[0] for event in parked[:3]]
     fault = answers[2].reason
     assert "ZeroDivisionError" in fault and "ZeroDivisionError" not in answers[1].reason
-    again = blank("faulty:FailsLater")
+    again = ordering_of("faulty:FailsLater")
     again.restore(json.loads(json.dumps(policy.snapshot())))
     for event in parked[3:]:
         answer = policy.handle(event)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.orderings import CompletedCalls, KnownLengths, Oracle, Paper
+from benchmarks.orderings import CompletedCalls, Forecaster, KnownLengths, Oracle, Paper
 from libra.config.task_sections import PolicySection
 from libra.facts import (
     BoundariesSet,
@@ -24,7 +24,7 @@ from libra.facts import (
     WorkerWithdrawn,
 )
 from libra.policy import CMLFQ, ORDERINGS, Mlfq
-from libra.policy.posterior.forecaster import CalibrationLog, Forecast, Forecaster
+from libra.policy.posterior.forecaster import CalibrationLog, Forecast
 from libra.policy.trajectory_table import PATIENCE as DEFAULT
 from libra.policy.trajectory_table import StarvationGuard
 from libra.types import Phase

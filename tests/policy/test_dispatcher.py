@@ -251,7 +251,9 @@ def test_where_an_engine_told_nothing_first_homes_go_by_free_slots_and_say_so():
         dispatcher.apply([Prefer(f"k{order}", (), "test", 1000, 2000)])
     places = dispatcher.dispatch(ROLLOUT)
     assert [place.worker for place in places] == ["silent", "silent", "fast", "silent", "fast", "silent"]
-    assert {place.reason for place in places[:5]} == {"first home: by free slots, for silent has not declared its speed"}
+    assert {place.reason for place in places[:5]} == {
+        "first home: by free slots, for silent has not declared its speed"
+    }
 
 
 class Twice:

@@ -192,7 +192,7 @@ def test_the_pool_of_the_core_is_told_to_members_old_and_new_and_forgotten_with_
     stage.join("b")
     assert (3, "h", 7) in [message["pool"] for address, message in stage.sent[-2:] if address == stage.address("b")]
     stage.leave("plain")
-    assert stage.plugin._runs["demo"].pool is None
+    assert stage.plugin._run.pool is None
 
 
 def test_workers_supply_what_they_were_started_with_when_the_run_ends():

@@ -49,8 +49,7 @@ from libra.types import NO_TOOL, ToolStatus
 FORGETTING = 0.1  # weight of the newest action in its tool's mean seconds
 NOTHING = (0,) * len(KINDS)
 RETURNED = frozenset({ToolStatus.OK, ToolStatus.TRUNCATED})
-CUT_OFF = frozenset({ToolStatus.TIMEOUT, NO_TOOL})
-"""Outcomes of actions that more cores would not have ended sooner."""
+CUT_OFF = frozenset({ToolStatus.TIMEOUT, NO_TOOL})  # more cores would not have ended them
 FIRST = Priority(-1, -1, -1)  # the priority of a request for which leases are revoked
 
 

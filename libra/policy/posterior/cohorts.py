@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-KEPT_GROUPS = 1_024
-"""Groups kept without a running member; the least recently used are dropped first."""
+KEPT_GROUPS = 1_024  # groups kept without a running member, by last use
 
 
 class Cohort(msgspec.Struct, array_like=True, gc=False):
@@ -104,8 +103,7 @@ def lognormal_remaining(centre: float, spread: float, log_done: float) -> float:
 
 
 KEPT_PROMPTS = 16_384  # maximum number of prompts kept; the least recently seen are dropped first
-FIRST_PERSISTENCE = 0.8
-"""Persistence before any prompt has returned, and the weight of that in groups."""
+FIRST_PERSISTENCE = 0.8  # before any prompt has returned; its weight in groups follows
 FIRST_GROUPS = 4.0
 FORGET_RETURNED = 0.998  # weight of a comparison after each later one
 LARGEST_PERSISTENCE = 0.95

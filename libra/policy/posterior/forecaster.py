@@ -34,7 +34,7 @@ from libra.policy.posterior.regression import (
     Live,
     Regression,
     counted,
-)  # fmt: skip
+)
 from libra.policy.saved import Saved
 from libra.types import Phase, ToolStatus
 
@@ -45,38 +45,6 @@ class Forecast(NamedTuple):
     mean_tokens: float  # expectation, for sums of loads
     order_tokens: float  # for ranking, e.g. exp of the expected logarithm
     skill: float  # gain over the progress-only forecast, <= 1; at 0 its order is not used
-
-
-class Forecaster(Saved):
-    """Receives every event of the policy, in order; deterministic in their sequence."""
-
-    def handle(self, event: Fact) -> None:
-        """Learn from one event, cheaply: the scheduler's loop waits."""
-
-    def learn(self) -> None:
-        """Run the expensive update, off the critical path."""
-
-    def remaining(self, key: str) -> Forecast:
-        """Forecast for a live trajectory; KeyError for one never parked or already ended."""
-        raise NotImplementedError
-
-    def reconsidered(self, key: str) -> Forecast:
-        """`remaining` of a waiting one, updated by its siblings."""
-        return self.remaining(key)
-
-    def is_probe(self, key: str) -> bool:
-        """Whether it should run ahead of its unknown siblings."""
-        return False
-
-    @property
-    def skill(self) -> float | None:
-        """Measured gain over progress, if it measures any."""
-        return None
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Weight of each signal, 0 to 1."""
-        return {}
 
 
 KEPT = 256  # outcomes
@@ -111,8 +79,7 @@ class CalibrationLog:
 
 
 VERSION_FORGET = 0.9  # weight of everything learned after each new version of the weights
-SIBLING_PRIOR, FAMILY_PRIOR = 1.0, 5.0
-"""Weight, in members, of the prior that a group, a family is like all others."""
+SIBLING_PRIOR, FAMILY_PRIOR = 1.0, 5.0  # weight, in members, of being like all others
 SAMPLE = 64  # running trajectories that a `learn` uses
 FOLLOWED = 2_048  # running trajectories to learn from: each new one while there is room
 WAITING = 1_024  # ended trajectories that wait for `learn`; beyond, the oldest are dropped
@@ -121,8 +88,8 @@ UNFINISHED = "(unfinished turn)"  # the return of a turn that parks before its e
 _LARGEST_LOG = 16.0
 
 
-class Posterior(Forecaster):
-    """The forecaster; one per run."""
+class Posterior(Saved):
+    """The forecaster of one run; it receives every event of the policy, in order."""
 
     _live: dict[str, Live]
     _tools: dict[str, int]
@@ -304,6 +271,7 @@ class Posterior(Forecaster):
         return Forecast(mean, order, self._regression.stage(live.returns).order.skill)
 
     def reconsidered(self, key: str) -> Forecast:
+        """`remaining` of a waiting one, updated by its siblings."""
         live = self._live[key]
         if live.tokens or live.returns:
             return self.remaining(key)

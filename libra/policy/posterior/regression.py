@@ -24,24 +24,17 @@ from numpy.typing import NDArray
 from libra.policy.saved import Saved
 from libra.types import ToolStatus
 
-PROGRESS = 4
-"""Constant, and logarithms of tokens, returns and the last turn's tokens.
-
-Plain numbers would let the few longest trajectories dominate the fit.
-"""
+PROGRESS = 4  # constant, and logarithms of tokens, returns and the last turn's tokens
 RETURNS, SURE, SURE_LOG, SURE_TOKENS = 2, PROGRESS + 1, PROGRESS + 2, PROGRESS + 3
 """Certainty of the siblings' totals, and its products with their log remainder and remainder."""
-NUM_FEW = PROGRESS + 5
-"""Columns before the tools' counts: progress, four of siblings, one of the family."""
+NUM_FEW = PROGRESS + 5  # columns before the tools' counts
 TOOL_SLOTS = 24  # tools counted by name, the last slot for all others
 DECAY = np.float32(0.85)  # A tool's count after each later return; half-life 4 returns
-OUTCOMES = tuple(ToolStatus)
-"""All outcomes; each but the first (the ordinary one) has its own decayed count."""
+OUTCOMES = tuple(ToolStatus)  # each but the first, the ordinary one, has a decayed count
 _OUTCOME: dict[str, int] = {status: TOOL_SLOTS + number - 1 for number, status in enumerate(OUTCOMES)}
 _PAYLOAD = TOOL_SLOTS + len(OUTCOMES) - 1
 COUNTED = _PAYLOAD + 2  # decayed counts: tools, outcomes but the first, payload classes; then the last payload's tokens
-PAYLOAD_TOKENS = (125, 1250)
-"""Bounds of the payload classes: 500 and 5,000 characters, as in the paper's published code."""
+PAYLOAD_TOKENS = (125, 1250)  # 500 and 5,000 characters, as in the paper's code
 WIDTH = NUM_FEW + COUNTED
 TOKENS, SERVED = WIDTH, WIDTH + 1
 NUM_ROW = SERVED + 4
@@ -86,8 +79,7 @@ PROGRESS_SHRINK, SIGNAL_SHRINK, STACK_SHRINK = 1.0, 10.0, 3.0
 """Prior that a progress column, a signal column, a share has no effect, in trajectories."""
 FIRST_MEAN_TOKENS = 1000.0  # mean forecast before anything has ended
 SWEEPS = 60  # sweeps of the coordinate descent that fits the shares
-GUARD_SIGMAS = (0.5, 1.0)
-"""Standard errors by which a gain must stand out, in the order and in the mean."""
+GUARD_SIGMAS = (0.5, 1.0)  # standard errors by which a gain must stand out: order, mean
 GROUPS = 1024  # latest groups whose gain is kept, so that siblings count as one observation
 
 
