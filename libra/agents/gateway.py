@@ -348,8 +348,8 @@ class Gateway:
 
     def complete(self, exchange: Exchange) -> None:
         """Answer a request, or have its session answer it."""
+        assert exchange.asked is not None
         asked = exchange.asked
-        assert asked is not None
         if asked.dialect is not None:
             read = partial(_read, asked.dialect, b"".join(exchange.parts), asked.session.known)
             if exchange.size < LONG:

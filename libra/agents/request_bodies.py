@@ -38,6 +38,8 @@ name, or never end."""
 
 T = TypeVar("T")
 NOTHING = msgspec.Raw(b"")
+_TOOLS: Any = list[Any] | None
+_ARGS: Any = dict[str, Any] | None
 
 
 class Part(msgspec.Struct):
@@ -167,9 +169,9 @@ def offered(body: Sampling) -> Offered:
 
 @lru_cache(64)
 def _offered(raw_tools: bytes, raw_args: bytes) -> Offered:
-    tools = bounded(decoded(list[Any] | None, raw_tools or b"null", "tools"), "tools") or ()  # type: ignore[arg-type]
+    tools = bounded(decoded(_TOOLS, raw_tools or b"null", "tools"), "tools") or ()
     where = "chat_template_kwargs"
-    args = bounded(decoded(dict[str, Any] | None, raw_args or b"null", where), where) or {}  # type: ignore[arg-type]
+    args = bounded(decoded(_ARGS, raw_args or b"null", where), where) or {}
     for name in _NO_VARIABLES & args.keys():
         raise RequestRefused(f"{where}: {name!r} is not a variable of the template; the run decides it", where)
     schemas = tuple(_tool_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools))

@@ -120,14 +120,6 @@ def tell(answers, **fields):
     answers.write(json.dumps(fields) + "\n")
 
 
-async def messages():
-    """The messages at the standard input, until its end."""
-    lines = asyncio.StreamReader(limit=LINE_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    while line := await lines.readline():
-        yield json.loads(line)
-
-
 # ---------------------------------------------------------------- tasks
 
 
@@ -138,7 +130,10 @@ class Tasks:
 
     async def serve(self):
         os.environ.__class__ = TaskEnvironment
-        async for message in messages():
+        lines = asyncio.StreamReader(limit=LINE_BYTES)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+        while line := await lines.readline():
+            message = json.loads(line)
             if "start" in message:
                 self.running[message["start"]] = asyncio.create_task(self.run(message["start"], message))
             elif (task := self.running.pop(message["stop"], None)) is not None:
@@ -222,19 +217,35 @@ class Processes:
     async def serve(self):
         gc.collect()
         gc.freeze()  # a collection would write to all objects, and so copy their pages in each fork
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.reap)
-        async for message in messages():
-            if "start" in message:
-                try:
-                    self.start(message["start"], message["env"], message["task"])
-                except OSError as error:
-                    failed = f"no process can be started: {error}"
-                    tell(self.answers, ended=message["start"], result=None, error=failed)
-                continue
-            for pid, child in self.children.items():
-                if child.number == message["stop"]:
-                    keeper.kill(pid, group=True)
-                    keeper.kill(pid)
+        loop, rest = asyncio.get_running_loop(), b""
+        input_ends = loop.create_future()
+
+        def read():  # a callback: in a fork, no task of this loop may be the current one
+            nonlocal rest
+            if data := os.read(0, CHUNK_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self.obey(json.loads(line))
+            else:
+                loop.remove_reader(0)
+                input_ends.set_result(None)
+
+        loop.add_signal_handler(signal.SIGCHLD, self.reap)
+        loop.add_reader(0, read)
+        await input_ends
+
+    def obey(self, message):
+        if "start" in message:
+            try:
+                self.start(message["start"], message["env"], message["task"])
+            except OSError as error:
+                failed = f"no process can be started: {error}"
+                tell(self.answers, ended=message["start"], result=None, error=failed)
+            return
+        for pid, child in self.children.items():
+            if child.number == message["stop"]:
+                keeper.kill(pid, group=True)
+                keeper.kill(pid)
 
     def start(self, number, env, task):
         with contextlib.ExitStack() as opened:

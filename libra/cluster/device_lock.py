@@ -131,7 +131,8 @@ class GpuTurns:
             held.callback(self._used.difference_update, chosen)
             for gpu in sorted(chosen, key=lambda gpu: gpu.name):  # in one order everywhere: no two wait for each other
                 held.callback((await self._locks[gpu].taken(who, limit_s)).release)
-            return GpuTurn(tuple(gpu.entry for gpu in chosen), held.pop_all())
+            kept = held.pop_all()
+        return GpuTurn(tuple(gpu.entry for gpu in chosen), kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def check_names(pages: Application, *, shared: bool = False) -> None:
         return
     given: Iterable[str] | None = dask.config.get(SETTING, None)
     allowed, libra_only = frozenset(map(_plain, given or ())), shared and given is None
-    pages.libra_names = allowed
+    pages.libra_names = allowed  # type: ignore[attr-defined]
     find, machine = pages.find_handler, own_names()
 
     def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:

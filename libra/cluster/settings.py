@@ -69,8 +69,8 @@ _TABLE: tuple[tuple[Process, str, Any, bool, str], ...] = (  # the fields of Set
 )  # fmt: skip
 
 SETTINGS: tuple[Setting, ...] = tuple(
-    Setting(process, f"distributed.{'' if key.startswith('admin.') else process + '.'}{key}", *others)
-    for process, key, *others in _TABLE
+    Setting(process, f"distributed.{'' if key.startswith('admin.') else process + '.'}{key}", value, breaks, reason)
+    for process, key, value, breaks, reason in _TABLE
 )
 
 DASK_SETTINGS: dict[str, Any] = {setting.key: setting.value for setting in SETTINGS}

@@ -216,10 +216,10 @@ def up(config: RunConfig) -> Contact:
     ClusterError if Slurm is missing, a cluster is already up in ``slurm.dir``, or it does not start.
     """
     check_layout(config)
-    for command in ("sbatch", "squeue", "scancel"):
-        if shutil.which(command) is None:
+    for program in ("sbatch", "squeue", "scancel"):
+        if shutil.which(program) is None:
             raise ClusterError(
-                f"{command}: there is no Slurm on this machine; type this on a login node of the cluster"
+                f"{program}: there is no Slurm on this machine; type this on a login node of the cluster"
             )
     directory = config.slurm.dir.absolute()
     path = directory / CONTACT_FILE

@@ -98,7 +98,7 @@ def begin_forking(config: RunConfig) -> bool:
     """
     if config.cluster.scheduler is not None or config.rollout.engine != "transformers" or may_have_gpu():
         return False
-    model = []
+    model: list[str] = []
     try:
         kind = json.loads((Path(resolve_model(config.model.path)) / "config.json").read_text()).get("model_type")
     except (OSError, ValueError, AttributeError, ModelError):  # named when the model is checked

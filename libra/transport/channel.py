@@ -39,9 +39,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-import msgspec
-
 from libra.errors import TransportError
+from libra.seals import parsed_json
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,6 @@ RETRY_S = 0.1
 BACKLOG = 128
 _NONCE_BYTES = _MAC_BYTES = 32
 _LENGTH = struct.Struct("!I")
-_FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 
 def new_secret() -> str:
@@ -111,9 +109,12 @@ class Channel:
         self._received += 1
         self.received_bytes += len(start) + len(frame)
         try:
-            return _FIELDS.decode(text)
-        except (ValueError, RecursionError) as error:
-            raise TransportError(f"a frame is a JSON object: {error}") from error
+            fields = parsed_json(text)
+        except ValueError as error:
+            raise TransportError(f"a frame is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise TransportError(f"a frame is a JSON object, got {type(fields).__name__}")
+        return fields
 
     def send_bytes(self, views: Sequence[memoryview], *, checked: bool = False) -> None:
         """Send all bytes of ``views``; with ``checked`` their crc32 follows in a frame."""
