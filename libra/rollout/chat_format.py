@@ -43,7 +43,7 @@ class SpecialTokens:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.content.strip() and (token.special or token.content in template)
         }
-        # A tokenizer may have no other token for U+FFFD than that of unknown text, which plays no part in a conversation.
+        # U+FFFD may have no token but the one for unknown text, which plays no part in a conversation.
         ids = sorted(spelled.keys() - {tokenizer.unk_token_id})
         self._guarded = np.zeros(max(ids, default=-1) + 2, bool)  # by id; the last one is for all above
         self._guarded[ids] = True

@@ -288,7 +288,7 @@ def _store_on_gpus(members: MemberStore, host: str, rank: int, size: int, timeou
         return dist.TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    options = {"timeout": timeout, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "master_listen_fd": listener.detach()}
     store = dist.TCPStore(host, port, size, is_master=True, **options)
     members.set("port", str(port))
     return store
