@@ -107,8 +107,7 @@ class VLLMEngine:
         await self._loop.ask(self._resume())
 
     async def load_version(self, version: int, directory: Path) -> None:
-        """See RolloutEngine. With ``keep_kv`` running requests continue from the KV they have
-        (``kv_versions``)."""
+        """See RolloutEngine. With ``keep_kv`` running requests continue from the KV they have."""
         await self._loop.ask(self._load(version, Path(directory)))
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
