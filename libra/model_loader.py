@@ -110,7 +110,7 @@ def check_lengths(config: Mapping[str, Any], max_context_tokens: int, where: str
 
 
 def loader_of(name: str | None) -> ModelLoader:
-    """The named loader, checked, or transformers' own; ConfigError if it lacks a method."""
+    """The named loader, checked, or transformers' own; ConfigError if a method is missing."""
     if name is None:
         return PretrainedLoader()
     found = named_part(FIELD, name)

@@ -314,8 +314,10 @@ def attend(query_THD: Tensor, step: Step, layer: int, scale: float, softcap: flo
             parts.append(_capped(query_1HQD[0], key_1KCD[0], value_1KCD[0], read_QC, scale, softcap).transpose(0, 1))
             continue
         mask = chunk.mask(kv.reads[layer], kv.positions)
-        options = {"is_causal": mask is None, "scale": scale, "enable_gqa": kv.num_heads != kv.num_kv_heads}
-        out = F.scaled_dot_product_attention(query_1HQD, key_1KCD, value_1KCD, attn_mask=mask, **options)
+        grouped = kv.num_heads != kv.num_kv_heads
+        out = F.scaled_dot_product_attention(
+            query_1HQD, key_1KCD, value_1KCD, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
         parts.append(out[0].transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -43,7 +43,7 @@ class SpecialTokens:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.content.strip() and (token.special or token.content in template)
         }
-        # A tokenizer may have no other token for U+FFFD than that of unknown text, which plays no part in a conversation.
+        # U+FFFD may have no token but the one for unknown text, which plays no part in a conversation.
         ids = sorted(spelled.keys() - {tokenizer.unk_token_id})
         self._guarded = np.zeros(max(ids, default=-1) + 2, bool)  # by id; the last one is for all above
         self._guarded[ids] = True
@@ -97,7 +97,7 @@ class ChatFormat:
         self.most_bytes: int | None = None
         """Bytes of UTF-8 beyond which a text is refused before it is tokenised, with ContextOverflow."""
         self._frames: dict[tuple[str, int], list[str] | None] = {}
-        self._special = SpecialTokens(tokenizer)
+        self.special = SpecialTokens(tokenizer)
         self._special_counts: dict[tuple[str, int], int] = {}
         self._explanation = self._missing_explanation(tool_format)
         self._markers = {int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
@@ -180,12 +180,6 @@ class ChatFormat:
         """An assistant's end of turn, these messages and the next generation prompt, int32 (T,); or ModelError."""
         return self._encode(self._render_messages_after(messages))
 
-    def broken(self, text: str) -> str:
-        return self._special.broken(text)
-
-    def special_count(self, ids: NDArray[np.int32]) -> int:
-        return self._special.count(ids)
-
     def _missing_explanation(self, tool_format: str) -> str:
         if not self.tool_schemas:
             return ""
@@ -210,7 +204,7 @@ class ChatFormat:
         """
         if not contents:
             raise ValueError("observation_ids: got no contents; there must be at least one tool message")
-        texts = [self._special.broken(content) for content in contents]
+        texts = [self.special.broken(content) for content in contents]
         ids = self._encode(self._after_assistant(texts))
         self._check_special(ids, texts)
         return self.rest(ids) if ended else ids
@@ -221,7 +215,7 @@ class ChatFormat:
 
     def user_ids(self, content: str, *, ended: bool = True) -> NDArray[np.int32]:
         """As `observation_ids`, of a user's message."""
-        text = self._special.broken(content)
+        text = self.special.broken(content)
         ids = self._encode(self._after_assistant([text], role="user"))
         self._check_special(ids, [text], role="user")
         return self.rest(ids) if ended else ids
@@ -237,12 +231,12 @@ class ChatFormat:
         """ValueError if a tokenizer that rewrites text finds a special token in these."""
         kind = role, len(texts)
         if self._frames[kind] is None:  # the template changes texts, so its output for others proves nothing
-            forged = any(self._special.count(self._encode(text)) for text in texts)
+            forged = any(self.special.count(self._encode(text)) for text in texts)
         else:
             if kind not in self._special_counts:
                 harmless = self._encode(self._after_assistant([_STAND_IN] * len(texts), role))
-                self._special_counts[kind] = self._special.count(harmless)
-            forged = self._special.count(ids) > self._special_counts[kind]
+                self._special_counts[kind] = self.special.count(harmless)
+            forged = self.special.count(ids) > self._special_counts[kind]
         if forged:
             raise ValueError("a text spells special tokens in a way that this tokenizer finds and Libra does not")
 

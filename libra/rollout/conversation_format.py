@@ -152,14 +152,14 @@ class _Format:
             if len(self._structures) > 256:
                 self._structures.clear()
             harmless = [self._shown(_harmless(message)) for message in messages]
-            special = self._structures[structure] = self._chat.special_count(ids_of(harmless))
-        if self._chat.special_count(ids) > special:
+            special = self._structures[structure] = self._chat.special.count(ids_of(harmless))
+        if self._chat.special.count(ids) > special:
             raise ValueError("a text spells special tokens in a way that this tokenizer finds and Libra does not")
         return ids
 
     def _broken(self, given: Any) -> Any:
         if isinstance(given, str):
-            return self._chat.broken(given)
+            return self._chat.special.broken(given)
         if isinstance(given, Mapping):
             return {key: self._broken(value) if key != "role" else value for key, value in given.items()}
         return [self._broken(each) for each in given] if isinstance(given, list) else given

@@ -37,7 +37,6 @@ from libra.rollout.capacity import PassMeter
 from libra.rollout.engine import EngineCounters, EngineStats, check_request
 from libra.rollout.forward import Forward
 from libra.rollout.kv_objects import HostKV, KVObject, ParkedKV
-from libra.rollout.sampling import sample
 from libra.rollout.slot_table import (
     FREE,
     RETAINED,
@@ -48,6 +47,7 @@ from libra.rollout.slot_table import (
     SharedContexts,
     SlotTable,
     drawn_of,
+    sample,
 )
 from libra.rollout.speculation import DraftedStep, GroupSpeculation, accepted
 from libra.rollout.weight_loading import copy_weights

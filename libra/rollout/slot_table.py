@@ -1,7 +1,11 @@
-"""The queue of requests before an engine's slots, and the slots in columns: tokens and sampling of each.
+"""The queue of requests before an engine's slots, the slots in columns, and the sampling of tokens.
 
 A slot *knows* its tokens (context, then generated ones) and has the first ``cached`` of them in the
-KV cache.
+KV cache. A token is drawn by inverse CDF from one uniform number, fixed by the request's seed before
+its first token; further tokens at a place have numbers of their own. Log-probabilities belong to the
+distribution sampled from; a greedy token (temperature 0) has the model's own.
+
+Shapes: N rows, M draws, V vocabulary.
 
 Invariants
 1. A trajectory has at most one job, waiting or running. Jobs start in order of (priority, arrival),
@@ -29,7 +33,6 @@ from torch import Tensor
 
 from libra.errors import EngineError
 from libra.rollout.attention import SlotKV
-from libra.rollout.sampling import draw_further, draw_uniforms, further_uniforms
 from libra.types import Drawn, TurnRequest
 
 
@@ -107,6 +110,72 @@ SPAN_SLACK = 1.25
 """Slots are swapped together once the running ones are spread over more than this many times their number."""
 
 Slots = NDArray[np.int64]
+
+
+def draw_uniforms(seed: int, num_tokens: int, first: int = 0) -> NDArray[np.float32]:
+    """The uniform numbers in [0, 1) of tokens ``first``, ``first + 1``, ... of a turn (num_tokens,)."""
+    return np.random.default_rng(seed).random(first + num_tokens, dtype=np.float32)[first:]
+
+
+def sample(
+    logits_NV: Tensor, uniforms_N: Tensor, temperature_N: Tensor | None, top_p_N: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Next token ids (N,) int64 and their log-probabilities (N,) float32.
+
+    Shortcuts: no ``temperature_N`` is 1 everywhere, and no ``top_p_N`` cuts no row.
+    """
+    logits_NV = logits_NV.float()
+    greedy_N = None
+    if temperature_N is not None:
+        greedy_N = temperature_N == 0
+        logits_NV = logits_NV / torch.where(greedy_N, 1.0, temperature_N)[:, None]
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    if top_p_N is not None:
+        cut_N = top_p_N if greedy_N is None else torch.where(greedy_N, 1.0, top_p_N)
+        logprobs_NV = _keep_top_p(logprobs_NV, cut_N)
+    cdf_NV = logprobs_NV.exp().cumsum_(dim=-1)
+    total_N1 = cdf_NV[:, -1:]
+    # Rounding may make u * total equal to the total, past the last token that has any probability.
+    aim_N1 = torch.minimum(uniforms_N[:, None] * total_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
+    tokens_N1 = torch.searchsorted(cdf_NV, aim_N1, right=True)
+    # Only a row of NaN is searched to its end; the index is made valid, and its log-probability is NaN.
+    tokens_N1.clamp_(max=logits_NV.shape[-1] - 1)
+    if greedy_N is not None:
+        tokens_N1 = torch.where(greedy_N[:, None], logits_NV.argmax(dim=-1, keepdim=True), tokens_N1)
+    return tokens_N1[:, 0], logprobs_NV.gather(1, tokens_N1)[:, 0]
+
+
+def _keep_top_p(logprobs_NV: Tensor, top_p_N: Tensor) -> Tensor:
+    """Log-probabilities renormalised over the fewest likeliest tokens that reach top_p; else -inf."""
+    sorted_NV, order_NV = logprobs_NV.sort(dim=-1, descending=True, stable=True)
+    probs_NV = sorted_NV.exp()
+    before_NV = probs_NV.cumsum(dim=-1) - probs_NV
+    # A token stays while the mass before it is short of top_p; rows at 1 keep everything, rounding or not.
+    drop_NV = (before_NV >= top_p_N[:, None]) & (top_p_N < 1)[:, None]
+    drop_NV = torch.zeros_like(drop_NV).scatter_(1, order_NV, drop_NV)
+    kept_NV = logprobs_NV.masked_fill(drop_NV, -torch.inf)
+    return torch.where((top_p_N < 1)[:, None], kept_NV - kept_NV.logsumexp(dim=-1, keepdim=True), kept_NV)
+
+
+def draw_further(logits_NV: Tensor, uniforms_NM: Tensor, temperature_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    """M further tokens of each row (N, M) int64, by inverse CDF, and their log-probabilities (N, M) float32.
+
+    No request wants them at temperature 0 or with top_p below 1; such rows are drawn at 1 and uncut.
+    """
+    logits_NV = logits_NV.float()
+    if temperature_N is not None:
+        logits_NV = logits_NV / torch.where(temperature_N == 0, 1.0, temperature_N)[:, None]
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    cdf_NV = logprobs_NV.exp().cumsum_(dim=-1)
+    total_N1 = cdf_NV[:, -1:]
+    aim_NM = torch.minimum(uniforms_NM * total_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
+    tokens_NM = torch.searchsorted(cdf_NV, aim_NM, right=True).clamp_(max=logits_NV.shape[-1] - 1)
+    return tokens_NM, logprobs_NV.gather(1, tokens_NM)
+
+
+def further_uniforms(seed: int, place: int, draws: int) -> NDArray[np.float32]:
+    """The uniform numbers in [0, 1) of a turn's further tokens at a place (draws,)."""
+    return np.random.default_rng((seed, place, 1)).random(draws, dtype=np.float32)
 
 
 @dataclass(slots=True)

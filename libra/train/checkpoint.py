@@ -38,7 +38,7 @@ from libra.errors import CheckpointError, disk_refusal
 from libra.seals import sealed_text, unseal
 from libra.tensor_files import FACTS_FILE, OPTIMIZER_FILE, WEIGHTS_PATTERN, altered_files, small_files, sync
 from libra.tensors import digest
-from libra.train.model_layout import laid_out, whole
+from libra.train.replica_group import laid_out, whole
 from libra.train.replica_state import ReplicaState
 from libra.train.step_report import StepReport
 from libra.train.weight_copies import ADAPTER_DIR, EWMA, LowRankWeights, adapter_config, write_adapter

@@ -131,7 +131,7 @@ def checked_start(given: Path, model_dir: str | Path, dtype: str) -> Path:
             )
     if missing := _missing(directory):
         raise CheckpointError(
-            f"{_FIELD}: {str(given)!r} is not a checkpoint: it lacks {' and '.join(missing)}; type a directory such as "
+            f"{_FIELD}: {str(given)!r} is not a checkpoint without {' and '.join(missing)}; type a directory such as "
             "RUN/checkpoints/best, or one that model.save_pretrained(...) wrote"
         )
     _check_shapes(directory, Path(model_dir))

@@ -26,9 +26,8 @@ import torch
 
 from libra.errors import GroupLost, TrainError
 from libra.train.hybrid_pool import Message
-from libra.train.model_layout import add_, in_shards
 from libra.train.packing import split
-from libra.train.replica_group import lost_connection
+from libra.train.replica_group import add_, in_shards, lost_connection
 from libra.train.replica_state import ReplicaState
 from libra.train.samples import Sample, present
 from libra.train.step_report import Tally

@@ -160,7 +160,7 @@ def chunked_columns(
     which must differ; -inf if no other token exists, 0 without ``rest_from``.
     """
     if chunk_tokens < 1:
-        raise TrainError(f"chunked_columns: chunk_tokens is {chunk_tokens}; allowed is 1 or more")
+        raise TrainError(f"chunked_columns: chunk_tokens is {chunk_tokens}; give 1 or more")
     return _ChunkedLogp.apply(  # type: ignore[no-any-return]
         hidden_NH, weight_VH, bias_V, columns_NK, temperature, chunk_tokens, entropy_gradient, after_head, rest_from
     )

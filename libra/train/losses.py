@@ -477,8 +477,8 @@ def sampled_divergence(logp_NK: Tensor, teacher_NK: Tensor, old_NK: Tensor | Non
     """Estimate of the divergence (N,) in nats; its gradient estimates the divergence's.
 
     Forward: the teacher drew the K tokens. Reverse: the student drew them with log-probabilities
-    ``old_NK``; as sum_a p grad log p = 0, the unclipped ratio p / p_old makes the mean gradient that of
-    KL(p | q), however old p_old is.
+    ``old_NK``; as sum_a p grad log p = 0, the unclipped ratio p / p_old gives the mean gradient of KL(p | q),
+    however old p_old is.
     """
     if old_NK is None:
         return (teacher_NK - logp_NK).mean(-1)

@@ -67,17 +67,12 @@ def observe(tally: Tally, sample: Sample, actions: NDArray[np.integer[Any]], gap
     turns = np.searchsorted(sample.turn_at, sample.action_at[actions], side="right") - 1
     engines = [sample.engines[turn] if 0 <= turn < len(sample.engines) else UNKNOWN for turn in turns]
     names = sorted(set(engines))
-    numbers = np.array([names.index(engine) for engine in engines]) if len(names) > 1 else np.zeros(len(actions), int)
-    for number, engine in enumerate(names):
-        here, cell = gaps[numbers == number], f"{_CELL}{engine}/{lengths}/"
-        tally.add(
-            **{
-                f"{cell}tokens": len(here),
-                f"{cell}sum": float(np.abs(here).sum()),
-                f"{cell}k3": float((np.expm1(here) - here).sum()),
-            }
-        )
-        tally.at_least(**{f"{cell}max": float(np.abs(here).max())})
+    for engine in names:
+        here = gaps if len(names) == 1 else gaps[np.array(engines) == engine]
+        cell, sizes = f"{_CELL}{engine}/{lengths}/", np.abs(here)
+        sums = {"tokens": len(here), "sum": float(sizes.sum()), "k3": float((np.expm1(here) - here).sum())}
+        tally.add(**{f"{cell}{name}": value for name, value in sums.items()})
+        tally.at_least(**{f"{cell}max": float(sizes.max())})
     full = len(tally.worst) == NUM_WORST
     floor = abs(tally.worst[-1]["trainer"] - tally.worst[-1]["rollout"]) if full else -1.0
     for index in np.argsort(-np.abs(gaps), kind="stable")[:NUM_WORST]:
@@ -124,22 +119,18 @@ def parts_of(tally: Tally) -> dict[str, Part]:
 
 def worst_part(parts: Mapping[str, Mapping[str, float]], figure: str) -> tuple[str, float, int] | None:
     """Name, figure and tokens of the part of enough tokens with the largest ``figure``, if any."""
-    enough = [(part[figure], name) for name, part in parts.items() if part["tokens"] >= FEWEST_MISMATCH_TOKENS]
-    if not enough:
-        return None
-    value, name = max(enough)
-    return name, float(value), int(parts[name]["tokens"])
+    enough = [
+        (name, float(part[figure]), int(part["tokens"]))
+        for name, part in parts.items()
+        if part["tokens"] >= FEWEST_MISMATCH_TOKENS
+    ]
+    return max(enough, key=lambda each: (each[1], each[0]), default=None)
 
 
 def metrics_of(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Metrics of the parts: mean gap and k3 of each engine and length class."""
-    found = {}
-    for name, part in parts.items():
-        kind, _, which = name.rpartition(" ")
-        label = which if kind == "engine" else f"length_{which}"
-        found[f"mismatch_mean_abs/{label}"] = float(part["mean_abs"])
-        found[f"mismatch_k3/{label}"] = float(part["k3"])
-    return found
+    labels = {name: name.removeprefix("engine ").replace("length class ", "length_") for name in parts}
+    return {f"mismatch_{key}/{labels[name]}": float(parts[name][key]) for name in parts for key in ("mean_abs", "k3")}
 
 
 def observe_batch(tally: Tally, batch: MicroBatch, logp_N: Tensor) -> None:

@@ -41,9 +41,8 @@ from libra.train.checkpoint import ReplicaSnapshot, load_checkpoint, load_optimi
 from libra.train.gradient_reduction import StepGradient
 from libra.train.logprobs import load_model
 from libra.train.mismatch import largest, parts_of
-from libra.train.model_layout import local, part_of
 from libra.train.packing import karmarkar_karp
-from libra.train.replica_group import TrainGroup
+from libra.train.replica_group import TrainGroup, local, part_of
 from libra.train.replica_settings import TrainSettings
 from libra.train.replica_state import ReplicaState
 from libra.train.samples import LazyBatch, Sample, samples_of

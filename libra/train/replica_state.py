@@ -28,8 +28,16 @@ from libra.errors import TrainError
 from libra.scoring import score_alone
 from libra.tensors import digest, untied
 from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
-from libra.train.model_layout import checkpoint_activations, is_sharded, local, part_of, release, shard, whole
-from libra.train.replica_group import TrainGroup
+from libra.train.replica_group import (
+    TrainGroup,
+    checkpoint_activations,
+    is_sharded,
+    local,
+    part_of,
+    release,
+    shard,
+    whole,
+)
 from libra.train.replica_settings import TrainSettings
 from libra.train.slice_gradient import SliceGradient
 from libra.train.step_report import StepReport, Tally

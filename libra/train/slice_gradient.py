@@ -27,10 +27,9 @@ from libra.train.advantages import reinforce_pp, rloo
 from libra.train.corrections import m2po_mask
 from libra.train.logprobs import Scorer, check_packing
 from libra.train.losses import KL_BOUND, KLCoefficient, Sequences, kl_estimate
-from libra.train.model_layout import is_sharded
 from libra.train.objective import Objective
 from libra.train.packing import MicroBatch, can_share, pack, split
-from libra.train.replica_group import TrainGroup
+from libra.train.replica_group import TrainGroup, is_sharded
 from libra.train.replica_settings import TrainSettings
 from libra.train.samples import Sample
 from libra.train.step_report import Tally

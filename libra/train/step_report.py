@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -227,20 +228,16 @@ class StepMemory:
         """Reset the peak."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            self._watching = True
             return
         if self._maps:
             _trim()
-        try:
+        self._watching = False
+        with suppress(OSError):  # not Linux, or without the permission
             _CLEAR.write_text("5")
             self._watching = True
-        except OSError:  # not Linux, or not allowed
-            self._watching = False
 
     def peak_bytes(self) -> int:
         """The peak since `start`; 0 if the system does not report it."""
-        if not self._watching:
-            return 0
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
-        return max(resident_bytes("VmHWM") - self.before_bytes, 0)
+        return max(resident_bytes("VmHWM") - self.before_bytes, 0) if self._watching else 0

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from libra.errors import TrainError
-from libra.train.model_layout import laid_out, local, part_of
+from libra.train.replica_group import laid_out, local, part_of
 
 
 class MasterWeights:

@@ -16,8 +16,7 @@ import factories
 from libra.errors import LibraError
 from libra.train import Replica, TrainSettings
 from libra.train.hybrid_replica import HybridReplica
-from libra.train.model_layout import whole
-from libra.train.replica_group import Rendezvous, TrainGroup
+from libra.train.replica_group import Rendezvous, TrainGroup, whole
 from libra.types import Taught, TrajectoryId
 
 TOKEN = "of this test"

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,8 +107,7 @@ class VLLMEngine:
         await self._loop.ask(self._resume())
 
     async def load_version(self, version: int, directory: Path) -> None:
-        """See RolloutEngine. With ``keep_kv`` running requests continue from the KV they have
-        (``kv_versions``)."""
+        """See RolloutEngine. With ``keep_kv`` running requests continue from the KV they have."""
         await self._loop.ask(self._load(version, Path(directory)))
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -385,8 +384,9 @@ class EngineLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="libra-vllm", daemon=True)
         self._entry = threading.Lock()  # between callers and the end of the loop
+        self._end = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.closing = self._ended = False
+        self.closing = False
 
     def start(self) -> None:
         """Start the thread; EngineError if it was started before."""
@@ -397,7 +397,7 @@ class EngineLoop:
 
     def check_open(self) -> asyncio.AbstractEventLoop:
         """The loop; EngineError before `start` and after `close`."""
-        if self._loop is None or self.closing or self._ended:
+        if self._loop is None or self.closing:
             raise EngineError(f"{self._name}: the engine is {'not started' if self._loop is None else 'closed'}")
         return self._loop
 
@@ -430,25 +430,15 @@ class EngineLoop:
             return
         with self._entry:
             first, self.closing = not self.closing, True
-            if first and not self._ended:  # a second stop would interrupt `_end`
-                self._loop.call_soon_threadsafe(self._loop.stop)
+            if first:
+                self._loop.call_soon_threadsafe(self._end.set)
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
-        assert self._loop is not None, "the thread starts after the loop"
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            with self._entry:
-                self._ended = True
-            self._loop.run_until_complete(self._end())
-        finally:
-            self._loop.close()
+        own = cast("asyncio.AbstractEventLoop", self._loop)
+        with asyncio.Runner(loop_factory=lambda: own) as runner:  # at its end it cancels all tasks
+            runner.run(self._serve())
 
-    async def _end(self) -> None:
+    async def _serve(self) -> None:
+        await self._end.wait()
         self._at_end()
-        for _ in range(3):  # the latest requests start, are cancelled, and answer
-            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)

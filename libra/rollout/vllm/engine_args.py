@@ -48,12 +48,6 @@ class VLLMSettings(EngineSettings):
     devices: str | None = None  # GPUs, "0,1"; by default as in the environment
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further arguments of ``AsyncEngineArgs``
 
-    @property
-    def eager(self) -> bool | None:
-        """Whether the model runs without compilation; by default on a CPU, where compiling takes minutes."""
-        given = self.engine_args.get("enforce_eager")
-        return None if given is None else bool(given)
-
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
         if self.tp < 1:
@@ -109,7 +103,7 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
             )
         # Drafts follow a step's tokens, so a step is scheduled after the one before it.
         kind, given["async_scheduling"] = "ProbeScheduler", False
-    given.setdefault("enforce_eager", on_cpu)
+    given.setdefault("enforce_eager", on_cpu)  # compiling takes minutes on a CPU
     return AsyncEngineArgs(
         model=str(settings.model_dir),
         skip_tokenizer_init=True,
@@ -165,7 +159,7 @@ def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
             "TOKENIZERS_PARALLELISM": "false",
             PARENT: str(os.getpid()),
             # In eager mode only a count of likelier tokens would be compiled, which takes 20 s and needs a compiler.
-            **({"TORCHDYNAMO_DISABLE": "1"} if settings.eager is not False and on_cpu else {}),
+            **({"TORCHDYNAMO_DISABLE": "1"} if settings.engine_args.get("enforce_eager", True) and on_cpu else {}),
         }
     )
     try:

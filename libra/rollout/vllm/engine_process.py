@@ -36,7 +36,7 @@ from libra.types import StopReason, TurnOutput
 logger = logging.getLogger(__name__)
 
 _BUILDING = threading.Lock()
-"""Held while an engine is built: its environment is that of the whole process."""
+"""Held while an engine is built, with its environment in the whole process."""
 _WARM_UP_TOKENS = 4
 PROBE_ID = "probe-"
 """Prefix of the name of a probe's request."""
@@ -137,7 +137,7 @@ class Core:
         versions = np.full(len(token_ids), job.version, np.int32)
         for span in completion.weight_versions or ():
             versions[span.start : span.end] = int(span.version)
-        # With keep_kv the oldest KV attended to is that of the request's start, even if vLLM recomputed some.
+        # With keep_kv the oldest KV attended to is from the request's start, even if vLLM recomputed some.
         kv_versions = np.full_like(versions, job.version) if self.settings.keep_kv else versions.copy()
         reasons = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORT}
         if completion.finish_reason not in reasons:
