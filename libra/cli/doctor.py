@@ -143,7 +143,7 @@ def doctor_run(run_dir: Path, *, as_json: bool) -> None:
 
 
 def _is_running(run_dir: Path) -> bool:
-    from libra.driver.run_lock import refuse_running
+    from libra.driver.rundir import refuse_running
 
     try:
         refuse_running(run_dir.expanduser().absolute())
