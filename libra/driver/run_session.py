@@ -21,7 +21,7 @@ from distributed import Client
 from libra.cluster.hardware_inventory import cluster_gpu
 from libra.config import RunConfig
 from libra.driver.callbacks import Callbacks
-from libra.driver.planning import Planning
+from libra.driver.planning import Planning, UpcomingPrompts
 from libra.driver.run_client import RunClient, connect_run, progress_read, register_run, scheduler_loss_named
 from libra.driver.run_console import Interruption, RunLogs, RunSummary, resume_words
 from libra.driver.run_start import RunRequest, prepare
@@ -159,10 +159,11 @@ class Session:
         self._recover()
         self.checkpoints = RunCheckpoints(start.spec, self.graphs.result)
         exits.callback(self.checkpoints.release)
-        self._prompts = start.upcoming_prompts()
+        # each reader has its own, so that a failure affects one reader only
+        self._prompts, planned = (UpcomingPrompts(start.environment, start.config.trainer.prompts) for _ in range(2))
         if start.config.planner.replan:
             gpu = "" if self.config.planner.gpu else cluster_gpu(self.client)
-            self.planning = Planning(start.spec, self.scheduler, start.upcoming_prompts(), self.metrics.write, gpu)
+            self.planning = Planning(start.spec, self.scheduler, planned, self.metrics.write, gpu)
             self.planning.begin(self.first)
         self._stages.end()
         self._interruption.finished(self.first, start.config.run.iterations)

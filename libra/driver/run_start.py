@@ -24,7 +24,6 @@ from libra.driver.damage import refuse_damaged
 from libra.driver.early_checks import check_main
 from libra.driver.model_checks import ModelFiles
 from libra.driver.part_checks import check_environment, check_score
-from libra.driver.planning import UpcomingPrompts
 from libra.driver.preflight import BEFORE_ENVIRONMENT, CHECKS, Preflight
 from libra.driver.rundir import lock_run, make_directory, refuse_running, remove_unless_started, run_directory
 from libra.errors import ConfigError, RunDirectoryError
@@ -88,10 +87,6 @@ class RunStart:
     def config(self) -> RunConfig:
         """The configuration, with the layout that was planned for it."""
         return self.spec.config
-
-    def upcoming_prompts(self) -> UpcomingPrompts:
-        """The prompts of upcoming iterations; each reader has its own, so that a failure affects one reader only."""
-        return UpcomingPrompts(self.environment, self.config.trainer.prompts)
 
 
 def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart:
