@@ -14,9 +14,9 @@ from libra.config import RunConfig, config_from_dict, load_config
 from libra.config.effects import Situation, ignored_settings, warning_lines
 from libra.config.load import check_unchanged
 from libra.driver.damage import refuse_damaged
-from libra.driver.early_checks import check_early, check_main, first_line, named, run_directory
+from libra.driver.early_checks import check_early, check_main, first_line
 from libra.driver.run_console import Interruption, RunSummary, resume_words
-from libra.driver.start_records import is_finished
+from libra.driver.rundir import is_finished, named, run_directory
 from libra.envs.grader import plain_number
 from libra.errors import CallbackError, ConfigError, LibraError
 from libra.named_parts import name_of

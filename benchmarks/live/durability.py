@@ -47,7 +47,7 @@ class Timers(WorkerPlugin):
 
     def setup(self, worker: Worker) -> None:
         from libra.graph import batch_nodes, rollout_nodes
-        from libra.store.run_records import Epoch
+        from libra.store.start_records import Epoch
         from libra.store.trajectory_journal import Journal
         from libra.store.trajectory_store import TrajectoryStore
         from libra.train import checkpoint

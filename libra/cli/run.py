@@ -110,7 +110,7 @@ def ready_to_resume(run_dir: Path, step: int | None) -> None:
     RunDirectoryError if a living driver has the run.
     """
     from libra.driver.damage import go_back, refuse_damaged
-    from libra.driver.run_lock import refuse_running
+    from libra.driver.rundir import refuse_running
 
     refuse_running(run_dir.expanduser().absolute())
     if step is None:
@@ -122,7 +122,7 @@ def ready_to_resume(run_dir: Path, step: int | None) -> None:
 
 def nothing_left(run_dir: Path, config: RunConfig) -> str | None:
     """The line for a run that is finished, with its last evaluation and checkpoint; None for another run."""
-    from libra.driver.start_records import is_finished
+    from libra.driver.rundir import is_finished
     from libra.observe.run_directory import iteration_rows, metric_rows
 
     total = config.run.iterations
@@ -167,8 +167,9 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
     ``overrides``: settings typed for a resumed run.
     """
     from libra.cluster.worker_process import begin_forking
-    from libra.driver.early_checks import check_early, first_line, run_directory
+    from libra.driver.early_checks import check_early, first_line
     from libra.driver.run_console import Interruption, resume_words
+    from libra.driver.rundir import run_directory
     from libra.observe.start_stages import StartStages
 
     stages = StartStages(enabled=config.observe.progress)

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from libra.config import RunConfig
@@ -53,49 +52,32 @@ class OnEvaluation(Protocol):
         The return is ignored."""
 
 
-@dataclass(frozen=True, slots=True)
 class Callbacks:
-    """The callbacks of a run, each with its name for messages."""
+    """The configured and the ``given`` callbacks of a run; ConfigError if a name cannot be imported or called so."""
 
-    on_iteration: tuple[tuple[str, Callable[..., object]], ...] = ()
-    on_batch: tuple[tuple[str, Callable[..., object]], ...] = ()
-    on_evaluation: tuple[tuple[str, Callable[..., object]], ...] = ()
+    def __init__(self, config: RunConfig, given: Mapping[str, Callable[..., object] | None] | None = None) -> None:
+        self._functions: dict[str, list[tuple[str, Callable[..., object]]]] = {kind: [] for kind in KINDS}
+        for kind, name in config.observe.callbacks.items():
+            call, count = KINDS[kind]
+            function = named_function(f"observe.callbacks.{kind}", name, call, *range(count))
+            self._functions[kind].append((f"observe.callbacks.{kind}={name}", function))
+        for event, own in (given or {}).items():
+            if own is not None:
+                self._functions[event].append((event, own))
 
-    @classmethod
-    def of(cls, config: RunConfig, given: Mapping[str, Callable[..., object] | None] | None = None) -> Callbacks:
-        """The configured and the ``given`` functions; ConfigError if a name cannot be imported or called so."""
-        found: dict[str, list[tuple[str, Callable[..., object]]]] = {kind: [] for kind in KINDS}
-        for kind, (call, count) in KINDS.items():
-            name = next((name for known, name in config.observe.callbacks.items() if known == kind), None)
-            if name is not None:
-                function = named_function(f"observe.callbacks.{kind}", name, call, *range(count))
-                found[kind].append((f"observe.callbacks.{kind}={name}", function))
-            extra = (given or {}).get(kind)
-            if extra is not None:
-                found[kind].append((kind, extra))
-        return cls(**{kind: tuple(functions) for kind, functions in found.items()})
+    def any(self, kind: str) -> bool:
+        """Whether there is a callback of a kind."""
+        return bool(self._functions[kind])
 
-    def iteration(self, values: Mapping[str, Any]) -> None:
-        """Call each ``on_iteration``; CallbackError if one raises."""
-        _call(self.on_iteration, dict(values))
-
-    def batch(self, batch: int, trajectories: Sequence[Trajectory]) -> None:
-        """Call each ``on_batch``; CallbackError if one raises."""
-        _call(self.on_batch, batch, trajectories)
-
-    def evaluation(self, result: Mapping[str, Any]) -> None:
-        """Call each ``on_evaluation``; CallbackError if one raises."""
-        _call(self.on_evaluation, dict(result))
-
-
-def _call(functions: Iterable[tuple[str, Callable[..., object]]], *given: object) -> None:
-    for name, function in functions:
-        try:
-            returned = function(*given)
-            if inspect.iscoroutine(returned):  # in a thread: a notebook's has an event loop that runs
-                with ThreadPoolExecutor(1) as thread:
-                    thread.submit(asyncio.run, returned).result()
-        except LibraError:
-            raise
-        except Exception as error:  # the boundary to a user's function
-            raise CallbackError(f"{name}: the callback raised {type(error).__name__}: {error}") from error
+    def call(self, kind: str, *given: object) -> None:
+        """Call each of a kind; CallbackError if one raises."""
+        for name, function in self._functions[kind]:
+            try:
+                returned = function(*given)
+                if inspect.iscoroutine(returned):  # in a thread: a notebook's has an event loop that runs
+                    with ThreadPoolExecutor(1) as thread:
+                        thread.submit(asyncio.run, returned).result()
+            except LibraError:
+                raise
+            except Exception as error:  # the boundary to a user's function
+                raise CallbackError(f"{name}: the callback raised {type(error).__name__}: {error}") from error

@@ -7,30 +7,15 @@ program that starts the run, so the file must exist and must not start the run w
 from __future__ import annotations
 
 import ast
-import socket
 import sys
-import time
 from pathlib import Path
 from types import FrameType
-from urllib.parse import urlsplit
 
-from libra import keys
 from libra.config import RunConfig, resolve_model
 from libra.config.model_paths import model_line
 from libra.config.sections import check_vllm
-from libra.driver.start_records import check_free
-from libra.errors import ClusterError, ConfigError
-
-
-def named(config: RunConfig) -> RunConfig:
-    """``config`` with a name for its run, by the time of day where it has none."""
-    name = keys.check_run_name(config.run.name or time.strftime("run_%Y%m%d_%H%M%S"))
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-
-
-def run_directory(config: RunConfig) -> Path:
-    """The directory of a run that has a name."""
-    return (Path(config.run.dir) / (config.run.name or "")).absolute()
+from libra.driver.rundir import check_free, run_directory
+from libra.errors import ConfigError
 
 
 def first_line(config: RunConfig) -> str:
@@ -43,8 +28,6 @@ def check_early(config: RunConfig, *, resume: bool, starts_workers: bool, given:
     """LibraError if a name or file is wrong; ``given``: the environment is an object."""
     if not resume:
         check_free(run_directory(config))
-    if config.cluster.scheduler is not None:
-        _check_listening(config.cluster.scheduler)
     resolve_model(config.model.path)
     if starts_workers and config.rollout.engine == "vllm":
         check_vllm()
@@ -54,30 +37,6 @@ def check_early(config: RunConfig, *, resume: bool, starts_workers: bool, given:
         check_named(config.environment.name, config.environment.args)
 
 
-def no_scheduler(address: str, error: Exception) -> ClusterError:
-    """The error of a run whose scheduler does not answer."""
-    return ClusterError(
-        f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); libra cluster tls DIR makes the keys of one, or "
-        "leave --scheduler out for a local cluster"
-    )
-
-
-def _check_listening(address: str) -> None:
-    try:
-        parts = urlsplit(address if "://" in address else f"tcp://{address}")
-        there = (parts.hostname or "", parts.port or 0)
-    except ValueError:  # not an address: the connection refuses it
-        return
-    if parts.scheme not in ("tcp", "tls") or not all(there):
-        return
-    try:
-        socket.create_connection(there, timeout=CONNECT_S).close()
-    except OSError as error:
-        raise no_scheduler(address, error) from error
-
-
-CONNECT_S = 10.0
-"""Seconds for a connection to a scheduler."""
 _GUARD = 'if __name__ == "__main__":'
 
 
@@ -112,11 +71,9 @@ def _interactive(main: object) -> bool:
 
 def _line_in_main(names: dict[str, object]) -> int | None:
     frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals is names and frame.f_code.co_name == "<module>":
-            return frame.f_lineno
+    while frame is not None and not (frame.f_globals is names and frame.f_code.co_name == "<module>"):
         frame = frame.f_back
-    return None
+    return None if frame is None else frame.f_lineno
 
 
 def _is_guarded(file: Path, line: int) -> bool:
@@ -125,15 +82,10 @@ def _is_guarded(file: Path, line: int) -> bool:
     except (SyntaxError, ValueError):  # not Python's own syntax: a runner has translated it
         return True
     for node in ast.walk(tree):
-        if not isinstance(node, ast.If) or not _names_module(node.test):
-            continue
-        if node.lineno <= line <= (node.end_lineno or node.lineno):
-            return True
-        leaves = isinstance(node.body[-1], ast.Raise | ast.Expr)  # raise SystemExit, or sys.exit()
-        if node.lineno < line and leaves and any(isinstance(each, ast.NotEq) for each in ast.walk(node.test)):
-            return True
+        if isinstance(node, ast.If) and any(getattr(each, "id", "") == "__name__" for each in ast.walk(node.test)):
+            if node.lineno <= line <= (node.end_lineno or node.lineno):
+                return True
+            leaves = isinstance(node.body[-1], ast.Raise | ast.Expr)  # raise SystemExit, or sys.exit()
+            if node.lineno < line and leaves and any(isinstance(each, ast.NotEq) for each in ast.walk(node.test)):
+                return True
     return False
-
-
-def _names_module(test: ast.expr) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(test))

@@ -15,6 +15,7 @@ from pathlib import Path
 from libra.config.load import RESOLVED_FILE, RunConfig, load_config
 from libra.envs.grader import MAX_REWARD, plain_number
 from libra.errors import LateRefused, RecordExists, RunDirectoryError
+from libra.store.run_files import existing_run
 from libra.store.run_records import batch_path, group_path, read_batch, read_group, read_late, runs_here, write_late
 from libra.types import TrajectoryId
 from libra.worker.run_spec import RunDirectory
@@ -74,11 +75,7 @@ def _run(run: str | Path | None) -> tuple[RunDirectory, RunConfig]:
             found = f"this process has {', '.join(map(str, here))}" if here else "this process drives none"
             raise RunDirectoryError(f"deliver: run is missing, and {found}; give run=DIRECTORY, the directory of a run")
         run = here[0]
-    directory = Path(run).expanduser().absolute()
-    if not (directory / RESOLVED_FILE).is_file():
-        raise RunDirectoryError(
-            f"{run}: no run here, it has no {RESOLVED_FILE}; give the directory of a run, such as runs/NAME"
-        )
+    directory = existing_run(Path(run))
     config = _config(directory)
     if config.trainer.late == "off":
         raise LateRefused(
@@ -98,16 +95,11 @@ def _trajectory(given: str | TrajectoryId, config: RunConfig) -> TrajectoryId:
         raise LateRefused(
             f"trajectory {str(given)[:80]!r}: give it as episode.trajectory_id is, train-ITERATION-GROUP-SAMPLE, e.g. train-3-0-7"
         )
-    split = match[1]
-    trajectory = TrajectoryId(int(match[2]), int(match[3]), int(match[4]), split)
-    if split == "eval":
+    trajectory = TrajectoryId(int(match[2]), int(match[3]), int(match[4]), match[1])
+    if trajectory.split == "eval":
         raise LateRefused(f"{trajectory}: an evaluation waits for no late reward; it counts the provisional value")
-    trainer = config.trainer
-    for name, number, most in (
-        ("group", trajectory.group, trainer.prompts),
-        ("sample", trajectory.sample, trainer.group_size),
-    ):
-        if number >= most:
+    for name, most in (("group", config.trainer.prompts), ("sample", config.trainer.group_size)):
+        if (number := getattr(trajectory, name)) >= most:
             raise LateRefused(f"{trajectory}: there is no {name} {number}; this run has {name}s 0 to {most - 1}")
     return trajectory
 
@@ -116,27 +108,23 @@ def _when(files: RunDirectory, config: RunConfig, trajectory: TrajectoryId) -> s
     record = group_path(files.groups_dir, trajectory.iteration, trajectory.group)
     member = read_group(record)[trajectory.sample] if record.exists() else None
     if member is not None and member.late is None:
-        what = (
-            f"its reward {member.reward:g} did not come late"
-            if member.failure.trains
-            else f"it failed: {member.failure}"
+        late = f"its reward {member.reward:g} did not come late"
+        raise LateRefused(
+            f"{trajectory}: no reward is to come; {late if member.failure.trains else f'it failed: {member.failure}'}"
         )
-        raise LateRefused(f"{trajectory}: no reward is to come; {what}")
-    eta = config.run.eta
-    for batch in range(max(0, trajectory.iteration - eta), trajectory.iteration + eta + 1):
-        if batch_path(files.batches_dir, batch).exists() and trajectory in read_batch(files.batches_dir, batch):
-            break
-    else:
+    eta, committed = config.run.eta, 0
+    while batch_path(files.batches_dir, committed).exists():
+        committed += 1
+    near = range(max(0, trajectory.iteration - eta), min(committed, trajectory.iteration + eta + 1))
+    batch = next((number for number in near if trajectory in read_batch(files.batches_dir, number)), None)
+    if batch is None:
         return "in the batch of its group"
-    newest = batch
-    while batch_path(files.batches_dir, newest + 1).exists():
-        newest += 1
-    waiting = waiting_after(files, newest)
-    if any(trajectory[:3] in group.places() for group in waiting):
-        return f"in batch {newest + 1}, as a correction of batch {batch}"
+    if any(trajectory[:3] in group.places() for group in waiting_after(files, committed - 1)):
+        return f"in batch {committed}, as a correction of batch {batch}"
     if (first := read_late(files.late_dir, trajectory)) is not None:
         raise LateRefused(f"{trajectory}: {first:g} was delivered before, and the first one counts")
-    why = {"drop": "trainer.late=drop", "wait": f"trainer.late=wait, for {config.trainer.late_args['wait_s']:g} s"}.get(
-        config.trainer.late, f"a group waits for {config.trainer.late_args['versions']} versions (trainer.late_args)"
+    args = config.trainer.late_args
+    why = {"drop": "trainer.late=drop", "wait": f"trainer.late=wait, for {args.get('wait_s', 0):g} s"}.get(
+        config.trainer.late, f"a group waits for {args.get('versions')} versions (trainer.late_args)"
     )
     raise LateRefused(f"{trajectory}: too late; batch {batch} trained it, and no batch takes its reward ({why})")

@@ -85,17 +85,13 @@ def obstacles(config: RunConfig, plan: Plan, snapshot: PlanningSnapshot) -> dict
     try:
         with_way(laid, TURNING)
     except ConfigError as error:
-        found = turning_obstacle(_turning(laid)) or str(error)
-    else:
-        alone = memory_parts_bytes(snapshot.shape, snapshot.workload.final_context_tokens, 1, snapshot.training)
-        needs = sum(alone.values()) - alone["optimizer"]  # the core takes the optimizer's step
-        if needs <= snapshot.gpu.memory_bytes or snapshot.training.on_cpu:
-            return {}
-        found = (
-            f"the gradients of an engine's GPU would take {needs / 1e9:.0f} GB, and a {snapshot.gpu.name} has "
-            f"{snapshot.gpu.memory_bytes / 1e9:.0f} GB"
-        )
-    return {TURNING: found}
+        return {TURNING: turning_obstacle(_turning(laid)) or str(error)}
+    alone = memory_parts_bytes(snapshot.shape, snapshot.workload.final_context_tokens, 1, snapshot.training)
+    needs, gpu = sum(alone.values()) - alone["optimizer"], snapshot.gpu  # the core takes the optimizer's step
+    if needs <= gpu.memory_bytes or snapshot.training.on_cpu:
+        return {}
+    sizes = f"{needs / 1e9:.0f} GB, and a {gpu.name} has {gpu.memory_bytes / 1e9:.0f} GB"
+    return {TURNING: f"the gradients of an engine's GPU would take {sizes}"}
 
 
 def with_way(config: RunConfig, way: str) -> RunConfig:
@@ -103,11 +99,11 @@ def with_way(config: RunConfig, way: str) -> RunConfig:
     if way == SPLIT:
         return config
     values = config.model_dump()
-    keeps = config.trainer.streaming == "auto"  # the run begins with the planned way, and measures
-    values["trainer"] |= {"streaming": "auto" if keeps else "on"}
+    # "auto" stays: the run begins with the planned way, and measures
+    values["trainer"]["streaming"] = "auto" if config.trainer.streaming == "auto" else "on"
     if way == TURNING:
-        values["trainer"] |= {"turning": "auto" if config.trainer.turning == "auto" else "on"}
-        values["cluster"] |= {"hybrid_workers": config.cluster.hybrid_workers or _engines(config)}
+        values["trainer"]["turning"] = "auto" if config.trainer.turning == "auto" else "on"
+        values["cluster"]["hybrid_workers"] = config.cluster.hybrid_workers or _engines(config)
     return config_from_dict(values)
 
 
@@ -245,41 +241,36 @@ def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
 def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
     """The datasheet to plan with, None if the calibration suffices, and the source of the seconds."""
     section = config.planner
-    calibration = section.calibration
-    if calibration is not None:
-        gpu = section.gpu or (machine.gpu if _known(machine.gpu) else None)
-        return gpu, calibrated_rests_on(calibration, planned_gpu(gpu).name)
-    if machine.gpu == CPU:
-        if section.gpu is None:
-            raise PlanError(
-                "planner.layout: auto needs the speed of this machine, which has no GPU and was not measured; type "
-                "libra calibrate RUN --save FILE and planner.calibration=FILE, or planner.gpu=NAME for the proportions of that GPU"
-            )
-        name = planned_gpu(section.gpu).name
-        return section.gpu, f"datasheet and tables of {name}, not this machine: proportions may hold, seconds do not"
     wanted = None if section.gpu is None else planned_gpu(section.gpu).name
+    there: str | None = None
+    unknown = ""
+    try:
+        there = load_gpu(machine.gpu).name
+    except ConfigError as error:
+        unknown = str(error)
+    if section.calibration is not None:
+        gpu = section.gpu or there
+        return gpu, calibrated_rests_on(section.calibration, planned_gpu(gpu).name)
+    if machine.gpu == CPU and wanted is None:
+        raise PlanError(
+            "planner.layout: auto needs the speed of this machine, which has no GPU and was not measured; type "
+            "libra calibrate RUN --save FILE and planner.calibration=FILE, or planner.gpu=NAME for the proportions of that GPU"
+        )
+    if machine.gpu == CPU:
+        return section.gpu, f"datasheet and tables of {wanted}, not this machine: proportions may hold, seconds do not"
+    if wanted is None and there is None:
+        raise PlanError(
+            f"planner.gpu: Libra has no datasheet of this machine's GPU, {machine.gpu!r} ({unknown}); type planner.gpu=FILE with "
+            "one (docs/planning.md)"
+        )
     if wanted is None:
-        try:
-            return load_gpu(machine.gpu).name, f"datasheet and tables of {machine.gpu}, which this machine has"
-        except ConfigError as error:
-            raise PlanError(
-                f"planner.gpu: Libra has no datasheet of this machine's GPU, {machine.gpu!r} ({error}); type planner.gpu=FILE with "
-                "one (docs/planning.md)"
-            ) from error
-    if wanted != machine.gpu and _known(machine.gpu):
+        return there, f"datasheet and tables of {machine.gpu}, which this machine has"
+    if wanted != machine.gpu and there is not None:
         raise PlanError(
             f"planner.gpu: {wanted}, and this machine has {machine.num_gpus} x {machine.gpu}; type planner.gpu={machine.gpu}, or "
             "leave it out"
         )
     return section.gpu, f"datasheet and tables of {wanted}, which planner.gpu names for this machine's {machine.gpu}"
-
-
-def _known(gpu: str) -> bool:
-    try:
-        load_gpu(gpu)
-    except ConfigError:
-        return False
-    return True
 
 
 def plan_for_datasheet(config: RunConfig, turns: TrajectoryTotals | None = None) -> PlannedLayout:

@@ -121,16 +121,15 @@ def _check_shapes(directory: Path, config: dict[str, Any], shapes: dict[str, tup
                 where, f"num_hidden_layers is {wanted}, and the weights also have model.layers.{max(layers)}", _SAVE
             )
     name = _embedding(shapes)
-    if name is None:
-        if layers:
-            raise _wrong(directory, "its weights have no model.embed_tokens.weight", _SAVE)
+    if name is None and layers:
+        raise _wrong(directory, "its weights have no model.embed_tokens.weight", _SAVE)
+    if name is None or "wte" in name or len(shapes[name]) != 2:
         return
-    for axis, key in enumerate(("vocab_size", "hidden_size")):
-        given = config.get(key)
-        if axis and not {"word_embed_proj_dim", "embedding_size"}.isdisjoint(config):
+    for given, found in zip(("vocab_size", "hidden_size"), shapes[name], strict=True):
+        if given == "hidden_size" and not {"word_embed_proj_dim", "embedding_size"}.isdisjoint(config):
             continue  # embeddings of a size of their own
-        if isinstance(given, int) and len(shapes[name]) == 2 and shapes[name][axis] != given and "wte" not in name:
-            raise _wrong(where, f"{key} is {given}, and {name} has {shapes[name][axis]}", _SAVE)
+        if isinstance(size := config.get(given), int) and size != found:
+            raise _wrong(where, f"{given} is {size}, and {name} has {found}", _SAVE)
 
 
 def _embedding(shapes: dict[str, tuple[int, ...]]) -> str | None:
@@ -173,17 +172,14 @@ def _check_vocabulary(model: ModelFiles) -> None:
 
 
 def _positions(config: dict[str, Any]) -> int | None:
-    number: int | None = next(
-        (config[key] for key in ("max_position_embeddings", "n_positions") if isinstance(config.get(key), int)), None
-    )
-    if number is None:
-        return None
+    given = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
+    number = next((value for value in given if isinstance(value, int)), None)
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     factor = scaling.get("factor") if isinstance(scaling, dict) else None
-    if isinstance(factor, int | float):
-        original = scaling.get("original_max_position_embeddings")
-        return max(number, int(factor * (original if isinstance(original, int) else number)))
-    return number
+    if number is None or not isinstance(factor, int | float):
+        return number
+    original = scaling.get("original_max_position_embeddings")
+    return max(number, int(factor * (original if isinstance(original, int) else number)))
 
 
 def _json_object(path: Path, advice: str) -> dict[str, Any]:

@@ -38,16 +38,13 @@ def check_environment(environment: object) -> None:
     if environment is None or isinstance(environment, Environment):
         return
     if inspect.isclass(environment):
-        raise ConfigError(
-            f"environment: got the class {environment.__name__}; give an instance: environment={environment.__name__}(...)"
-        )
-    if isinstance(environment, str):
-        raise ConfigError(
-            f"environment: got the text {environment!r}; give an object, or type environment__name={environment!r}"
-        )
-    raise ConfigError(
-        f"environment: got {type(environment).__name__}; give an instance of libra.envs.Environment, or prompts and reward"
-    )
+        name = environment.__name__
+        got, give = f"the class {name}", f"give an instance: environment={name}(...)"
+    elif isinstance(environment, str):
+        got, give = f"the text {environment!r}", f"give an object, or type environment__name={environment!r}"
+    else:
+        got, give = type(environment).__name__, "give an instance of libra.envs.Environment, or prompts and reward"
+    raise ConfigError(f"environment: got {got}; {give}")
 
 
 def check_score(score: Callable[..., Any] | None) -> None:
@@ -56,10 +53,8 @@ def check_score(score: Callable[..., Any] | None) -> None:
         return
     example = "score=lambda episodes: dask.delayed(judge)(episodes), where judge returns one number for each episode"
     if inspect.isclass(score) or not callable(score):
-        name = score.__name__ if inspect.isclass(score) else type(score).__name__
-        raise ConfigError(
-            f"score: got {'the class ' if inspect.isclass(score) else ''}{name}; give a function: {example}"
-        )
+        got = f"the class {score.__name__}" if inspect.isclass(score) else type(score).__name__
+        raise ConfigError(f"score: got {got}; give a function: {example}")
     try:
         node = score(delayed(list)())
     except Exception as error:  # the boundary to the user's function
@@ -117,28 +112,29 @@ def check_services(config: RunConfig, environment: Environment) -> None:
         _check_function(name, entry, model)
     known = list(config.services.named)
     _check_asked(config, environment)
+    ends_idle = config.cluster.tool_workers_most
     for use in environment.asked_services:
-        if use.service not in config.services.named:
+        where = f"{use.where}: service {use.service!r}"
+        if use.service not in known:
             there = f"; services.named has {', '.join(known)}" if known else ""
             raise ConfigError(
-                f"{use.where}: service {use.service!r} is not configured{nearest(use.service, known)}{there}; type services.named="
+                f"{where} is not configured{nearest(use.service, known)}{there}; type services.named="
                 f"{{{use.service}: {{model: MODEL}}}}, or {{{use.service}: {{function: package.module:f}}}} for one of your own"
             )
         if config.services.named[use.service].function == "teach":
             raise ConfigError(
-                f"{use.where}: service {use.service!r} has function teach, which scores trajectories for distil.teacher and "
-                "answers nobody else; type function: logprob for a service that rewards and tools ask"
+                f"{where} has function teach, which scores trajectories for distil.teacher and answers nobody else; type "
+                "function: logprob for a service that rewards and tools ask"
             )
         if use.late and config.trainer.late == "off":
             raise ConfigError(
-                f"{use.where}: service {use.service!r} with late: true, and trainer.late=off takes no late rewards; type "
-                "trainer.late=correct, wait or drop, or late: false"
+                f"{where} with late: true, and trainer.late=off takes no late rewards; type trainer.late=correct, wait or drop, "
+                "or late: false"
             )
-        if use.late and config.cluster.tool_workers_most is not None:
+        if use.late and ends_idle is not None:
             raise ConfigError(
-                f"{use.where}: service {use.service!r} with late: true, and cluster.tool_workers_most="
-                f"{config.cluster.tool_workers_most} ends tool workers that idle, with the answers that are still to come; type "
-                "cluster.tool_workers_most=null, or late: false"
+                f"{where} with late: true, and cluster.tool_workers_most={ends_idle} ends tool workers that idle, with the "
+                "answers that are still to come; type cluster.tool_workers_most=null, or late: false"
             )
 
 
@@ -228,16 +224,12 @@ def check_loadable(client: Client, spec: RunSpec) -> None:
             f"environment: it cannot be sent to workers ({type(error).__name__}: {error}); make what it holds (files, "
             "clients, locks) in its setup(), or in the function that uses it"
         ) from error
+    place = "put the module where workers find it (install it, or set PYTHONPATH before they start)"
     for address, found in client.run(loading_error, data).items():
-        if found is None:
-            continue
-        field, reason = found
-        if field != "environment":
+        if found is not None and found[0] != "environment":
+            raise ConfigError(f"{found[1]} on worker {address}; {place}")
+        if found is not None:
             raise ConfigError(
-                f"{reason} on worker {address}; put the module where workers find it (install it, or set PYTHONPATH before they "
-                "start)"
+                f"environment: worker {address} cannot load it ({found[1]}); {place}, or define function and class in the script "
+                "that you run"
             )
-        raise ConfigError(
-            f"environment: worker {address} cannot load it ({reason}); put the module where workers find it (install it, "
-            "or set PYTHONPATH before they start), or define function and class in the script that you run"
-        )

@@ -15,7 +15,7 @@ from libra.driver.launch_layout import laid_out
 from libra.driver.model_checks import ModelFiles, check_positions, check_teacher, checked_model
 from libra.driver.part_checks import check_services, check_tools, worker_parts
 from libra.driver.prompt_checks import ChatTemplate, LoadedTemplate, check_evaluation, check_prompts
-from libra.driver.start_records import check_free
+from libra.driver.rundir import check_free
 from libra.envs import Environment
 from libra.errors import LibraError
 from libra.model_loader import build_tokenizer, loader_of
@@ -53,101 +53,102 @@ class Preflight:
     environment: Environment | None = None
     model: ModelFiles | None = None
 
-    def own_parts(self) -> str:
-        """Parts of the user's own can be imported and follow their protocols."""
-        config = self.config
-        check_own_parts(config.trainer)
-        loader_of(config.model.loader)
-        check_ordering(config.policy.name, objective=config.policy.objective, patience=config.policy.patience)
-        return ", ".join(name for _, name in worker_parts(config)) or "none"
 
-    def run_name(self) -> str:
-        """The directory of a new run is free."""
-        if self.directory is None:
-            return ""
-        check_free(self.directory)
-        return f"{self.directory} is free"
+def _own_parts(known: Preflight) -> str:
+    config = known.config
+    check_own_parts(config.trainer)
+    loader_of(config.model.loader)
+    check_ordering(config.policy.name, objective=config.policy.objective, patience=config.policy.patience)
+    return ", ".join(name for _, name in worker_parts(config)) or "none"
 
-    def model_files(self) -> str:
-        """Files of the model, whole, with a tokenizer that fits."""
-        try:
-            found = resolve_model(self.config.model.path)
-        except LibraError:
-            if self.fetches:
-                raise
-            return ""  # the doctor's check of the machine tells it
-        if not self.fetches and not isinstance(found, Path):
-            return ""
-        self.model = checked_model(self.config.model.path)
-        return f"{self.model.directory}: whole, with a tokenizer that fits"
 
-    def layout(self) -> str:
-        """The layout can start; with ``planner.layout=auto`` it is planned first."""
-        self.config = laid_out(self.config, started_here=not self.given_client)
-        return "can start"
+def _run_name(known: Preflight) -> str:
+    if known.directory is None:
+        return ""
+    check_free(known.directory)
+    return f"{known.directory} is free"
 
-    def engine(self) -> str:
-        """The engine is installed, and can do what the configuration asks of it."""
-        if not self.started_here:
-            return ""
-        check_engine(self.config)
-        return str(self.config.rollout.engine)
 
-    def agent(self) -> str:
-        """Variables that an agent is to get are set."""
-        if not self.started_here:
-            return ""
-        child_environment(self.config.agent.env, where="agent.env")
-        return str(self.config.agent.function or self.config.agent.command) if self.config.agent.given else ""
+def _model_files(known: Preflight) -> str:
+    try:
+        found = resolve_model(known.config.model.path)
+    except LibraError:
+        if known.fetches:
+            raise
+        return ""  # the doctor's check of the machine names it
+    if not known.fetches and not isinstance(found, Path):
+        return ""
+    known.model = checked_model(known.config.model.path)
+    return f"{known.model.directory}: whole, with a tokenizer that fits"
 
-    def tools(self) -> str:
-        """The largest worker has what a call takes."""
-        if self.environment is None:
-            return ""
-        check_tools(self.config, self.environment, started_here=self.started_here)
-        declaring = [tool.name for tool in self.environment.tools if tool.declares]
-        return f"{', '.join(declaring)}: the largest worker has what a call takes" if declaring else ""
 
-    def services(self) -> str:
-        """Services that rewards and tools ask are there."""
-        if self.environment is None:
-            return ""
-        check_services(self.config, self.environment)
-        return ", ".join(self.config.services.named)
+def _layout(known: Preflight) -> str:
+    known.config = laid_out(known.config, started_here=not known.given_client)
+    return "can start"
 
-    def data(self) -> str:
-        """Model, prompts and evaluation fit each other and section ``rollout``."""
-        config, model, environment = self.config, self.model, self.environment
-        if model is None or environment is None:
-            return ""
-        check_positions(model, config.rollout.max_context_tokens)
-        check_evaluation(config, environment)
-        loader = config.model.loader
-        template = ChatTemplate(model) if loader is None else LoadedTemplate(build_tokenizer(loader, model.directory))
-        if environment.tools:
-            template.check_tools(environment.tool_schemas)
-        check_prompts(config, environment, template, started_here=self.started_here)
-        return f"evaluation and prompts fit {config.rollout.max_context_tokens:,} tokens of context"
 
-    def teacher(self) -> str:
-        """The teacher is a whole model with the tokenizer of the student."""
-        if self.model is None:
-            return ""
-        check_teacher(self.config, self.model)
-        return "has the tokenizer of the student" if self.config.distil.teacher is not None else ""
+def _engine(known: Preflight) -> str:
+    if not known.started_here:
+        return ""
+    check_engine(known.config)
+    return str(known.config.rollout.engine)
+
+
+def _agent(known: Preflight) -> str:
+    if not known.started_here:
+        return ""
+    agent = known.config.agent
+    child_environment(agent.env, where="agent.env")
+    return str(agent.function or agent.command) if agent.given else ""
+
+
+def _tools(known: Preflight) -> str:
+    if known.environment is None:
+        return ""
+    check_tools(known.config, known.environment, started_here=known.started_here)
+    declaring = [tool.name for tool in known.environment.tools if tool.declares]
+    return f"{', '.join(declaring)}: the largest worker has the resources of a call" if declaring else ""
+
+
+def _services(known: Preflight) -> str:
+    if known.environment is None:
+        return ""
+    check_services(known.config, known.environment)
+    return ", ".join(known.config.services.named)
+
+
+def _data(known: Preflight) -> str:
+    config, model, environment = known.config, known.model, known.environment
+    if model is None or environment is None:
+        return ""
+    check_positions(model, config.rollout.max_context_tokens)
+    check_evaluation(config, environment)
+    loader = config.model.loader
+    template = ChatTemplate(model) if loader is None else LoadedTemplate(build_tokenizer(loader, model.directory))
+    if environment.tools:
+        template.check_tools(environment.tool_schemas)
+    check_prompts(config, environment, template, started_here=known.started_here)
+    return f"evaluation and prompts fit {config.rollout.max_context_tokens:,} tokens of context"
+
+
+def _teacher(known: Preflight) -> str:
+    if known.model is None:
+        return ""
+    check_teacher(known.config, known.model)
+    return "has the tokenizer of the student" if known.config.distil.teacher is not None else ""
 
 
 CHECKS: dict[str, Callable[[Preflight], str]] = {
-    "own parts": Preflight.own_parts,
-    "run name": Preflight.run_name,
-    "model files": Preflight.model_files,
-    "layout": Preflight.layout,
-    "engine": Preflight.engine,
-    "agent": Preflight.agent,
-    "tools": Preflight.tools,
-    "services": Preflight.services,
-    "data": Preflight.data,
-    "teacher": Preflight.teacher,
+    "own parts": _own_parts,  # parts of the user's own can be imported and follow their protocols
+    "run name": _run_name,  # the directory of a new run is free
+    "model files": _model_files,  # whole, with a tokenizer that fits
+    "layout": _layout,  # it can start; with planner.layout=auto it is planned first
+    "engine": _engine,  # installed, and it can do what the configuration asks for
+    "agent": _agent,  # variables that an agent is to get are set
+    "tools": _tools,  # the largest worker has the resources of a call
+    "services": _services,  # services that rewards and tools ask are there
+    "data": _data,  # model, prompts and evaluation fit each other and section rollout
+    "teacher": _teacher,  # a whole model with the tokenizer of the student
 }
 """Each raises a LibraError or returns its finding; empty if it does not apply. Checks from the engine on may use
 layout, environment and model."""

@@ -12,11 +12,11 @@ import heapq
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from libra.config import RunConfig
 from libra.driver.model_checks import ModelFiles
@@ -82,8 +82,9 @@ class ChatTemplate:
                 add_generation_prompt=True,
             )
         except _Refused as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
             raise ModelError(
-                f"model.path: {self.source}: its chat template refuses the messages {_roles(messages)} ({error}); correct the "
+                f"model.path: {self.source}: its chat template refuses the messages {roles} ({error}); correct the "
                 "template, or take another model"
             ) from error
         except Exception as error:  # noqa: BLE001 - the template is the model's own program, which may raise anything
@@ -123,9 +124,6 @@ class ChatTemplate:
         return num if num >= limit else None
 
     def _num(self, text: str) -> int:
-        return len(self._encoder().encode(text, add_special_tokens=False).ids)
-
-    def _encoder(self) -> Any:
         if self._tokenizer is None:
             from tokenizers import Tokenizer
 
@@ -137,7 +135,7 @@ class ChatTemplate:
                     f"model.path: {path}: it cannot be loaded ({' '.join(str(error).split())[:200]}); save it again with "
                     "tokenizer.save_pretrained(...), or fetch it again"
                 ) from error
-        return self._tokenizer
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 class LoadedTemplate:
@@ -169,26 +167,15 @@ def _text(model: ModelFiles) -> tuple[str, Path]:
     if isinstance(template, list):  # several, by name
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
-    if template is None and (model.directory / "chat_template.json").is_file():
-        settings = model.directory / "chat_template.json"
-        template = parsed_json(settings.read_text(encoding="utf-8")).get("chat_template")
     if not isinstance(template, str):
         raise ModelError(f"model.path: {str(model.directory)!r}: {_NONE.format(model.directory)}")
     return template, settings
 
 
 def _special_tokens(model: ModelFiles) -> dict[str, str]:
-    file = model.directory / "special_tokens_map.json"
-    try:
-        older = parsed_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError):
-        older = {}
-    named = {**(older if isinstance(older, dict) else {}), **model.tokenizer_config}
-    return {name: _token(named[name]) for name in _SPECIAL if named.get(name) is not None}
-
-
-def _token(value: Any) -> str:
-    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+    found = {name: model.tokenizer_config.get(name) for name in _SPECIAL}
+    texts = {name: value.get("content", "") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: str(text) for name, text in texts.items() if text is not None}
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
@@ -198,10 +185,6 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 def _raise(message: str) -> NoReturn:
     raise _Refused(message)
-
-
-def _roles(messages: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(str(message.get("role")) for message in messages)
 
 
 MAX_READ = 20_000
@@ -250,7 +233,7 @@ def check_prompts(
     if template is None:
         return
     limit, schemas = config.rollout.max_context_tokens, environment.tool_schemas
-    for prompt in _longest(found):
+    for prompt in heapq.nlargest(LONGEST, found, key=question_chars):
         num = template.tokens_beyond(prompt.messages, schemas, limit)
         if num is not None:
             raise ConfigError(
@@ -275,44 +258,3 @@ def check_form(environment: Environment, prompt: object, index: int) -> None:
             raise ConfigError(
                 f"{where} gave the message {str(message)[:80]}, without role and content; return {example}"
             )
-
-
-def _longest(prompts: list[Prompt]) -> Iterator[Prompt]:
-    yield from heapq.nlargest(LONGEST, prompts, key=question_chars)
-
-
-T = TypeVar("T")
-
-
-class UpcomingPrompts:
-    """The prompts of upcoming iterations; None from the first one that the environment fails to give.
-
-    An environment may need resources that only its workers have (files, a service): planner and policy then work without
-    prompts.
-    """
-
-    def __init__(self, environment: Environment, per_batch: int) -> None:
-        self._environment: Environment | None = environment
-        self._per_batch = per_batch
-
-    def names(self, iteration: int) -> list[str] | None:
-        """``prompt_id`` of each prompt of an iteration, "" for one that no later iteration has; None if all are ""."""
-        names = self._each(iteration, lambda environment, index: environment.prompt_id("train", index))
-        return names if names is not None and any(names) else None
-
-    def lengths(self, iteration: int) -> list[float] | None:
-        """Characters of each prompt of an iteration."""
-        return self._each(
-            iteration, lambda environment, index: float(question_chars(environment.prompt("train", index)))
-        )
-
-    def _each(self, iteration: int, read: Callable[[Environment, int], T]) -> list[T] | None:
-        if self._environment is None:
-            return None
-        first = iteration * self._per_batch
-        try:
-            return [read(self._environment, index) for index in range(first, first + self._per_batch)]
-        except Exception as error:  # noqa: BLE001 - the boundary to the user's environment, whose faults are data
-            logger.info("no forecast by prompts, the driver cannot read them: %s: %s", type(error).__name__, error)
-            self._environment = None
-            return None

@@ -1,6 +1,4 @@
-"""`libra repair RUN`: damaged files are set aside and rebuilt from the other copies of their content in the run.
-
-`REPAIRS` has a row for each kind of file.
+"""`libra repair RUN`: damaged files are quarantined, and rebuilt from the other copies of their content in the run.
 
 1. Nothing is deleted: what is replaced goes to ``damaged/`` in the run directory.
 2. No driver or committer has the run meanwhile; both locks are held.
@@ -9,39 +7,73 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from libra.driver.damage import SCORES, Repairs, check_run, run_directory
-from libra.driver.file_checks import LOGS, SEGMENTS, RunCheck, is_object
-from libra.driver.repair_records import (
-    repair_batch,
-    repair_evaluation,
-    repair_group,
-    repair_journal,
-    repair_scores,
-    repair_teacher,
-)
+import numpy as np
+
+from libra.config import RunConfig, resolve_model
+from libra.config.load import load_resumed
+from libra.config.service_devices import teacher_model
+from libra.driver.damage import drop_dead_link, quarantine
 from libra.driver.repair_store import repair_store
-from libra.driver.run_lock import lock_run
-from libra.driver.start_records import (
+from libra.driver.rundir import lock_run
+from libra.envs import decode_state
+from libra.errors import LibraError, StoreError, shell_path
+from libra.facts import OpenBatch
+from libra.policy import staleness_of
+from libra.seals import parsed_json, sealed_text, unseal
+from libra.store.event_log import lines_of
+from libra.store.exclusive_files import CommitterLock, create_exclusive, lock_holder
+from libra.store.run_files import (
+    EVENTS,
+    KINDS,
+    METRICS,
+    SCORES,
+    SEGMENTS,
+    STORE,
+    RunCheck,
+    check_run,
+    existing_run,
+    is_object,
+)
+from libra.store.run_records import (
+    commit_batch,
+    evaluation_path,
+    group_path,
+    groups_of,
+    read_group,
+    read_waves,
+    write_group,
+    write_scores,
+)
+from libra.store.start_records import (
     CONFIG_FILE,
     GIVEN_FILE,
     STARTS_FILE,
     config_digest,
+    epochs_in,
     read_given,
     read_starts,
     write_given,
 )
-from libra.errors import StoreError, shell_path
-from libra.seals import sealed_text, unseal
-from libra.store.committer_lock import CommitterLock, Holder, lock_holder
-from libra.store.exclusive_files import create_exclusive
-from libra.store.observations import DIRECTORY as OBSERVATIONS
-from libra.store.run_records import TEACHER
-from libra.worker.run_spec import RunDirectory
+from libra.store.trajectory_journal import Journal
+from libra.store.trajectory_store import TrajectoryStore
+from libra.types import Trajectory, TrajectoryId
+from libra.worker.model_files import local_model
+from libra.worker.run_spec import RunDirectory, RunSpec
+from libra.worker.trajectory.graded_members import grade
+from libra.worker.trajectory.trajectory_state import TrajectoryRules, TrajectoryState
+
+if TYPE_CHECKING:
+    from libra.types import Taught
 
 STORE_WAIT_S = 20.0
 """Seconds that a repair waits until the workers of a killed driver have closed the store."""
@@ -62,211 +94,361 @@ def repair_run(directory: Path, say: Callable[[str], None]) -> RepairResult:
 
     RunDirectoryError if the run is missing or a driver has it, StoreError if a committer has its store.
     """
-    run = run_directory(directory)
-    repairs = Repairs(run, say)
-    lock = lock_run(run)
+    run = existing_run(directory)
+    driver = lock_run(run)
     try:
-        committer = _store_lock(directory, say)
+        committer = _store_lock(directory, run / STORE, say)
         try:
-            check = check_run(directory)
+            num_repaired, reasons = 0, dict[str, str]()
             for _ in range(MOST_ROUNDS):
-                before = repairs.num_done
-                if check.damages:
-                    _round(check, repairs)
-                if repairs.num_done == before:
-                    break
                 check = check_run(directory)
+                round_ = _Round(check, say)
+                reasons = round_.repair()
+                num_repaired += round_.num_done
+                if not round_.num_done:
+                    break
         finally:
             committer.release()
     finally:
-        lock.release()
-    for reason in repairs.reasons():
-        say(reason)
-    return RepairResult(check, repairs.num_done)
+        driver.release()
+    for name, reason in reasons.items():
+        say(f"{name}: cannot be repaired: {reason}")
+    return RepairResult(check, num_repaired)
 
 
-def _store_lock(directory: Path, say: Callable[[str], None]) -> CommitterLock:
-    store = RunDirectory(run_directory(directory)).store_path
-    until_s = time.monotonic() + STORE_WAIT_S
-    waits = False
+def _store_lock(typed: Path, store: Path, say: Callable[[str], None]) -> CommitterLock:
+    until_s, waits = time.monotonic() + STORE_WAIT_S, False
     while True:
         try:
             return CommitterLock(store)
         except StoreError as error:
             holder = lock_holder(store)
-            if holder is not None and time.monotonic() >= until_s:
-                raise StoreError(_still_held(directory, holder)) from error
-            if holder is None and time.monotonic() >= until_s:  # a file system without locks
-                raise
-            if holder is not None and not waits:
-                waits = True
-                say(
-                    f"waiting until a worker of an earlier start has closed the store (process {holder.pid} on {holder.host})"
-                )
+            if time.monotonic() >= until_s:
+                if holder is None:  # a file system without locks
+                    raise
+                raise StoreError(
+                    f"{typed}: process {holder.pid} on {holder.host} still has the store open: a worker of an earlier start, whose "
+                    f"driver has ended. Type kill {holder.pid} on {holder.host} (its nanny, if it has one, starts it again), then "
+                    f"libra repair {shell_path(typed)} again"
+                ) from error
+        if holder is not None and not waits:
+            waits = True
+            say(
+                f"waiting until a worker of an earlier start has closed the store (process {holder.pid} on {holder.host})"
+            )
         time.sleep(0.2)
 
 
-def _still_held(directory: Path, holder: Holder) -> str:
-    return (
-        f"{directory}: process {holder.pid} on {holder.host} still has the store open: a worker of an earlier start, whose driver "
-        f"has ended. Type kill {holder.pid} on {holder.host} (its nanny, if it has one, starts it again), then libra repair "
-        f"{shell_path(directory)} again"
-    )
+class _Round:
+    """Repairs of what one check found; a repair that raises a LibraError is impossible in this round."""
 
+    def __init__(self, check: RunCheck, say: Callable[[str], None]) -> None:
+        self.check, self.run, self._say = check, check.run, say
+        self.files = RunDirectory(check.run)
+        self.num_done = 0
 
-def _round(check: RunCheck, repairs: Repairs) -> None:
-    kinds: dict[str, list[str]] = {}
-    for damage in check.damages:
-        kinds.setdefault(damage.kind, []).append(damage.name)
-    repairs.begin_round()
-    for kind, repair in REPAIRS.items():
-        if kind in kinds:
-            repair(check, repairs, list(dict.fromkeys(kinds[kind])))
-    best = repairs.run / "checkpoints" / "best"
-    if best.is_symlink() and not best.exists():
-        best.unlink()
+    def repair(self) -> dict[str, str]:
+        """Repair each damaged file; the reasons of those that cannot be, by file."""
+        reasons = dict[str, str]()
+        names = dict.fromkeys(damage.name for damage in self.check.damages)
+        for kind, repair in REPAIRS.items():
+            mine = [name for name in names if name.split("/")[0].removesuffix(".digests") == kind]
+            for name in [STORE] if mine and kind == STORE else mine:
+                try:
+                    repair(self, name)
+                except LibraError as error:
+                    reasons[name] = str(error)
+        drop_dead_link(self.run)
+        return reasons
 
+    @cached_property
+    def config(self) -> RunConfig:
+        return load_resumed(self.run)
 
-def _each(repair: Callable[[RunCheck, Repairs, str], None]) -> Repair:
-    def all_of(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
-        for name in names:
-            repair(check, repairs, name)
+    def done(self, text: str) -> None:
+        self.num_done += 1
+        self._say(text)
 
-    return all_of
+    def replace(self, name: str, how: str, write: Callable[[], Any]) -> None:
+        aside = quarantine(self.run, name)
+        (self.run / name).parent.mkdir(exist_ok=True)
+        write()
+        self.done(f"{name}: {how}{aside and f'; the old one is {aside}'}")
 
+    def remove(self, name: str, then: str) -> None:
+        if aside := quarantine(self.run, name):
+            self.done(f"{name}: moved to {aside}; {then}")
 
-def _set_aside(depth: int, then: str) -> Repair:
-    def repair(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
-        for name in dict.fromkeys("/".join(name.split("/")[:depth]) for name in names):
-            if name != SCORES and repairs.exists(name):
-                repairs.done(f"{name}: set aside as {repairs.set_aside(name)}; {then}")
+    def quarantine(self, name: str) -> None:
+        parts = name.split("/")
+        for kind in KINDS:
+            if kind.quarantined and kind.pattern.split("/")[0] == parts[0]:
+                self.remove("/".join(parts[: kind.pattern.count("/") + 1]), kind.quarantined)
 
-    return repair
+    def stored(self, split: str, **wanted: int) -> list[tuple[int, Trajectory]] | None:
+        """Trajectories of the store by columns, each with its batch; None if the store is damaged."""
+        if any(damage.kind.startswith(STORE) for damage in self.check.damages):
+            return None
+        with TrajectoryStore.open(self.files.store_path) as opened:
+            columns = opened.columns()
+            mask = columns["split"] == split
+            for name, value in wanted.items():
+                mask &= columns[name] == value
+            return [(int(columns["batch"][row]), opened.trajectory(int(row))) for row in np.flatnonzero(mask)]
 
+    # -------------------------------------------------------------------------------------------- starts and logs
 
-def _segment(check: RunCheck, repairs: Repairs, name: str) -> None:
-    repairs.cannot(name, "nothing else has its lines; a resumed run does not need them, and it stays where it is")
+    def given(self, name: str) -> None:
+        starts, config = read_starts(self.run), self.run / CONFIG_FILE
+        if not starts or not config.is_file() or config_digest(config.read_bytes()) != starts[-1]["config"]:
+            raise StoreError(f"{STARTS_FILE} and {CONFIG_FILE}, which have the same facts, do not agree or are gone")
+        facts = {key: starts[-1][key] for key in ("environment", "score")}
+        how = f"made again from {STARTS_FILE} and {CONFIG_FILE}"
+        self.replace(name, how, lambda: write_given(self.run, config.read_text(), **facts))
 
+    def configuration(self, name: str) -> None:
+        text = read_given(self.run)["config"]
+        self.replace(name, "as the run was started with", lambda: (self.run / name).write_text(text))
 
-def _checkpoints(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
-    _set_aside(2, "the run repeats the steps since the checkpoint before")(check, repairs, names)
-    if SCORES in names:
-        repair_scores(check, repairs)
+    def starts(self, name: str) -> None:
+        given, path, lines = read_given(self.run), self.run / name, dict[int, str]()
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                lines[int(unseal(line)["epoch"])] = line.decode()
+        facts = {**given, "config": config_digest(given["config"])}
+        for epoch in range(max([self.check.epoch, *epochs_in(self.files.epochs_dir)]) + 1):
+            lines.setdefault(epoch, sealed_text({**facts, "epoch": epoch}))
+        text = "".join(f"{lines[epoch]}\n" for epoch in sorted(lines))
+        how = f"made again from its sound lines, {GIVEN_FILE} and epochs/"
+        self.replace(name, how, lambda: path.write_text(text))
 
-
-def _wave(check: RunCheck, repairs: Repairs, name: str) -> None:
-    for path in sorted((repairs.run / "waves").glob(f"{Path(name).name.rpartition('-')[0]}-*.json")):
-        if (later := f"waves/{path.name}") >= name:
-            aside = repairs.set_aside(later)
-            repairs.done(
-                f"{later}: set aside as {aside}; its groups go into other waves, if their step is not taken yet"
-            )
-
-
-def _given(check: RunCheck, repairs: Repairs, name: str) -> None:
-    config = check.files.directory / CONFIG_FILE
-    try:
-        starts = read_starts(check.files.directory)
-    except StoreError:
-        starts = []
-    if not starts or not config.is_file() or config_digest(config.read_bytes()) != starts[-1]["config"]:
-        repairs.cannot(
-            GIVEN_FILE, f"{STARTS_FILE} and {CONFIG_FILE}, which have the same facts, do not agree or are gone"
-        )
-        return
-    aside = repairs.set_aside(GIVEN_FILE)
-    facts = starts[-1]
-    write_given(check.files.directory, config.read_text(), environment=facts["environment"], score=facts["score"])
-    repairs.done(
-        f"{GIVEN_FILE}: made again from {STARTS_FILE} and {CONFIG_FILE}{aside and f'; the old one is {aside}'}"
-    )
-
-
-def _config(check: RunCheck, repairs: Repairs, name: str) -> None:
-    try:
-        text = read_given(check.files.directory)["config"]
-    except StoreError:
-        repairs.cannot(CONFIG_FILE, f"{GIVEN_FILE}, which has its text, is damaged too")
-        return
-    aside = repairs.set_aside(CONFIG_FILE)
-    (check.files.directory / CONFIG_FILE).write_text(text)
-    repairs.done(f"{CONFIG_FILE}: as the run was started with{aside and f'; the other one is {aside}'}")
-
-
-def _starts(check: RunCheck, repairs: Repairs, name: str) -> None:
-    directory = check.files.directory
-    try:
-        given = read_given(directory)
-    except StoreError:
-        repairs.cannot(STARTS_FILE, f"{GIVEN_FILE}, which has the same facts, is damaged too")
-        return
-    lines = {}
-    for line in (directory / STARTS_FILE).read_bytes().splitlines():
-        try:
-            lines[int(unseal(line)["epoch"])] = line.decode()
-        except (ValueError, KeyError, TypeError):
-            continue
-    text = given.pop("config")
-    epochs = (
-        {int(path.name) for path in check.files.epochs_dir.glob("[0-9]*")} if check.files.epochs_dir.is_dir() else ()
-    )
-    for epoch in range(max([check.epoch, *epochs]) + 1):
-        lines.setdefault(epoch, sealed_text({**given, "config": config_digest(text), "epoch": epoch}))
-    aside = repairs.set_aside(STARTS_FILE)
-    (directory / STARTS_FILE).write_text("".join(f"{lines[epoch]}\n" for epoch in sorted(lines)))
-    repairs.done(f"{STARTS_FILE}: made again from its sound lines, {GIVEN_FILE} and epochs/; the old one is {aside}")
-
-
-def _epochs(check: RunCheck, repairs: Repairs, name: str) -> None:
-    directory = check.files.epochs_dir
-    aside = repairs.set_aside("epochs") if directory.exists() and not directory.is_dir() else ""
-    directory.mkdir(exist_ok=True)
-    have = [int(path.name) for path in directory.iterdir() if path.name.isdigit()]
-    top, margin = max([check.epoch, *have]), ""
-    if not have and not (check.files.directory / STARTS_FILE).exists():
-        top, margin = top + 1, ", and one more for a start that left no record"
-    for epoch in range(top + 1):
-        if not (directory / f"{epoch:04d}").exists():
+    def epochs(self, name: str) -> None:
+        directory = self.files.epochs_dir
+        have = epochs_in(directory)
+        margin = not have and not (self.run / STARTS_FILE).exists()  # a start may have left no record
+        top = max([self.check.epoch, *have]) + margin
+        for epoch in set(range(top + 1)) - have:
             create_exclusive(directory / f"{epoch:04d}", b"", fsync=True)
-    repairs.done(
-        f"epochs: 0 to {top} are there again, by the records of the run{margin}; the next start is {top + 1}"
-        f"{aside and f'; what was there is {aside}'}"
-    )
+        extra = ", and one more for a start that left no record" if margin else ""
+        self.done(f"epochs: 0 to {top} are there again, by the records of the run{extra}; the next start is {top + 1}")
+
+    def log(self, name: str) -> None:
+        lines = (self.run / name).read_bytes().splitlines(keepends=True)
+        sound = [line for line in lines if is_object(line)]
+        how = f"{len(lines) - len(sound)} of {len(lines)} lines left out"
+        self.replace(name, how, lambda: (self.run / name).write_bytes(b"".join(sound)))
+
+    def segment(self, name: str) -> None:
+        raise StoreError("nothing else has its lines; a resumed run does not need them, and it stays where it is")
+
+    def wave(self, name: str) -> None:
+        for path in sorted((self.run / "waves").glob(f"{Path(name).name.rpartition('-')[0]}-*.json")):
+            if (later := f"waves/{path.name}") >= name:
+                self.remove(later, "its groups go into other waves, if their step is not taken yet")
+
+    # -------------------------------------------------------------------------------------------- trajectories
+
+    def store(self, name: str) -> None:
+        repair_store(self.files, self.done)
+
+    def journal(self, name: str) -> None:
+        trajectory, first = Path(name).name.rsplit(".", 2)[:2]
+        later = [path.name for path in sorted((self.run / "journal").glob(f"{trajectory}.*.rec"))]
+        asides = [quarantine(self.run, f"journal/{each}") for each in later if each.rsplit(".", 2)[1] >= first]
+        split, iteration, group, _ = trajectory.split("-")
+        graded = group_path(self.files.groups_dir, int(iteration), int(group), split).exists()
+        then = "its group is on record" if graded else "they run again, with the same seeds"
+        self.done(f"journal/{trajectory}: quanta from {int(first)} on are moved to {', '.join(asides)}; {then}")
+
+    def group(self, name: str) -> None:
+        """Rebuild a group record from the store, else from the journal, graded again.
+
+        A record that no batch has is only quarantined: a resumed run grades its trajectories again, or runs them.
+        """
+        split, iteration, group = Path(name).stem.split("-")
+        key = TrajectoryId(int(iteration), int(group), 0, split)
+        size = self.config.trainer.group_size if split == "train" else 1
+        found = self.stored(split, iteration=key.iteration, group=key.group) or []
+        members, how = [each for _, each in found], "made again from the store"
+        if len(members) != size:
+            if not any(Path(name).name in names for names in self.check.groups.values()):
+                then = "its trajectories are graded again, or run again, when the run is resumed"
+                self.remove(name, then)
+                return
+            members, how = self._graded(key, size), "made again from the journal, and graded again"
+        for member in members:
+            member.advantage = 0.0  # which a batch gives
+        args = self.files.groups_dir, key.iteration, key.group, members
+        self.replace(name, how, lambda: write_group(*args, fsync=True))
+
+    def _graded(self, key: TrajectoryId, size: int) -> list[Trajectory]:
+        given, config = read_given(self.run), self.config
+        if given["environment"] or given["score"]:
+            raise StoreError("its rewards came from Python objects, which only the program that started the run has")
+        journal = Journal(self.files.journal_dir)
+        environment = RunSpec(self.run.name, 0, self.run, "", config).make_environment()
+        rules = TrajectoryRules.of(config, environment)
+        index = key.group + (key.iteration * config.trainer.prompts if key.split == "train" else 0)
+        prompt, decode = environment.prompt(key.split, index), partial(decode_state, environment)
+        pairs = []
+        for tid in (key._replace(sample=sample) for sample in range(size)):
+            state = TrajectoryState(tid, prompt, rules)
+            for record in journal.read(str(tid)):
+                state.apply(record)
+            if state.end is None:
+                raise StoreError(f"neither the store nor the journal has all of {tid}")
+            epoch = max(record.epoch for record in state.records)
+            pairs.append((state.trajectory(epoch), state.episode(decode)))
+
+        async def grade_all() -> None:
+            await environment.setup()
+            try:
+                trainer = config.trainer
+                await asyncio.gather(
+                    *(grade(environment, trainer.resample, *pair, late=trainer.late) for pair in pairs)
+                )
+            finally:
+                await environment.close()
+
+        asyncio.run(grade_all())
+        return [member for member, _ in pairs]
+
+    # -------------------------------------------------------------------------------------------- batches and outcomes
+
+    def batch(self, name: str) -> None:
+        """Rebuild a batch: its members from the store or the event log, its advantages from their rewards."""
+        from libra.graph.member_rows import member_rows  # brings torch
+
+        number, config, files = int(Path(name).stem.split("-")[1]), self.config, self.files
+        if config.trainer.late != "off":
+            raise StoreError("which late rewards its batch took is recorded in no other file")
+        members, how = [each for _, each in self.stored("train", batch=number) or []], "the store"
+        groups: dict[tuple[int, int], list[Trajectory]] = {}
+        for member in members:
+            groups.setdefault((member.trajectory_id.iteration, member.trajectory_id.group), []).append(member)
+        if not groups:
+            how = "the event log and group records"
+            groups = {
+                group: read_group(group_path(files.groups_dir, *group)) for group in _opened_with(self.run, number)
+            }
+        if not groups:
+            raise StoreError("neither the store nor the event log has its members")
+        paths = [group_path(files.groups_dir, *group) for group in groups]
+        rows = member_rows(config.trainer, [*groups.values()], paths, number, staleness_of(config))
+        waves = [row for wave in read_waves(files.waves_dir, number) for row in wave]
+        if groups_of(waves) == tuple(groups):  # a streamed step, which is repeated in the same waves
+            rows = waves
+        if members:
+            for row, group in zip(rows, groups.values(), strict=True):
+                row["advantages"] = [member.advantage for member in group]
+        ids = [each.trajectory_id for group in groups.values() for each in group]
+        self.replace(name, f"made again from {how}", lambda: commit_batch(files.batches_dir, number, ids, groups=rows))
+        self.check.groups[number] = [path.name for path in paths]  # which may be repaired next
+
+    def evaluation(self, name: str) -> None:
+        """Rebuild the outcome of an evaluation; without it a resumed run evaluates that version again."""
+        from libra.graph.evaluation_nodes import evaluation_outcome  # brings torch
+
+        version = int(Path(name).stem.split("-")[1])
+        found = self.stored("eval", iteration=version)
+        if found is None:
+            raise StoreError("the store, which has its trajectories, is damaged too")
+        members = sorted((each for _, each in found), key=lambda member: member.trajectory_id)
+        if len(members) != self.config.evaluation.prompts:
+            self.remove(name, "the store does not have its trajectories")
+            return
+        text = sealed_text(evaluation_outcome(version, members)).encode()
+        self.replace(name, "made again from the store", lambda: create_exclusive(self.run / name, text, fsync=True))
+
+    def checkpoint(self, name: str) -> None:
+        """Quarantine a checkpoint; rebuild their scores from evaluations, or from the metrics in a run without them."""
+        if name != SCORES:
+            self.quarantine(name)
+            return
+        evaluated = bool(self.config.evaluation.every)
+        rewards = (
+            {step: self._evaluated(step) for step in self.check.whole_checkpoints} if evaluated else self._trained()
+        )
+        scores = {
+            f"step-{step:06d}": float(reward)
+            for step in sorted(self.check.whole_checkpoints)
+            if (reward := rewards.get(step)) is not None and math.isfinite(reward)
+        }
+        how = f"made again from {'evaluations' if evaluated else 'metrics'}"
+        self.replace(name, how, lambda: (self.run / name).write_text(sealed_text(scores) + "\n"))
+
+    def _evaluated(self, step: int) -> float | None:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return unseal(evaluation_path(self.files.evaluations_dir, step).read_bytes())["reward"]  # type: ignore[no-any-return]
+        return None
+
+    def _trained(self) -> dict[int, float]:
+        found = {}
+        for line in (self.run / METRICS).read_text().splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                values = parsed_json(line)
+                found[int(values["step"]) + 1] = float(values["reward"])
+        return found
+
+    # -------------------------------------------------------------------------------------------- scores of a teacher
+
+    def teacher(self, name: str) -> None:
+        """Rebuild scores that a committed batch was trained with; others are quarantined, and a resumed run scores again."""
+        stem = Path(name).stem
+        if f"{stem}.group" not in {each for names in self.check.taught.values() for each in names}:
+            self.remove(name, "the teacher scores its group again when the run is resumed, if a batch is to have it")
+            return
+        split, iteration, group = stem.split("-")
+        found = [each for _, each in self.stored(split, iteration=int(iteration), group=int(group)) or []]
+        scores: Sequence[Taught | None] = [
+            each.taught for each in sorted(found, key=lambda each: each.trajectory_id.sample)
+        ]
+        how = "made again from the store"
+        if not any(scores):
+            scores, how = self._asked(stem), f"{teacher_model(self.config)} was asked again"
+        self.replace(name, how, lambda: write_scores(self.run / name, scores))
+
+    @cached_property
+    def _teacher(self) -> Any:
+        from libra.worker.services.service_models import load_teacher  # brings torch
+
+        return load_teacher(self.config, Path(local_model(str(resolve_model(self.config.model.path)))))
+
+    def _asked(self, stem: str) -> Sequence[Taught | None]:
+        from libra.worker.services.service_models import scores_of
+
+        members = read_group(self.files.groups_dir / f"{stem}.group")
+        return scores_of(self._teacher, self.config.run.seed, members).taught
 
 
-def _log(check: RunCheck, repairs: Repairs, name: str) -> None:
-    path = check.files.directory / name
-    lines = path.read_bytes().splitlines(keepends=True)
-    sound = [line for line in lines if is_object(line)]
-    aside = repairs.set_aside(name)
-    path.write_bytes(b"".join(sound))
-    repairs.done(f"{name}: {len(lines) - len(sound)} of {len(lines)} lines left out; the old one is {aside}")
+def _opened_with(run: Path, number: int) -> list[tuple[int, int]]:
+    """The groups with which a batch was opened, by the event log."""
+    for line in lines_of(run / EVENTS, OpenBatch):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            values = parsed_json(line)
+            if values["batch"] == number and values["members"]:
+                return [(int(iteration), int(group)) for iteration, group in values["members"]]
+    return []
 
 
-def _store(check: RunCheck, repairs: Repairs, names: Sequence[str]) -> None:
-    repair_store(check, repairs)
-
-
-Repair = Callable[[RunCheck, Repairs, Sequence[str]], None]
-REPAIRS: dict[str, Repair] = {
-    GIVEN_FILE: _each(_given),
-    CONFIG_FILE: _each(_config),
-    STARTS_FILE: _each(_starts),
-    "epochs": _each(_epochs),
-    **dict.fromkeys(LOGS, _each(_log)),
-    SEGMENTS: _each(_segment),
-    "weights": _set_aside(2, "the run publishes the version again, or continues without it"),
-    "steps": _set_aside(2, "a resumed run does not need it"),
-    OBSERVATIONS: _set_aside(3, "a reward function that reads it fails, and no reward is made up"),
-    "waves": _each(_wave),
-    "batches": _each(repair_batch),
-    "trajectories.zarr": _store,
-    "trajectories.zarr.digests": _store,
-    "groups": _each(repair_group),
-    TEACHER: repair_teacher,
-    "journal": repair_journal,
-    "evaluations": _each(repair_evaluation),
-    "checkpoints": _checkpoints,
+REPAIRS: dict[str, Callable[[_Round, str], None]] = {
+    GIVEN_FILE: _Round.given,
+    CONFIG_FILE: _Round.configuration,
+    STARTS_FILE: _Round.starts,
+    "epochs": _Round.epochs,
+    METRICS: _Round.log,
+    EVENTS: _Round.log,
+    SEGMENTS: _Round.segment,
+    "weights": _Round.quarantine,
+    "steps": _Round.quarantine,
+    "observations": _Round.quarantine,
+    "waves": _Round.wave,
+    "batches": _Round.batch,
+    STORE: _Round.store,
+    "groups": _Round.group,
+    "teacher": _Round.teacher,
+    "journal": _Round.journal,
+    "evaluations": _Round.evaluation,
+    "checkpoints": _Round.checkpoint,
 }
-"""The first part of a path, and the repair of all damaged files of that kind. Later ones read what
-earlier ones made."""
+"""The first part of a path, and the repair of a damaged file there. Later ones read what earlier ones made."""

@@ -1,36 +1,52 @@
-"""Calls from the driver to the scheduler's plugins, for one start of a run, and the polling of notices and progress."""
+"""The cluster of a run: its connection, its registration, calls to the scheduler's plugins, notices, and the error of its loss."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import CancelledError
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
+from distributed import Client
+from distributed.client import FutureCancelledError
+from distributed.comm import CommClosedError
 
-from libra.driver.part_checks import needs_of
-from libra.driver.resume import learned_before
+from libra.cluster.connection import RunContact, connect, forget, shown_by
+from libra.cluster.local import local_cluster
+from libra.cluster.readiness import check_cluster
+from libra.config import RunConfig
+from libra.driver.launch_layout import check_workers, layout_fact
+from libra.driver.part_checks import check_loadable, needs_of
 from libra.envs import has_steps
 from libra.envs.retries import TOTAL_S
-from libra.errors import ClusterError, ConfigError
-from libra.facts import BoundariesSet, Fact, boundaries_of, pack
+from libra.errors import ClusterError, ConfigError, LibraError, StoreError, shell_path
+from libra.facts import BoundariesSet, Fact, boundaries_of, from_dict, pack
+from libra.keys import host_name
+from libra.orderings import ordering_of
 from libra.planner.arrangements import Seat
 from libra.policy import Admission, Waves, staleness_of
+from libra.policy.log_replay import learned
 from libra.policy.stall import FLOOR_S
 from libra.scheduler import LibraPlugin, RunRegistration
+from libra.scheduler.run_state import process_name
+from libra.store.event_log import from_last_snapshot
 from libra.types import EngineCapacity, Phase
+from libra.worker.run_spec import RunSpec, forget_secret, sendable_spec
+from libra.worker.runtime import WorkerRuntime
 from libra.worker.trajectory.graded_members import GRADE_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from distributed import SpecCluster
 
     from libra.driver.run_start import RunStart
-    from libra.worker.run_spec import RunSpec
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +60,7 @@ class RunClient:
 
     def __init__(self, client: Client, run: str, epoch: int) -> None:
         self.client, self._start = client, {"run": run, "epoch": epoch}
+        self._rpc: Any = client.scheduler
 
     def register(self, start: RunStart, *, local: bool) -> str:
         """Register the run, and return the name of the scheduler's process; ``local``: the driver started this cluster."""
@@ -61,29 +78,21 @@ class RunClient:
             local=local,
             client=self.client.id,
         )
-        rpc: Any = self.client.scheduler
-        answer = self.client.sync(rpc.libra_register_run, registration=msgspec.to_builtins(registration))
+        answer = self.client.sync(self._rpc.libra_register_run, registration=msgspec.to_builtins(registration))
         if "policy" in answer:
             raise ConfigError(answer["policy"])
         if "error" in answer:
             raise ClusterError(f"run.name: {answer['error']}; type run.name=ANOTHER_NAME")
         return str(answer["process"])
 
-    def register_group(self, size: int) -> None:
-        """Register the training group of a run with several training workers."""
-        answer = self._call("libra_register_gang", size=size)
-        if "error" in answer:
-            raise ClusterError(
-                f"cluster.train_workers: {answer['error']}; wait for it, or type cluster.train_workers=1"
-            )
-
-    def register_roles(self) -> None:
-        """Register the workers of the run that can change roles."""
-        answer = self._call("libra_register_roles")
-        if "error" in answer:
-            raise ClusterError(
-                f"cluster.hybrid_workers: {answer['error']}; wait for it, or type cluster.hybrid_workers=0"
-            )
+    def register_workers(self, config: RunConfig) -> None:
+        """Register the training group of a run with several training workers, and workers that can change roles."""
+        cluster, wait = config.cluster, "; wait for it, or type cluster"
+        if cluster.train_workers > 1:
+            name, advice = "libra_register_gang", f"{wait}.train_workers=1"
+            self._accepted("cluster.train_workers", name, advice, size=cluster.train_workers)
+        if cluster.hybrid_workers:
+            self._accepted("cluster.hybrid_workers", "libra_register_roles", f"{wait}.hybrid_workers=0")
 
     def end(self) -> None:
         """Unregister the run."""
@@ -95,8 +104,7 @@ class RunClient:
 
     def numbers(self) -> dict[str, float]:
         """Metrics of the policy's forecasts and of sessions, if there are any."""
-        rpc: Any = self.client.scheduler
-        return dict(self.client.sync(rpc.libra_numbers, run=self._start["run"]))
+        return dict(self.client.sync(self._rpc.libra_numbers, run=self._start["run"]))
 
     def engines(self) -> list[dict[str, Any]]:
         """Each engine's worker, slots and declared capacity; see `libra.scheduler.worker_supply.Concurrency.rows`."""
@@ -139,21 +147,34 @@ class RunClient:
     def seats(self) -> list[Seat]:
         """The present rollout workers as the planner's seats."""
         changing = {str(row["worker"]): row for row in self.roles()}
-        pairs = [(row, changing.get(str(row["worker"]))) for row in self.engines()]
+        pairs = ((row, changing.get(str(row["worker"]))) for row in self.engines())
         return [
-            _seat(row, role)
+            Seat(
+                str(row["worker"]),
+                urlsplit(row["address"]).hostname or str(row["address"]),
+                str(row["engine"]),
+                str(row["bucket"]),
+                int(row["base_tp"]),
+                int(row["base_slots"]),
+                role is not None,
+                "rollout" if role is None else str(role["role"]),
+                frozenset() if role is None else frozenset(role["shares_with"]),
+                int(row["residents"]),
+                {int(tp): int(slots) for tp, slots in row["limits"].items()},
+                {int(tp): EngineCapacity.from_declaration(declared) for tp, declared in row["declared"].items()},
+            )
             for row, role in pairs
             if (row["supplies"] > 0 if role is None else role["stage"] not in ("lost", "failed"))
         ]
 
-    def _accepted(self, subject: str, name: str, **arguments: Any) -> Any:
+    def _accepted(self, subject: str, name: str, advice: str = "", **arguments: Any) -> Any:
         answer = self._call(name, **arguments)
         if "error" in answer:
-            raise ClusterError(f"{subject}: {answer['error']}")
+            raise ClusterError(f"{subject}: {answer['error']}{advice}")
         return answer
 
     def _call(self, name: str, **arguments: Any) -> Any:
-        return self.client.sync(getattr(self.client.scheduler, name), **self._start, **arguments)
+        return self.client.sync(getattr(self._rpc, name), **self._start, **arguments)
 
 
 @contextmanager
@@ -262,18 +283,121 @@ def _admission(start: RunStart) -> dict[str, Any]:
     ).snapshot()
 
 
-def _seat(row: Mapping[str, Any], role: Mapping[str, Any] | None) -> Seat:
-    return Seat(
-        str(row["worker"]),
-        urlsplit(row["address"]).hostname or str(row["address"]),
-        str(row["engine"]),
-        str(row["bucket"]),
-        int(row["base_tp"]),
-        int(row["base_slots"]),
-        role is not None,
-        "rollout" if role is None else str(role["role"]),
-        frozenset() if role is None else frozenset(role["shares_with"]),
-        int(row["residents"]),
-        {int(tp): int(slots) for tp, slots in row["limits"].items()},
-        {int(tp): EngineCapacity.from_declaration(declared) for tp, declared in row["declared"].items()},
-    )
+def learned_before(directory: Path) -> str | None:
+    """The learned state of a run's policy at the end of its event log, as JSON; None if empty or unreadable.
+
+    It is read from the last snapshot and the events after it. Without it the policy learns again.
+    """
+    log = directory / "events.jsonl"
+    try:
+        reader = from_last_snapshot(log) if log.exists() else None
+        facts = ((line, from_dict(values).fact) for line, values in reader or ())
+        order = learned(facts, ordering_of) if reader is not None else None
+    except StoreError as error:
+        logger.warning("%s: what its policy had learned is unreadable, and it learns again: %s", directory, error)
+        return None
+    return None if order is None else json.dumps(order)
+
+
+def connect_run(
+    config: RunConfig, given: Client | None, logs: Path, exits: ExitStack
+) -> tuple[Client, SpecCluster | None]:
+    """A client of a cluster that fits the run, and the cluster if it was started for the run.
+
+    Workers started here log to ``logs``. ``exits`` closes all that is opened here; a ``given`` client stays connected.
+    """
+    client, cluster = (given, None) if given is not None else _connected(config, logs, exits)
+    check_cluster(client, config)
+    if cluster is None:
+        check_workers(config, client)
+    return client, cluster
+
+
+def _connected(config: RunConfig, logs: Path, exits: ExitStack) -> tuple[Client, SpecCluster | None]:
+    address = config.cluster.scheduler
+    if address is None:
+        cluster = local_cluster(config, logs)
+        exits.callback(cluster.close)
+        client = Client(cluster)
+    else:
+        cluster = None
+        try:
+            client = connect(address)
+        except ClusterError as error:
+            raise ClusterError(f"cluster.scheduler: {error}") from error
+        except (OSError, TimeoutError, ValueError) as error:
+            raise ClusterError(
+                f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); libra cluster tls DIR makes the keys of "
+                "one, or leave --scheduler out for a local cluster"
+            ) from error
+    exits.callback(_close, client)
+    return client, cluster
+
+
+def _close(client: Client) -> None:
+    with contextlib.suppress(ValueError):  # of tornado 6.6.1, while the client tries to reconnect
+        client.close()
+
+
+def register_run(scheduler: RunClient, start: RunStart, cluster: SpecCluster | None, exits: ExitStack) -> None:
+    """Register the run with the scheduler and build its part on every worker; ``exits`` ends both."""
+    client, spec, config = scheduler.client, start.spec, start.config
+    hosted = False
+
+    def end() -> None:
+        if client.status != "running":
+            return
+        forget(spec.directory)
+        forget_secret(spec.directory)
+        scheduler.end()
+        if hosted and cluster is None:  # a cluster of the run's own stops with its workers
+            try:
+                client.unregister_worker_plugin(host_name(spec.run))
+            except (KeyError, ValueError) as error:  # its setup had failed there, or the scheduler had removed it
+                logger.debug("there was no part of the run to remove: %s", error)
+
+    process = scheduler.register(start, local=cluster is not None)
+    exits.callback(end)
+    if process != process_name():
+        exits.enter_context(notices_logged(client, spec))
+    scheduler.register_workers(config)
+    check_loadable(client, spec)
+    hosted = True
+    client.register_plugin(WorkerRuntime(*sendable_spec(spec, str(client.scheduler.address))))  # type: ignore[union-attr]
+    typed = config.cluster.scheduler
+    if typed is None or (("://" not in typed) and Path(typed).is_file()):
+        typed = str(Path(typed).absolute()) if typed else str(client.scheduler_info(n_workers=0)["address"])
+    contact = RunContact(spec.run, spec.epoch, typed, config.cluster.hybrid_workers, *shown_by(client.security))
+    contact.write(spec.directory)
+    if config.planner.planned is not None:
+        scheduler.tell(layout_fact(config.planner.planned))
+
+
+@contextmanager
+def scheduler_loss_named(client: Callable[[], Client | None], directory: Path, address: str | None) -> Iterator[None]:
+    """Context manager: ClusterError if the scheduler is lost.
+
+    ``client`` gives the client at the time of an error, None before it is connected. ``address``: ``cluster.scheduler``.
+    """
+    try:
+        yield
+    except LibraError:
+        raise
+    except (OSError, CancelledError) as error:
+        connected = client()
+        lost = isinstance(error, CommClosedError)
+        lost |= isinstance(error, FutureCancelledError) and error.reason == "scheduler-connection-lost"
+        if connected is None or (connected.status == "running" and not lost):
+            raise
+        logging.getLogger("distributed.client").addFilter(_is_no_cancellation)
+        at, option = ("", "") if address is None else (f" at {address}", f" --scheduler {address}")
+        raise ClusterError(
+            f"the connection to the scheduler{at} is lost, and with it the tasks that ran; what is committed is kept. Start "
+            f"scheduler and workers again where they are gone, then type libra resume {shell_path(directory)}{option}"
+        ) from error
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Drops what Dask logs if a client is closed while it still tries to reconnect: a traceback, and a wrong number of seconds."""
+    cancelled = record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not cancelled and not record.getMessage().startswith("Failed to reconnect to scheduler")

@@ -2,18 +2,14 @@
 
 The first Ctrl-C stops the run in order. The second ends the command at once, as a kill would, which
 loses nothing that was committed; in a program of the user (`libra.train`) it gives up waiting for the
-end. Dask, Bokeh and tornado log tracebacks where a browser leaves a page, a worker ends or a
-connection breaks: their records go to ``logs/driver.log`` of the run, not to the terminal.
+end. Records that Dask, Bokeh and tornado log go to ``logs/driver.log`` of the run, not to the terminal.
 
-Invariants
-----------
-1. Between the first line after Ctrl-C and the last, nothing else reaches standard error: it goes to
-   the log of the run. There are at most three lines, the last with what to type.
+1. Between the first line after Ctrl-C and the last, nothing else reaches standard error. There are at
+   most three lines, the last with what to type.
 2. The last line is printed only for a run that can be resumed; a start that left none has one line.
 3. Nothing is installed outside the main thread, nor where a program handles SIGINT itself.
 4. A KeyboardInterrupt that a program does not catch ends it without a traceback.
-5. Until the directory exists log records wait; a start that leaves no run leaves no log. Afterwards
-   every logger has the handlers that it had.
+5. A start that leaves no run leaves no log. Afterwards every logger has the handlers that it had.
 """
 
 from __future__ import annotations
@@ -30,15 +26,14 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from libra.driver.start_records import STARTS_FILE
 from libra.errors import shell_path
 from libra.processes.fork_server import STDERR, redirected
 from libra.store.run_records import read_evaluations
+from libra.store.start_records import STARTS_FILE
 from libra.untrusted import shown
 
 if TYPE_CHECKING:
@@ -74,9 +69,7 @@ class Interruption:
             self._before = signal.signal(signal.SIGINT, self._typed)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._before is not None:
             if isinstance(error, KeyboardInterrupt) and self.count:
                 self._say_end("stopped")
@@ -96,13 +89,13 @@ class Interruption:
         self._done, self._total = iterations, total
 
     def announce(self) -> None:
-        """Say that the run stops, and let nothing else be said until it has; once, and only after Ctrl-C."""
+        """Print that the run stops, and redirect everything else until it has; once, and only after Ctrl-C."""
         if not self.count or self._announced or self._before is None:
             return
         self._announced = True
         if self._directory is None or not self._resumable:
             return
-        self._say("libra: interrupted, stopping the run; Ctrl-C again: at once")
+        _say("libra: interrupted, stopping the run; Ctrl-C again: at once")
         log = self._directory / "logs" / "driver.log"
         if self.command and log.parent.is_dir():
             with contextlib.suppress(OSError):
@@ -124,33 +117,33 @@ class Interruption:
         self._quiet.close()
         if self._resumable:
             when = "during the start" if self._done is None else f"after {self._done} of {self._total} iterations"
-            self._say(f"libra: {how} {when}; what is committed is kept. To continue, type\n{self._again}")
+            _say(f"libra: {how} {when}; what is committed is kept. To continue, type\n{self._again}")
         elif self._again:
-            self._say("libra: interrupted during the start, which left no run")
+            _say("libra: interrupted during the start, which left no run")
         self._directory, self._again = None, ""
         if self.command:
             sys.stdout.flush()
             os._exit(EXIT_INTERRUPTED)
 
-    @staticmethod
-    def _say(text: str) -> None:
-        over = "\r\x1b[K" if sys.stderr.isatty() else ""  # where the terminal has written ^C
-        sys.stderr.write(f"{over}{text}\n")
-        sys.stderr.flush()
+
+def _say(text: str) -> None:
+    over = "\r\x1b[K" if sys.stderr.isatty() else ""  # where the terminal has written ^C
+    sys.stderr.write(f"{over}{text}\n")
+    sys.stderr.flush()
 
 
-def _end_quietly(told: KeyboardInterrupt) -> None:
+def _end_quietly(announced: KeyboardInterrupt) -> None:
     """Print no traceback of this one if nobody catches it; Python then ends by SIGINT, which is 130 in a shell."""
-    told.libra_told = True  # type: ignore[attr-defined]
+    announced.libra_announced = True  # type: ignore[attr-defined]
     show = sys.excepthook
-    if getattr(show, "knows_told", False):
+    if getattr(show, "is_libras", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not getattr(error, "libra_told", False):
+        if not getattr(error, "libra_announced", False):
             show(kind, error, trace)
 
-    hook.knows_told = True  # type: ignore[attr-defined]
+    hook.is_libras = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
@@ -171,11 +164,8 @@ def resume_words(directory: Path, given: bool, iterations: int | None = None) ->
     return f"libra resume {shell_path(shown)}" + ("" if iterations is None else f" run.iterations={iterations}")
 
 
-LOGS: Final = "logs"
-DRIVER_LOG: Final = "driver.log"
 FOREIGN: Final = frozenset({"distributed", "dask", "bokeh", "tornado", "asyncio"})
 """Loggers of libraries whose records never reach the terminal, with all below them."""
-WAITING_RECORDS: Final = 1000
 
 
 class ShownFormatter(logging.Formatter):
@@ -192,56 +182,47 @@ class ShownFormatter(logging.Formatter):
 
 
 class RunLogs:
-    """The log of one driver; a context manager. The run directory may not exist yet."""
+    """The log of one driver in the directory of its run; a context manager."""
 
     def __init__(self, directory: Path) -> None:
-        self.path = directory / LOGS / DRIVER_LOG
-        self._waiting = MemoryHandler(WAITING_RECORDS, flushLevel=logging.CRITICAL + 1)
-        self._file: logging.Handler | None = None
-        self._terminal: logging.Handler | None = None
-        self._changed: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
+        self.path = directory / "logs" / "driver.log"
+        self._exits = ExitStack()
 
     def __enter__(self) -> Self:
-        names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in FOREIGN]
-        for logger in {logging.getLogger(name) for name in [*names, *FOREIGN]}:
-            self._changed.append((logger, list(logger.handlers), logger.propagate))
-            own = [handler for handler in logger.handlers if not _writes_to_terminal(handler)]
-            top = logger.name in FOREIGN
-            logger.handlers[:] = [*own, self._waiting] if top else own
-            logger.propagate = not top
+        file: logging.Handler = logging.NullHandler()
         libra = logging.getLogger("libra")
-        self._changed.append((libra, list(libra.handlers), libra.propagate))
-        if not libra.hasHandlers():  # a program that set up no logging: as Python would print it
-            self._terminal = logging.StreamHandler()
-            self._terminal.setFormatter(ShownFormatter("libra: %(message)s", brief=True))
-            self._terminal.setLevel(logging.WARNING)
-            libra.addHandler(self._terminal)
-        libra.addHandler(self._waiting)
-        return self
-
-    def open(self) -> None:
-        """Write to the file from now on, first what has waited; nothing where it cannot be written."""
         try:
             self.path.parent.mkdir(exist_ok=True)
-            self._file = LogFile(self.path, delay=False)
+            file = LogFile(self.path)
         except OSError as error:
-            logging.getLogger(__name__).warning("%s: no log of this run is kept: %s", self.path, error)
-            return
-        self._file.setFormatter(ShownFormatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
-        self._waiting.setTarget(self._file)
-        self._waiting.flush()
-        self._waiting.capacity = 1
+            libra.warning("%s: no log of this run is kept: %s", self.path, error)
+        file.setFormatter(ShownFormatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+        self._exits.callback(file.close)
+        names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in FOREIGN]
+        for logger in {logging.getLogger(name) for name in [*names, *FOREIGN]}:
+            top = logger.name in FOREIGN
+            own = [handler for handler in logger.handlers if not _writes_to_terminal(handler)]
+            self._set(logger, [*own, file] if top else own, propagate=not top)
+        added = [file]
+        if not libra.hasHandlers():  # a program that set up no logging: as Python would print it
+            terminal = logging.StreamHandler()
+            terminal.setFormatter(ShownFormatter("libra: %(message)s", brief=True))
+            terminal.setLevel(logging.WARNING)
+            added.append(terminal)
+        self._set(libra, [*libra.handlers, *added], propagate=libra.propagate)
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for logger, handlers, propagate in self._changed:
-            logger.handlers[:] = handlers
-            logger.propagate = propagate
-        self._changed.clear()
-        self._waiting.close()
-        if self._file is not None:
-            self._file.close()
+    def _set(self, logger: logging.Logger, handlers: list[logging.Handler], *, propagate: bool) -> None:
+        before, propagated = list(logger.handlers), logger.propagate
+
+        def restore() -> None:
+            logger.handlers[:], logger.propagate = before, propagated
+
+        self._exits.callback(restore)
+        logger.handlers[:], logger.propagate = handlers, propagate
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
 
 
 class LogFile(logging.FileHandler):
@@ -288,12 +269,14 @@ class RunSummary:
         if len(self.evaluations) >= 2:
             change = f"{self.reward_before:.3f} before, {self.reward_after:.3f} after"
             rows.append(("held-out reward", f"{change}, {self.evaluations[-1]['num']:,} questions"))
-        trained = [float(values.get("reward", math.nan)) for values in self.iterations]
-        if trained:
-            rows.append(("training reward", f"{trained[0]:.3f} in the first iteration, {trained[-1]:.3f} in the last"))
-            tokens = sum(int(values.get("generated_tokens", 0)) for values in self.iterations)
+        if self.iterations:
+            first, last = (float(self.iterations[at].get("reward", math.nan)) for at in (0, -1))
+            rows.append(("training reward", f"{first:.3f} in the first iteration, {last:.3f} in the last"))
+            tokens, failures = (
+                sum(int(v.get(name, 0)) for v in self.iterations) for name in ("generated_tokens", "left_out")
+            )
             rows.append(("tokens generated", f"{tokens:,}"))
-            if failures := sum(int(values.get("left_out", 0)) for values in self.iterations):
+            if failures:
                 rows.append(("left out", f"{failures:,} trajectories that failed; libra inspect RUN --failed"))
         rows.append(("directory", str(self.directory)))
         rows += [(name, str(path)) for name, path in (("model", self.checkpoint), ("best model", self.best)) if path]

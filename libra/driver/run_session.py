@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from distributed import Client
@@ -22,12 +21,11 @@ from distributed import Client
 from libra.cluster.hardware_inventory import cluster_gpu
 from libra.config import RunConfig
 from libra.driver.callbacks import Callbacks
-from libra.driver.early_checks import named
-from libra.driver.planning import Planning
-from libra.driver.run_client import RunClient, progress_read
-from libra.driver.run_cluster import connect_run, register_run, scheduler_loss_named
+from libra.driver.planning import Planning, UpcomingPrompts
+from libra.driver.run_client import RunClient, connect_run, progress_read, register_run, scheduler_loss_named
 from libra.driver.run_console import Interruption, RunLogs, RunSummary, resume_words
 from libra.driver.run_start import RunRequest, prepare
+from libra.driver.rundir import named
 from libra.driver.submitted_graphs import RunCheckpoints, SubmittedGraphs
 from libra.errors import BatchFailed, LibraError, MismatchAlarm, NothingToLearn, shell_path
 from libra.facts import prompts_named
@@ -104,7 +102,7 @@ class Session:
         self._interruption = interruption or Interruption()  # not entered: it does nothing
         self._stages = stages or StartStages(enabled=False)
         self.config = named(config)
-        self.callbacks = Callbacks.of(config) if callbacks is None else callbacks
+        self.callbacks = Callbacks(config) if callbacks is None else callbacks
         self._request = RunRequest(self.config, environment, score, client, resume)
         self._given = environment is not None or score is not None
         self.evaluations: list[dict[str, Any]] = []
@@ -124,10 +122,8 @@ class Session:
             start.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
             self._interruption.announce()
         self.close()
 
@@ -143,12 +139,11 @@ class Session:
         exits, request = self._exits, self._request
         self._interruption.of(self.directory, resume_words(self.directory, self._given))
         self._interruption.starts()
-        logs = exits.enter_context(RunLogs(self.directory))
         exits.enter_context(run_here(self.directory))
         self._stages.begin("model")
         self._start = start = prepare(request, exits, new)
         self.config = start.config
-        logs.open()
+        logs = exits.enter_context(RunLogs(self.directory))
         self._stages.begin("workers")
         self.client, self.cluster = connect_run(start.config, request.client, logs.path.parent, exits)
         observe, plain = start.config.observe, start.config.model_dump(mode="json")
@@ -164,10 +159,11 @@ class Session:
         self._recover()
         self.checkpoints = RunCheckpoints(start.spec, self.graphs.result)
         exits.callback(self.checkpoints.release)
-        self._prompts = start.upcoming_prompts()
+        # each reader has its own, so that a failure affects one reader only
+        self._prompts, planned = (UpcomingPrompts(start.environment, start.config.trainer.prompts) for _ in range(2))
         if start.config.planner.replan != "off":
             gpu = "" if self.config.planner.gpu else cluster_gpu(self.client)
-            self.planning = Planning(start.spec, self.scheduler, start.upcoming_prompts(), self.metrics.write, gpu)
+            self.planning = Planning(start.spec, self.scheduler, planned, self.metrics.write, gpu)
             self.planning.begin(self.first)
         self._stages.end()
         self._interruption.finished(self.first, start.config.run.iterations)
@@ -232,9 +228,9 @@ class Session:
             if not self.config.evaluation.every:
                 self.checkpoints.score(k + 1, values["reward"])
             self._write_metrics(k, values)  # before the group records are removed from which they could be made
-            if self.callbacks.on_batch:
-                self.callbacks.batch(k, self._members(k))
-            self.callbacks.iteration(values)
+            if self.callbacks.any("on_batch"):
+                self.callbacks.call("on_batch", k, self._members(k))
+            self.callbacks.call("on_iteration", dict(values))
             self._track_samples(k)
             failed = self._all_failed(k, values)
             self.checkpoints.follow(k, checkpoint, last=k + 1 == total)
@@ -263,7 +259,7 @@ class Session:
         self.metrics.write(version, {"evaluation/reward": result["reward"], **bins, "evaluation/wall_s": wall_s})
         if self.config.evaluation.every:
             self.checkpoints.score(version, result["reward"])
-        self.callbacks.evaluation(result)
+        self.callbacks.call("on_evaluation", dict(result))
         return result
 
     def _members(self, k: int, groups: int | None = None) -> list[Trajectory]:
@@ -334,7 +330,7 @@ def run(
 
     ``interruption`` and ``stages`` are given where they started before Dask was imported.
     """
-    began_s, called = time.time(), Callbacks.of(config, callbacks)
+    began_s, called = time.time(), Callbacks(config, callbacks)
     with ExitStack() as exits:
         interruption = interruption or exits.enter_context(Interruption())
         stages = stages or StartStages(enabled=config.observe.progress)

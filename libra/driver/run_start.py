@@ -5,6 +5,10 @@ Invariants
 1. Whatever can be refused here is refused before a directory or a process exists.
 2. A run directory belongs to one run: an existing one is refused unless it is to be resumed. One driver at a time has it; a
    resumed run takes the next epoch, which fences off every process of an older one.
+3. The same directory gives the same `ResumePoint`. Batches are committed in order without gaps: batch ``j`` opens only when
+   step ``j - 1`` has ended, whose version may be being published.
+4. A group is consumed by a committed batch, committed and waiting, or not committed. Only a group that is not committed is
+   generated for, and only what its journal lacks.
 """
 
 from __future__ import annotations
@@ -17,19 +21,20 @@ from typing import TYPE_CHECKING
 from libra.config import RunConfig, dump_config, resolve_model
 from libra.config.load import check_unchanged
 from libra.driver.damage import refuse_damaged
-from libra.driver.early_checks import check_main, run_directory
+from libra.driver.early_checks import check_main
 from libra.driver.model_checks import ModelFiles
 from libra.driver.part_checks import check_environment, check_score
 from libra.driver.preflight import BEFORE_ENVIRONMENT, CHECKS, Preflight
-from libra.driver.prompt_checks import UpcomingPrompts
-from libra.driver.resume import check_resumable, read_point
-from libra.driver.run_lock import lock_run, refuse_running
-from libra.driver.start_records import log_start, make_directory, newest_logged, remove_unless_started
+from libra.driver.rundir import lock_run, make_directory, refuse_running, remove_unless_started, run_directory
+from libra.errors import ConfigError, RunDirectoryError
 from libra.graph.iteration import ResumePoint, Score
 from libra.observe.metrics import check_trackers
 from libra.planner.from_config import check_runnable
-from libra.store.run_records import take_epoch
-from libra.store.trajectory_journal import sweep_logs
+from libra.policy.waves import GroupId
+from libra.store.quantum_records import GenerationRecord
+from libra.store.run_records import batch_path, group_path, groups_of, read_batch, read_group, read_waves
+from libra.store.start_records import GIVEN_FILE, log_start, newest_logged, read_given, take_epoch
+from libra.store.trajectory_journal import Journal, sweep_logs
 from libra.train.checkpoint_directory import checked_start
 from libra.transport import new_secret
 from libra.worker.run_spec import RunSpec
@@ -83,10 +88,6 @@ class RunStart:
         """The configuration, with the layout that was planned for it."""
         return self.spec.config
 
-    def upcoming_prompts(self) -> UpcomingPrompts:
-        """The prompts of upcoming iterations; each reader has its own, so that a failure affects one reader only."""
-        return UpcomingPrompts(self.environment, self.config.trainer.prompts)
-
 
 def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart:
     """Check the request, make or read the run directory, and take its lock until ``exits`` closes.
@@ -110,33 +111,34 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
         CHECKS[name](known)
     assert known.model is not None
     config = known.config
-    spec = _spec(config, request, known.model, started_here=started_here)
+    spec = _spec(request, config, known.model, started_here=started_here)
     environment = known.environment = spec.make_environment()
     if config.planner.replan != "off":
         check_runnable(config)
     for name, check in CHECKS.items():
         if name not in BEFORE_ENVIRONMENT:
             check(known)
+    directory, iterations = spec.directory, None
     if request.resume:
-        if spec.directory.is_dir():
-            refuse_running(spec.directory)  # whose files may come and go while they are checked
-            refuse_damaged(spec.directory)
-        check_resumable(spec.directory, request.environment, request.score)
-        first = check_unchanged(spec.directory, config)
-        iterations = config.run.iterations if config.run.iterations != first.run.iterations else None
+        if directory.is_dir():
+            refuse_running(directory)  # whose files may come and go while they are checked
+            refuse_damaged(directory)
+        _check_resumable(request)
+        if config.run.iterations != check_unchanged(directory, config).run.iterations:
+            iterations = config.run.iterations
+        exits.callback(lock_run(directory).release)
     else:
         given = {"environment": request.environment is not None, "score": request.score is not None}
-        made, iterations = make_directory(spec, dump_config(spec.config), given), None
-    exits.callback(lock_run(spec.directory).release)
-    if not request.resume:
-        remove_unless_started(spec.directory, made, start)
-    spec = replace(spec, epoch=take_epoch(spec.epochs_dir, above=newest_logged(spec.directory)).number)
-    log_start(spec.directory, spec.epoch, iterations)
+        made = make_directory(spec, dump_config(spec.config), **given)
+        exits.callback(lock_run(directory).release)
+        remove_unless_started(directory, made, start)
+    spec = replace(spec, epoch=take_epoch(spec.epochs_dir, above=newest_logged(directory)).number)
+    log_start(directory, spec.epoch, iterations)
     sweep_logs(spec.journal_dir)  # of writers that have ended or are fenced off
     return RunStart(spec, environment, read_point(spec), request.score, request.resume)
 
 
-def _spec(config: RunConfig, request: RunRequest, model: ModelFiles, *, started_here: bool) -> RunSpec:
+def _spec(request: RunRequest, config: RunConfig, model: ModelFiles, *, started_here: bool) -> RunSpec:
     model_dir = str(model.directory if started_here else resolve_model(config.model.path))
     start = config.run.from_checkpoint
     if start is not None:
@@ -144,3 +146,46 @@ def _spec(config: RunConfig, request: RunRequest, model: ModelFiles, *, started_
     return RunSpec(
         config.run.name or "", 0, request.directory, model_dir, config, request.environment, start, secret=new_secret()
     )
+
+
+def _check_resumable(request: RunRequest) -> None:
+    directory = request.directory
+    if not (directory / GIVEN_FILE).is_file():
+        raise RunDirectoryError(f"{directory}: no run to resume here; type the directory of a run, such as runs/NAME")
+    given = read_given(directory)
+    for name, now in (("environment", request.environment), ("score", request.score)):
+        if given[name] != (now is not None):
+            was, is_now = ("with", "without") if given[name] else ("without", "with")
+            raise ConfigError(
+                f"{directory}: this run was started {was} an object as its {name}, and would continue {is_now} one; resume it "
+                f"where it was started, with libra.train(..., run__name={directory.name!r}, resume=True) and the same arguments"
+            )
+
+
+def read_point(spec: RunSpec) -> ResumePoint:
+    """The state that the files of a run record; StoreError if one of them is torn."""
+    members: list[tuple[GroupId, ...]] = []
+    while batch_path(spec.batches_dir, len(members)).exists():
+        rows = read_batch(spec.batches_dir, len(members))
+        members.append(tuple(dict.fromkeys((tid.iteration, tid.group) for tid in rows)))
+    names = (path.stem.split("-") for path in spec.groups_dir.glob("[!.]*.group"))
+    committed = frozenset((split, int(iteration), int(group)) for split, iteration, group in names)
+    consumed = {group for batch in members for group in batch}
+    waves = [groups_of(rows) for rows in read_waves(spec.waves_dir, len(members))]
+    started: dict[GroupId, int] = {}
+    journal = Journal(spec.journal_dir)
+    for path in spec.journal_dir.glob("train-*.0000.rec"):
+        trajectory = path.name.removesuffix(".0000.rec")
+        group = (int(trajectory.split("-")[1]), int(trajectory.split("-")[2]))
+        if ("train", *group) in committed or group in consumed:
+            continue
+        for record in journal.read(trajectory):
+            if isinstance(record, GenerationRecord) and len(record.weight_versions):
+                oldest = int(record.weight_versions.min())
+                started[group] = min(oldest, started.get(group, oldest))
+    for split, iteration, number in committed:
+        if split == "train" and (iteration, number) not in consumed:
+            trajectories = read_group(group_path(spec.groups_dir, iteration, number))
+            versions = [each.oldest_version for each in trajectories if each.num_action_tokens]
+            started[iteration, number] = min(versions, default=iteration - spec.config.run.eta)
+    return ResumePoint(members, committed, started, waves)

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 from distributed import Client, Future
 from distributed.comm import CommClosedError
 
-from libra.driver.resume import prune_groups
 from libra.errors import ClusterError, LibraError
 from libra.graph.iteration import iteration_graph, iteration_groups
+from libra.store.run_records import group_path, read_batch_facts, scores_path
 from libra.train.checkpoint import complete, newest, step_of
 from libra.train.checkpoint_directory import KeptCheckpoints
 from libra.worker.run_spec import RunSpec
+from libra.worker.training.batch_numbers import waiting_after
 from libra.worker.training.checkpoint_writer import checkpoint_is_due
 
 if TYPE_CHECKING:
@@ -79,11 +80,10 @@ class SubmittedGraphs:
     def submit(self, k: int) -> None:
         """Submit iteration ``k``."""
         graph = iteration_graph(self._start.spec, k, score=self._start.score, point=self._start.point)
-        futures = self._futures(
-            [graph.end, *graph.groups, *([graph.checkpoint] if graph.checkpoint is not None else [])]
-        )
-        groups = futures[1 : 1 + len(graph.groups)]
-        self.pending[k] = SubmittedIteration(futures[0], groups, futures[-1] if graph.checkpoint is not None else None)
+        saving = [graph.checkpoint] if graph.checkpoint is not None else []
+        end, *rest = self._futures([graph.end, *graph.groups, *saving])
+        num = len(graph.groups)
+        self.pending[k] = SubmittedIteration(end, rest[:num], rest[num] if saving else None)
 
     def submit_left(self, k: int) -> None:
         """Submit the groups that no batch has consumed yet of an iteration whose step is taken."""
@@ -105,7 +105,7 @@ class SubmittedGraphs:
         failed = self._failed or future
         try:
             return failed.result()
-        except (LibraError, CancelledError):  # cancelled: the scheduler is lost (`libra.driver.run_cluster`)
+        except (LibraError, CancelledError):  # cancelled: the scheduler is lost (`libra.driver.run_client`)
             raise
         except Exception as error:  # the boundary to Dask: anything a worker raised
             if isinstance(error, CommClosedError) and failed.status != "error":
@@ -134,31 +134,18 @@ class SubmittedGraphs:
 
 
 class RunCheckpoints:
-    """Checkpoints of one start of a run.
-
-    Parameters
-    ----------
-    spec : RunSpec
-    result : callable
-        Waits for a future of an iteration; `libra.driver.submitted_graphs.SubmittedGraphs.result`.
-
-    Attributes
-    ----------
-    newest : Path or None
-        The last one that is complete.
-    """
+    """Checkpoints of one start of a run; ``result`` waits for a future of an iteration, ``newest`` is complete."""
 
     def __init__(self, spec: RunSpec, result: Callable[[Future[Any], int], Any]) -> None:
         self._spec, self._result = spec, result
-        keep = spec.config.checkpoint
-        self._kept = KeptCheckpoints(spec.checkpoints_dir, keep=keep.keep)
+        self._kept = KeptCheckpoints(spec.checkpoints_dir, keep=spec.config.checkpoint.keep)
         self.newest: Path | None = newest(spec.checkpoints_dir)
         self._saving: deque[tuple[int, Future[Any]]] = deque()
         self._pruned = 0  # batches whose group records are removed
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint with the best score,"""
+        """The checkpoint with the best score."""
         return self._kept.best()
 
     def score(self, version: int, reward: float) -> None:
@@ -183,3 +170,27 @@ class RunCheckpoints:
         """Release the futures of checkpoints that are being written."""
         for _, future in self._saving:
             future.release()
+
+
+def prune_groups(spec: RunSpec, first: int, before: int) -> int:
+    """Remove the group records of batches ``first`` to ``before - 1``, which no kept checkpoint needs; returns ``before``.
+
+    Records of older evaluations and waves go with them. All are in the store by then; a missing one is ignored.
+    Records of groups that wait for late rewards are kept as long as they wait.
+    """
+    done = {
+        (row["iteration"], row["group"])
+        for batch in range(first, before)
+        for row in read_batch_facts(spec.batches_dir, batch)["groups"]
+    }
+    if first < before and spec.config.trainer.late == "correct":
+        done |= {(group.iteration, group.group) for group in waiting_after(spec, first - 1)}
+        done -= {(group.iteration, group.group) for group in waiting_after(spec, before - 1)}
+    for group in done:
+        path = group_path(spec.groups_dir, *group)
+        path.unlink(missing_ok=True)
+        scores_path(path).unlink(missing_ok=True)
+    for path in (*spec.waves_dir.glob("wave-*.json"), *spec.groups_dir.glob("eval-*.group")):
+        if int(path.name.split("-")[1]) < before:
+            path.unlink(missing_ok=True)
+    return max(first, before)

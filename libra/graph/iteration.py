@@ -32,7 +32,7 @@ Score = Callable[[Delayed], Delayed]
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The state that earlier starts of a run committed, read by `libra.driver.resume`; graphs leave it out.
+    """The state that earlier starts of a run committed, read by `libra.driver.run_start`; graphs leave it out.
 
     Attributes
     ----------

@@ -21,14 +21,13 @@ import msgspec
 import yaml
 
 from libra.errors import ConfigError, RunDirectoryError, StoreError, disk_refusal, shell_path
-from libra.store.committer_lock import lock_holder
+from libra.store.exclusive_files import lock_holder
 from libra.store.line_log import LineReader
+from libra.store.start_records import CONFIG_FILE, STARTS_FILE
 
 logger = logging.getLogger(__name__)
 
 State = Literal["running", "finished", "unevaluated", "stopped", "new"]
-CONFIG_FILE: Final = "config.resolved.yaml"
-STARTS_FILE: Final = "starts.jsonl"
 LARGEST: Final = 10**12
 """No whole number of a run is larger; a larger one is a damage."""
 LATEST_S: Final = 1e11

@@ -24,15 +24,10 @@ from numcodecs.vlen import VLenUTF8
 from numcodecs.zstd import Zstd
 from numpy.typing import NDArray
 
-from libra.errors import StoreError
 from libra.seals import parsed_json
-from libra.store.exclusive_files import write_all
+from libra.store.exclusive_files import replace_file, write_all
 
 _WIDTH = 20  # digits of the largest length
-_PLAIN = [{"name": "bytes", "configuration": {"endian": "little"}}]
-_PLAIN_BYTE = [{"name": "bytes"}]  # elements of one byte have no byte order
-_ZSTD = {"name": "zstd", "configuration": {"level": 0, "checksum": False}}
-_TEXT = {"name": "vlen-utf8", "configuration": {}}
 
 
 class ColumnFile:
@@ -42,25 +37,21 @@ class ColumnFile:
     ----------
     directory : Path
         Directory of the array, as `libra.store.zarr_layout.create_arrays` created it.
+    compressed : bool
+        Whether its chunks are compressed, as text always is.
     committed : int
         Rows to keep; the file is cut behind them.
     tail : array
-        Those of them in the last, unfinished chunk.
-
-    Raises
-    ------
-    StoreError
-        The array has codecs that this Libra does not write.
+        The committed rows in the last, unfinished chunk.
     """
 
-    def __init__(self, directory: Path, committed: int, tail: NDArray[Any]) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, compressed: bool, committed: int, tail: NDArray[Any]) -> None:
+        self._directory, self._compressed = directory, compressed
         self._metadata = parsed_json((directory / "zarr.json").read_bytes())
         (self._rows_per_chunk,) = self._metadata["chunk_grid"]["configuration"]["chunk_shape"]
         self._text = isinstance(tail.dtype, np.dtypes.StringDType)
         self._committed = self._written = committed
         self._tail = self._next_tail = tail
-        self._compressed = self._check_codecs()
         (directory / "c").mkdir(exist_ok=True)
         self._make_length_field(committed)
 
@@ -88,7 +79,7 @@ class ColumnFile:
         full = np.full(self._rows_per_chunk, "" if self._text else 0, object if self._text else rows.dtype)
         full[: len(rows)] = rows
         data = VLenUTF8().encode(full) if self._text else full
-        self._replace(self._directory / "c" / str(number), Zstd(level=0).encode(data))
+        replace_file(self._directory / "c" / str(number), Zstd(level=0).encode(data))
 
     def _extend_chunk(self, number: int, rows: NDArray[Any], done: int) -> None:
         little = rows.astype(rows.dtype.newbyteorder("<"), copy=False)
@@ -107,7 +98,7 @@ class ColumnFile:
         text = json.dumps({**self._metadata, "shape": []}, indent=2)
         before, after = text.split('"shape": []')
         self._length_at = len(before.encode()) + len('"shape": [')
-        self._replace(self._directory / "zarr.json", f'{before}"shape": [{length:<{_WIDTH}}]{after}'.encode())
+        replace_file(self._directory / "zarr.json", f'{before}"shape": [{length:<{_WIDTH}}]{after}'.encode())
 
     def _set_length(self, length: int) -> None:
         descriptor = os.open(self._directory / "zarr.json", os.O_WRONLY | os.O_CLOEXEC)
@@ -115,24 +106,3 @@ class ColumnFile:
             write_all(descriptor, f"{length:<{_WIDTH}}".encode(), self._length_at)
         finally:
             os.close(descriptor)
-
-    def _replace(self, path: Path, data: bytes) -> None:
-        temporary = f"{path}.{os.getpid()}.partial"
-        try:
-            with open(temporary, "wb") as file:  # noqa: PTH123  (a string: this is the hot path)
-                file.write(data)
-            os.replace(temporary, path)  # noqa: PTH105
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-
-    def _check_codecs(self) -> bool:
-        codecs = self._metadata["codecs"]
-        for plain in (_PLAIN, _PLAIN_BYTE, [_TEXT]):
-            if codecs == [*plain, _ZSTD]:
-                return True
-            if codecs == plain and not self._text:
-                return False
-        raise StoreError(
-            f"{self._directory}: codecs {codecs}, which this Libra cannot append to; use the one that wrote it"
-        )

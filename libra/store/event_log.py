@@ -23,13 +23,12 @@ import logging
 import math
 import os
 import re
-import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from io import BufferedReader
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -43,17 +42,10 @@ logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 1 << 20
 """Least size of a segment, uncompressed. A run closes one before a snapshot and at its end."""
 _NAME = re.compile(r"(?P<first>\d+)-(?P<last>\d+)\.jsonl(?:\.gz)?")
-_CHUNK_BYTES = 1 << 20
 _ADVICE = "libra replay --from-snapshot begins after it, and a resumed run needs only the newest part"
 _SNAPSHOT = f'"name":"{name_of(PolicySnapshot)}"'.encode()
-_LOOKS = 100
-"""Attempts of a reader while a writer closes segments."""
-_COMPRESSORS: dict[Path, threading.Thread] = {}
-"""The newest thread of this process that compresses segments of a log, by the log's path."""
-
-
-class _Target(Protocol):
-    def write(self, data: bytes, /) -> int: ...
+_COMPRESSOR = ThreadPoolExecutor(1, "libra-log-segments")
+"""The only thread of this process that compresses segments."""
 
 
 class Segment(NamedTuple):
@@ -84,46 +76,33 @@ class Segment(NamedTuple):
         if number != self.last:
             raise StoreError(f"{self.packed}: this part of a log ends with line {number}; {_ADVICE}")
 
-    def _open(self) -> gzip.GzipFile | BufferedReader:
+    def _open(self) -> BinaryIO:
+        for path in (self.packed, self.plain):
+            if path.exists():
+                break
         try:
-            return gzip.open(self.packed, "rb")
-        except FileNotFoundError:
-            pass
-        try:
-            return self.plain.open("rb")
-        except FileNotFoundError:  # it was compressed since the first look
-            return gzip.open(self.packed, "rb")
+            return gzip.open(path, "rb") if path == self.packed else path.open("rb")  # type: ignore[return-value]
+        except FileNotFoundError:  # it was compressed since
+            return gzip.open(self.packed, "rb")  # type: ignore[return-value]
 
     def compress(self) -> None:
         """Replace the plain file by the compressed one; its lines beyond ``last`` are left out.
 
         Raises OSError if the file cannot be written, StoreError if lines are missing; the plain file stays.
         """
-        temporary = self.plain.with_name(f".{self.packed.name}.{os.urandom(6).hex()}.tmp")
-        try:
-            if not self.packed.exists():
-                with self.plain.open("rb") as source, temporary.open("wb") as target:
-                    with gzip.GzipFile("", "wb", 6, target, mtime=0) as packed:
-                        self._copy(source, packed)
-                    target.flush()
-                    os.fsync(target.fileno())
-                temporary.rename(self.packed)
-                sync_directory(self.packed.parent)
-            self.plain.unlink(missing_ok=True)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _copy(self, source: BufferedReader, target: _Target) -> None:
-        left = self.last - self.first + 1
-        while left:
-            chunk = source.read(_CHUNK_BYTES)
-            if not chunk:
-                raise StoreError(f"{self.plain}: {left} lines are missing at its end; it stays uncompressed")
-            count = min(left, chunk.count(b"\n"))
-            if count == left:
-                chunk = b"".join(line + b"\n" for line in chunk.split(b"\n", left)[:left])
-            target.write(chunk)
-            left -= count
+        if not self.packed.exists():
+            with self.plain.open("rb") as source:
+                lines = list(islice(source, self.last - self.first + 1))
+            if missing := self.last - self.first + 1 - len(lines):
+                raise StoreError(f"{self.plain}: {missing} lines are missing at its end; it stays uncompressed")
+            temporary = self.plain.with_name(f".{self.packed.name}.{os.getpid()}.tmp")
+            with temporary.open("wb") as target:
+                target.write(gzip.compress(b"".join(lines), 6, mtime=0))
+                target.flush()
+                os.fsync(target.fileno())
+            temporary.rename(self.packed)
+            sync_directory(self.packed.parent)
+        self.plain.unlink(missing_ok=True)
 
 
 def segments_directory(log: Path) -> Path:
@@ -152,13 +131,6 @@ def check_whole(log: Path, segments: Sequence[Segment]) -> None:
             raise StoreError(f"{segments_directory(log)}: {gone}; {_ADVICE}")
 
 
-def remove_partial(log: Path) -> None:
-    """Remove the temporary files that a killed writer left."""
-    for directory in (log.parent, segments_directory(log)):
-        for path in directory.glob(f".*{log.suffix}*.tmp") if directory.is_dir() else ():
-            path.unlink(missing_ok=True)
-
-
 class EventLog(LineLog):
     """A buffered appender of events to ``path``, which also compresses segments that an earlier writer
     left.
@@ -168,11 +140,7 @@ class EventLog(LineLog):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        self._compressor: threading.Thread | None = None
-        before = _COMPRESSORS.get(self.path.absolute())
-        if before is None or not before.is_alive():  # else its file is not left over
-            remove_partial(self.path)
-        self._compress([segment for segment in segments_of(self.path) if segment.plain.exists()])
+        self._compressing = _compressing(self.path)
 
     def write(self, line: Line) -> None:
         """Add one line. It reaches the file with the next `flush`, or some hundreds later."""
@@ -181,12 +149,10 @@ class EventLog(LineLog):
     def rotate(self) -> None:
         """Close a segment, which a thread compresses, if the file is large enough; see `from_last_snapshot`."""
         self.flush()
-        mine, now = os.fstat(self._descriptor), _stat(self.path)
-        if mine.st_size < SEGMENT_BYTES or now is None or not os.path.samestat(mine, now):
+        if os.fstat(self._descriptor).st_size < SEGMENT_BYTES or not _is_open(self.path, self._descriptor):
             return  # too small; or a later start of the run has taken the log over
-        segment = self._close_segment()
-        if segment is not None:
-            self._compress([segment])
+        if self._close_segment():
+            self._compressing = _compressing(self.path)
 
     def close(self, *, wait: bool = True) -> None:
         """Flush and close, and ``wait`` for the compression. A second call does nothing."""
@@ -197,58 +163,65 @@ class EventLog(LineLog):
     @property
     def compresses(self) -> bool:
         """Whether segments are being compressed."""
-        return self._compressor is not None and self._compressor.is_alive()
+        return not self._compressing.done()
 
     def wait_compressed(self) -> None:
         """Return when every closed segment is compressed."""
-        if self._compressor is not None:
-            self._compressor.join()
+        self._compressing.result()
 
-    def _close_segment(self) -> Segment | None:
-        directory, empty = (
-            segments_directory(self.path),
-            self.path.with_name(f".{self.path.name}.{os.urandom(6).hex()}.tmp"),
-        )
+    def _close_segment(self) -> bool:
+        directory, empty = segments_directory(self.path), self.path.with_name(f".{self.path.name}.tmp")
         descriptor = -1
         try:
             directory.mkdir(exist_ok=True)
             before = segments_of(self.path)
-            first, count = before[-1].last + 1 if before else 1, _count_lines(self.path)
-            segment = Segment(first, first + count - 1, directory / f"{first:09d}-{first + count - 1:09d}.jsonl")
+            first = before[-1].last + 1 if before else 1
+            with self.path.open("rb") as file:
+                last = first - 1 + sum(1 for _ in file)
+            plain = directory / f"{first:09d}-{last:09d}.jsonl"
+            empty.unlink(missing_ok=True)  # left by a writer that was killed
             descriptor = self._open(empty)
-            self.path.rename(segment.plain)
+            self.path.rename(plain)
             empty.rename(self.path)
         except OSError as error:
             logger.warning("%s: goes on without a new segment: %s", self.path, error)
             if descriptor >= 0:
                 os.close(descriptor)
                 if not self.path.exists():
-                    segment.plain.rename(self.path)
+                    plain.rename(self.path)
                 empty.unlink(missing_ok=True)
-            return None
+            return False
         os.close(self._descriptor)
         self._descriptor = descriptor
-        return segment
+        return True
 
-    def _compress(self, segments: list[Segment]) -> None:
-        if not segments:
-            return
-        path = self.path.absolute()
-        before = _COMPRESSORS.get(path)
 
-        def work() -> None:
-            if before is not None:
-                before.join()
-            for segment in segments:
-                try:
-                    segment.compress()
-                except (OSError, StoreError) as error:
-                    logger.warning("%s: stays uncompressed: %s", segment.plain, error)
-            if _COMPRESSORS.get(path) is threading.current_thread():
-                del _COMPRESSORS[path]
+def _compressing(log: Path) -> Future[None]:
+    try:
+        return _COMPRESSOR.submit(_compress_all, log)
+    except RuntimeError:  # the interpreter ends; the next writer of the log compresses
+        done = Future[None]()
+        done.set_result(None)
+        return done
 
-        self._compressor = _COMPRESSORS[path] = threading.Thread(target=work, name="libra-log-segments")
-        self._compressor.start()
+
+def _compress_all(log: Path) -> None:
+    for left in segments_directory(log).glob(".*.tmp"):  # by a writer that was killed
+        left.unlink(missing_ok=True)
+    for segment in segments_of(log):
+        if segment.plain.exists():
+            try:
+                segment.compress()
+            except (OSError, StoreError) as error:
+                logger.warning("%s: stays uncompressed: %s", segment.plain, error)
+
+
+def _is_open(path: Path, descriptor: int) -> bool:
+    """Whether a path is the name of an open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _finite(text: str) -> float:
@@ -264,14 +237,13 @@ class EventReader(LineReader):
     def _value(self, line: bytes) -> Any:
         """Unlike Python's ``json``, refuses numbers that are not finite."""
         try:
-            return msgspec.json.decode(line)
-        except RecursionError as error:
-            raise ValueError("nested too deeply") from error
-        except msgspec.DecodeError as error:
-            if b"\\ud" not in line:
-                raise ValueError(str(error)) from error
-        try:  # half a surrogate pair, which a model may write and only Python's ``json`` reads
-            return json.loads(line, parse_constant=_finite, parse_float=_finite)
+            try:
+                return msgspec.json.decode(line)
+            except msgspec.DecodeError as error:
+                if b"\\ud" not in line:
+                    raise ValueError(str(error)) from error
+                # half a surrogate pair, which a model may write and only Python's ``json`` reads
+                return json.loads(line, parse_constant=_finite, parse_float=_finite)
         except RecursionError as error:
             raise ValueError("nested too deeply") from error
 
@@ -342,27 +314,14 @@ def _last_snapshot(lines: Iterator[tuple[int, bytes]]) -> int | None:
 
 
 def _opened(path: Path) -> tuple[list[Segment], BinaryIO]:
-    for _ in range(_LOOKS):
+    while True:
         try:
             file: BinaryIO = path.open("rb")
         except OSError as error:
             if isinstance(error, FileNotFoundError) and (segments := segments_of(path)):
                 return segments, io.BytesIO()  # a writer is about to begin the next one, or has died before
             raise StoreError(f"{path}: cannot read this log: {error.strerror}") from error
-        segments, now = segments_of(path), _stat(path)
-        if now is not None and os.path.samestat(now, os.fstat(file.fileno())):
+        segments = segments_of(path)
+        if _is_open(path, file.fileno()):
             return segments, file
         file.close()  # its lines may be in the newest segment
-    raise StoreError(f"{path}: a writer closes its parts faster than they can be listed; try again")
-
-
-def _stat(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except FileNotFoundError:
-        return None
-
-
-def _count_lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""))

@@ -1,10 +1,12 @@
-"""Files that are created once, whole or not at all.
+"""Files that are created once, whole or not at all, and the lock that one process holds.
 
 1. Of any number of writers of one path exactly one succeeds; the others get RecordExists.
 2. A reader sees no file or the whole file: the bytes go to a temporary file first, which is then
    linked to its name.
 3. A crash leaves at most a temporary file (its name begins with ``.`` and ends with ``.tmp``),
    which no reader opens.
+4. A lock has at most one holder among all processes that reach its file system. The kernel releases
+   it when its holder dies, so there are no stale locks. The file names the holder.
 
 `os.link` is atomic on local file systems and over NFS, where O_EXCL alone would still show a
 half-written file.
@@ -15,10 +17,17 @@ half-written file.
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import socket
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from libra.errors import RecordExists, StoreError, disk_refusal
+from libra.seals import parsed_json
 
 
 def write_failure(error: OSError, path: str | Path) -> StoreError:
@@ -63,7 +72,8 @@ def create_exclusive(path: str | Path, data: bytes, *, fsync: bool = False) -> N
     except OSError as error:
         raise write_failure(error, path) from error
     finally:
-        _remove(temporary)
+        with suppress(OSError):
+            os.unlink(temporary)
 
 
 def write_all(descriptor: int, data: bytes, offset: int | None = None) -> None:
@@ -94,13 +104,17 @@ def _link(temporary: str, path: str | Path) -> None:
         raise already_written(path) from None
 
 
-def _remove(temporary: str) -> None:
+def replace_file(path: str | Path, data: bytes) -> None:
+    """Replace a file by an atomic rename, not flushed to the device. OSError, and the old content stays."""
+    temporary = f"{path}.{os.getpid()}.partial"
     try:
-        os.unlink(temporary)
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # it was never made; the first error names the cause
-    except OSError as error:
-        raise write_failure(error, temporary) from error
+        with open(temporary, "wb") as file:  # noqa: PTH123
+            file.write(data)
+        os.replace(temporary, path)  # noqa: PTH105
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def sync_directory(directory: str | Path) -> None:
@@ -110,3 +124,85 @@ def sync_directory(directory: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+LOOKS_S = (0.01, 0.1, None)
+"""Waits before further attempts: `lock_holder` takes the lock for a moment, too."""
+
+
+class CommitterLock:
+    """An advisory lock on ``<store>.lock``, held from creation to `release`.
+
+    Raises StoreError if another process holds it (the message names the process), or the file system
+    has no locks.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self.path = store.with_name(f"{store.name}.lock")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise write_failure(error, self.path) from error
+        try:
+            _take(self._descriptor)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        except BlockingIOError as error:
+            holder = os.pread(self._descriptor, 4096, 0).decode(errors="replace") or "a process without a name"
+            self.release()
+            raise StoreError(
+                f"{store}: another committer has it open ({holder}); a store has one committer. Wait for it, stop it, "
+                "or open the store with mode='r'"
+            ) from error
+        except OSError as error:
+            self.release()
+            raise StoreError(
+                f"{self.path}: cannot lock it ({error.strerror}); put the run directory on a file system with flock "
+                "(a local disk, NFS 4, Lustre mounted with -o flock)"
+            ) from error
+
+    def release(self) -> None:
+        """Release the lock; a second call does nothing. The file stays."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _take(descriptor: int) -> None:
+    for wait_s in LOOKS_S:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if wait_s is None:
+                raise
+            time.sleep(wait_s)
+
+
+class Holder(NamedTuple):
+    """The process that holds a lock; ``pid`` 0 and an empty ``host`` if the file does not name it."""
+
+    pid: int
+    host: str
+
+
+def lock_holder(store: Path) -> Holder | None:
+    """The process that holds a store's lock; None if none does, or that cannot be found out. The lock is
+    not taken."""
+    try:
+        descriptor = os.open(store.with_name(f"{store.name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until it is closed below
+    except BlockingIOError:
+        try:
+            return Holder(**parsed_json(os.pread(descriptor, 4096, 0)))
+        except (ValueError, TypeError):
+            return Holder(0, "")
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return None

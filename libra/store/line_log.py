@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from libra.errors import StoreError
@@ -89,9 +88,7 @@ class LineLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self, path: Path) -> int:
@@ -99,13 +96,11 @@ class LineLog:
 
     def _cut_torn_tail(self) -> None:
         end = keep = os.lseek(self._descriptor, 0, os.SEEK_END)
-        while keep > 0:
+        newline = -1
+        while keep > 0 and newline < 0:
             start = max(0, keep - _TAIL_BYTES)
             newline = os.pread(self._descriptor, keep - start, start).rfind(b"\n")
-            if newline >= 0:
-                keep = start + newline + 1
-                break
-            keep = start
+            keep = start + newline + 1
         if keep < end:
             logger.warning("%s: cut off a torn last line of %d bytes", self.path, end - keep)
             os.ftruncate(self._descriptor, keep)
@@ -153,7 +148,7 @@ class LineReader:
             raise StoreError(f"{self.path}: cannot read this log: {error.strerror}") from error
 
     def whole_lines(self, file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
-        """Those of an open file whose first line is number ``first`` of the log; notes a torn last one."""
+        """Whole lines of an open file, whose first is line ``first`` of the log; notes a torn last one."""
         self.torn = None
         for number, line in enumerate(file, first):
             if not line.endswith(b"\n"):

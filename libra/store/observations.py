@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,15 +107,6 @@ def observations_of(run_dir: Path, trajectory: str) -> Iterator[StoredObservatio
             yield StoredObservation(
                 reference, int(match["turn"]), int(match["call"]), path.stat().st_size, observation_fault(path) is None
             )
-
-
-def observation_faults(run_dir: Path, allows: Callable[[int], bool]) -> Iterator[tuple[str, str]]:
-    """References and damage of damaged files; a file is not read if ``allows`` refuses its size."""
-    for path in sorted((run_dir / DIRECTORY).glob("*/*")):
-        if path.name.startswith(".") or not path.is_file() or not allows(path.stat().st_size):
-            continue
-        if (fault := observation_fault(path)) is not None:
-            yield str(path.relative_to(run_dir)), fault
 
 
 def observation_fault(path: Path) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,24 +37,17 @@ _TEXT_ERRORS = "surrogatepass"
 _dtype = lru_cache(maxsize=64)(np.dtype)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        if value.dtype.hasobject:
-            raise TypeError(f"an array of dtype {value.dtype} (only fixed-size numbers can be stored)")
-        return _ARRAYS.encode((value.dtype.str, value.shape, value.tobytes()))
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"a value of type {type(value).__name__}")
+def _plain(extension: Callable[[int, bytes], Any]) -> Callable[[Any], Any]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            if value.dtype.hasobject:
+                raise TypeError(f"an array of dtype {value.dtype} (only fixed-size numbers can be stored)")
+            return extension(_ARRAY, _ARRAYS.encode((value.dtype.str, value.shape, value.tobytes())))
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"a value of type {type(value).__name__}")
 
-
-def _for_msgpack(value: Any) -> Any:
-    plain = _plain(value)
-    return msgpack.ExtType(_ARRAY, plain) if isinstance(value, np.ndarray) else plain
-
-
-def _for_msgspec(value: Any) -> Any:
-    plain = _plain(value)
-    return msgspec.msgpack.Ext(_ARRAY, plain) if isinstance(value, np.ndarray) else plain
+    return plain
 
 
 def _decode_extension(code: int, data: bytes | memoryview) -> Any:
@@ -65,7 +58,8 @@ def _decode_extension(code: int, data: bytes | memoryview) -> Any:
     return array if shape == [array.size] else array.reshape(shape)
 
 
-_STRUCTS = msgspec.msgpack.Encoder(enc_hook=_for_msgspec)
+_STRUCTS = msgspec.msgpack.Encoder(enc_hook=_plain(msgspec.msgpack.Ext))
+_FOR_MSGPACK = _plain(msgpack.ExtType)
 _MAPPINGS = msgspec.msgpack.Decoder(ext_hook=_decode_extension)
 """Takes two thirds of msgpack's time, but no text that is not UTF-8."""
 
@@ -81,7 +75,7 @@ def pack(record: Mapping[str, Any] | msgspec.Struct, *, source: str) -> bytes:
         if isinstance(record, msgspec.Struct):
             body = _STRUCTS.encode(record)
         else:
-            body = msgpack.packb(record, default=_for_msgpack, unicode_errors=_TEXT_ERRORS)
+            body = msgpack.packb(record, default=_FOR_MSGPACK, unicode_errors=_TEXT_ERRORS)
     except (TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise Unstorable(
             f"{source}: cannot store {error}; allowed are None, bool, int (64 bit), float, str, bytes, list, dict and "

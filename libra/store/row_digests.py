@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,13 +102,14 @@ class StoreRecord:
         The ``zarr.json`` of each array and group below the root, arrays without their shape.
     appends : list of AppendedRows
         In order; the last may be of an append that was not committed.
-    ends : list of int
-        Where each line of ``appends`` ends, in bytes.
+    begin, ends : int, list of int
+        Where the first line of ``appends`` begins, and where each ends, in bytes.
     """
 
     attributes: dict[str, Any]
     metadata: dict[str, dict[str, Any]]
     appends: list[AppendedRows]
+    begin: int
     ends: list[int]
 
 
@@ -125,7 +128,7 @@ def read_record(store: Path) -> StoreRecord:
             digests = dict(zip(PATHS, values["digests"], strict=True))
             appends.append(AppendedRows(first, stop, values["batch"], values["version"], digests))
             ends.append(end)
-        return StoreRecord(header["attributes"], header["metadata"], appends, ends)
+        return StoreRecord(header["attributes"], header["metadata"], appends, len(lines[0]), ends)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -161,27 +164,25 @@ class DigestLog:
     def __init__(self, store: Path, committed: Mapping[Level, int]) -> None:
         self._path = digests_path(store)
         record = read_record(store)
-        while record.appends and any(record.appends[-1].stop[level] > committed[level] for level in LEVELS):
-            record.appends.pop()
-            record.ends.pop()
-        reached = record.appends[-1].stop if record.appends else dict.fromkeys(LEVELS, 0)
-        if reached != committed:
-            raise StoreError(f"{store}: it says {dict(committed)} committed rows, its digests are of {reached}")
-        with self._path.open("rb") as file:
-            self._end = self._written = record.ends[-1] if record.ends else len(file.readline())
-        os.truncate(self._path, self._end)
+        ends = [
+            (dict.fromkeys(LEVELS, 0), record.begin),
+            *zip([a.stop for a in record.appends], record.ends, strict=True),
+        ]
+        end = next((end for stop, end in reversed(ends) if stop == committed), None)
+        if end is None:
+            raise StoreError(f"{store}: {dict(committed)} rows are committed, its digests are of {ends[-1][0]}")
+        self._end = self._written = end
+        os.truncate(self._path, end)
 
     def write(self, rows: Rows, first: Mapping[Level, int]) -> None:
         """Write the line of an append, over an uncommitted one. `accept` keeps it."""
         data = (AppendedRows.of(rows, first).to_line() + "\n").encode()
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            os.ftruncate(descriptor, self._end)
-            write_all(descriptor, data, self._end)
+            with self._path.open("r+b", buffering=0) as file:
+                file.truncate(self._end)
+                write_all(file.fileno(), data, self._end)
         except OSError as error:
             raise write_failure(error, self._path) from error
-        finally:
-            os.close(descriptor)
         self._written = self._end + len(data)
 
     def accept(self) -> None:
@@ -234,9 +235,10 @@ def metadata_faults(store: Path, record: StoreRecord) -> Iterator[tuple[str, str
     """Path within the store and damage of each ``zarr.json`` that differs from the record."""
     committed, root = committed_if_readable(store), _root(store)
     attributes = {name: value for name, value in root_attributes(store).items() if name not in (COMMITTED, ISOLATION)}
+    as_written = {"zarr_format": 3, "node_type": "group"}.items() <= root.items() and attributes == record.attributes
     if committed is None:
         yield "zarr.json", _unreadable(store / "zarr.json")
-    elif attributes != record.attributes or root.get("zarr_format") != 3 or root.get("node_type") != "group":
+    elif not as_written:
         yield "zarr.json", "its content was altered"
     for name, expected in record.metadata.items():
         path = store / name / "zarr.json"
@@ -265,32 +267,21 @@ def committed_rows(store: Path) -> dict[Level, int]:
     return {level: int(counts[name]) for level, name in COUNTS.items()}
 
 
-def unsound_appends(store: Path, path: str, appends: Sequence[AppendedRows]) -> list[AppendedRows]:
-    """The appends whose rows of one column differ from the written ones."""
-    level, found, rows_at_once = LEVEL[path], [], 4 * CHUNK_ROWS[LEVEL[path]]
-    block: list[AppendedRows] = []
-    for number, append in enumerate(appends):
-        block.append(append)
-        if append.stop[level] - block[0].first[level] < rows_at_once and number + 1 < len(appends):
-            continue
-        found += _unsound_of_block(store, path, block)
-        block = []
-    return found
+def unsound_appends(store: Path, path: str, appends: Iterable[AppendedRows]) -> list[AppendedRows]:
+    """The appends whose rows of one column differ from the written ones; those of a few chunks are read at once."""
+    level = LEVEL[path]
+    blocks = groupby(appends, key=lambda append: append.first[level] // (4 * CHUNK_ROWS[level]))
+    return [append for _, block in blocks for append in _unsound_of_block(store, path, list(block))]
 
 
-def _unsound_of_block(store: Path, path: str, block: Sequence[AppendedRows]) -> list[AppendedRows]:
+def _unsound_of_block(store: Path, path: str, block: Sequence[AppendedRows]) -> Sequence[AppendedRows]:
     level = LEVEL[path]
     first, stop = block[0].first[level], block[-1].stop[level]
     values = column_rows(store, path, first, stop)
-    if values is None:
-        return (
-            [*block] if len(block) == 1 else [each for one in block for each in _unsound_of_block(store, path, [one])]
-        )
-    return [
-        each
-        for each in block
-        if column_digest(values[each.first[level] - first : each.stop[level] - first]) != each.digests[path]
-    ]
+    if values is not None:
+        rows = ((each, values[each.first[level] - first : each.stop[level] - first]) for each in block)
+        return [each for each, found in rows if column_digest(found) != each.digests[path]]
+    return block if len(block) == 1 else [each for one in block for each in _unsound_of_block(store, path, [one])]
 
 
 def column_rows(store: Path, path: str, first: int, stop: int) -> NDArray[Any] | None:
@@ -310,18 +301,17 @@ def root_attributes(store: Path) -> dict[str, Any]:
 
 
 def _root(store: Path) -> dict[str, Any]:
-    try:
+    with suppress(OSError, ValueError):
         root = parsed_json((store / "zarr.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return root if isinstance(root, dict) else {}
+        return root if isinstance(root, dict) else {}
+    return {}
 
 
 def _unreadable(path: Path) -> str:
-    if not path.exists():
-        return "it is gone"
     try:
         parsed_json(path.read_bytes())
+    except FileNotFoundError:
+        return "it is gone"
     except (OSError, ValueError) as error:
         return f"cannot be read ({error})"
     return "its content was altered"

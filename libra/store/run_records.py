@@ -1,4 +1,4 @@
-"""The record files of a run: groups, batches, waves, late rewards, scores of a teacher, and epochs.
+"""The record files of a run: groups, batches, waves, late rewards and scores of a teacher.
 
 Invariants
 ----------
@@ -10,17 +10,12 @@ Invariants
 4. The groups of a wave are committed before its gradient is computed, the members of a batch before
    its step. Waves of a batch are numbered from 0 without gaps, and the batch repeats their groups
    in the same order.
-5. A process is *fenced off* as soon as the next epoch exists: its next `Epoch.check` raises, and
-   every writer of a run calls that before it writes. A check is not a lock: a writer may be fenced
-   off between check and write. Its record then is the one of that name, with its epoch in it, or
-   refused.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,9 +26,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from libra.errors import FencedOff, RecordExists, StoreError, TrainError, disk_refusal, shell_path
+from libra.errors import StoreError, TrainError, disk_refusal, shell_path
 from libra.seals import parsed_json, sealed_text, unseal
-from libra.store.exclusive_files import create_exclusive
+from libra.store.exclusive_files import create_exclusive, replace_file
 from libra.store.record_codec import pack, unpack
 from libra.types import Drawn, EndReason, FailureClass, Prompt, Taught, Trajectory, TrajectoryId
 
@@ -234,11 +229,9 @@ def write_step(root: Path, step: int, numbers: Mapping[str, Any]) -> None:
     """Write the numbers of a step, which a replica that is asked to repeat an earlier step returns;
     replaces older ones."""
     path = root / f"step-{step:06d}.json"
-    unfinished = path.with_name(f".{path.name}")
     try:
         root.mkdir(exist_ok=True)
-        unfinished.write_text(sealed_text(numbers) + "\n")
-        unfinished.replace(path)
+        replace_file(path, sealed_text(numbers).encode() + b"\n")
     except OSError as fault:
         raise TrainError(f"step {step}: {disk_refusal(path, fault)}") from fault
 
@@ -433,40 +426,7 @@ def read_scores(path: Path, num_members: int | None = None) -> list[Taught | Non
     return found
 
 
-# ------------------------------------------------------------------------------------------------ epochs
-
-
-class Epoch:
-    """One start of a run, for its workers and its driver; ``directory`` is ``epochs/`` of the run."""
-
-    def __init__(self, directory: Path, number: int) -> None:
-        self.directory, self.number = directory, number
-        self._next = os.fspath(directory / f"{number + 1:04d}")
-
-    def check(self) -> None:
-        """FencedOff if a newer start of the run exists."""
-        if os.access(self._next, os.F_OK):  # once a quantum; without an exception, unlike `exists`
-            raise FencedOff(
-                f"{self.directory.parent}: epoch {self.number} has ended, the run was started again as epoch "
-                f"{newest_epoch(self.directory)}; this process stops and writes nothing more"
-            )
-
-
-def newest_epoch(directory: Path) -> int:
-    """Number of the last start, -1 if there was none."""
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    return max((int(name) for name in names if name.isdigit()), default=-1)
-
-
-def take_epoch(directory: Path, *, above: int = -1) -> Epoch:
-    """The next epoch of a run, from 0 and ``above`` a number known otherwise; fences off every older one."""
-    while True:
-        number = max(newest_epoch(directory), above) + 1
-        try:
-            create_exclusive(directory / f"{number:04d}", b"", fsync=True)
-        except RecordExists:
-            continue  # another start was faster; ours comes after it
-        return Epoch(directory, number)
+# ------------------------------------------------------------------------------------------------ evaluations
 
 
 def evaluation_path(directory: Path, version: int) -> Path:

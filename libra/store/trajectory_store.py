@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -37,8 +36,7 @@ from zarr.api.asynchronous import open_array
 
 from libra.errors import StoreError
 from libra.store.column_file import ColumnFile
-from libra.store.committer_lock import CommitterLock
-from libra.store.exclusive_files import write_failure
+from libra.store.exclusive_files import CommitterLock, write_failure
 from libra.store.row_digests import ISOLATION, DigestLog, begin_record, digests_path
 from libra.store.run_records import prompt_from_json
 from libra.store.zarr_layout import (
@@ -50,69 +48,13 @@ from libra.store.zarr_layout import (
     Rows,
     array_path,
     create_arrays,
+    is_compressed,
     rows_of,
     taught_of,
 )
-from libra.types import EndReason, FailureClass, Taught, Trajectory, TrajectoryId
+from libra.types import EndReason, FailureClass, Trajectory, TrajectoryId
 
 logger = logging.getLogger(__name__)
-
-
-_SHIFT = 32
-
-
-class StoredIds:
-    """A set of trajectory ids, 8 bytes each: per split and iteration, an array of (group, sample) in one
-    number."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[str, int], NDArray[np.uint64]] = {}
-
-    def add_columns(
-        self, split: NDArray[np.str_], iteration: NDArray[np.int64], group: NDArray[np.int64], sample: NDArray[np.int64]
-    ) -> None:
-        """Add ids that are not in the set; the arrays are the columns of a store, all of one length."""
-        places = _packed(group, sample)
-        for name in np.unique(split).tolist():
-            mine = split == name
-            iterations, at = iteration[mine], places[mine]
-            order = np.argsort(iterations, kind="stable")
-            numbers, starts = np.unique(iterations[order], return_index=True)
-            for number, part in zip(numbers.tolist(), np.split(at[order], starts[1:]), strict=True):
-                before = self._found.get((str(name), number))
-                self._found[str(name), number] = part.copy() if before is None else np.concatenate([before, part])
-
-    def add(self, ids: Iterable[TrajectoryId]) -> None:
-        """Add ids that are not in the set."""
-        for where, new in _by_iteration(ids).items():
-            before = self._found.get(where)
-            places = _packed(*np.array([(i.group, i.sample) for i in new]).T)
-            self._found[where] = places if before is None else np.concatenate([before, places])
-
-    def among(self, ids: Iterable[TrajectoryId]) -> list[TrajectoryId]:
-        """Those of ``ids`` that are in the set."""
-        found: list[TrajectoryId] = []
-        for where, asked in _by_iteration(ids).items():
-            if where in self._found:
-                places = _packed(*np.array([(i.group, i.sample) for i in asked]).T)
-                there = np.isin(places, self._found[where]).tolist()
-                found += [each for each, known in zip(asked, there, strict=True) if known]
-        return found
-
-    def __contains__(self, trajectory_id: TrajectoryId) -> bool:
-        return bool(self.among([trajectory_id]))
-
-
-def _packed(group: NDArray[np.int64], sample: NDArray[np.int64]) -> NDArray[np.uint64]:
-    packed: NDArray[np.uint64] = (group.astype(np.uint64) << np.uint64(_SHIFT)) | sample.astype(np.uint64)
-    return packed
-
-
-def _by_iteration(ids: Iterable[TrajectoryId]) -> dict[tuple[str, int], list[TrajectoryId]]:
-    found: dict[tuple[str, int], list[TrajectoryId]] = {}
-    for each in ids:
-        found.setdefault((each.split, each.iteration), []).append(each)
-    return found
 
 
 _T = TypeVar("_T")
@@ -134,8 +76,7 @@ class TrajectoryStore:
         if lock is not None:
             self._digests = DigestLog(path, self._committed)
             self._files = self._hold_arrays()
-            self._seen = StoredIds()
-            self._seen.add_columns(*self._columns_of("trajectory", ("split", "iteration", "group", "sample")))
+            self._seen = self._stored_ids()
 
     @classmethod
     def create(cls, path: str | Path, attributes: Mapping[str, Any] | None = None) -> Self:
@@ -195,40 +136,28 @@ class TrajectoryStore:
         Raises StoreError if the store is not open for appending, a trajectory is stored already or
         malformed, or the disk is full. Nothing was committed then; the same append may be repeated.
         """
-        ids = [trajectory.trajectory_id for trajectory in trajectories]
-        if self._lock is not None:
-            self._check_new(ids)
-        return self._append(rows_of(trajectories, first=self._committed, batch=-1 if batch is None else batch), ids)
+        with self._writing:
+            self._check_new([trajectory.trajectory_id for trajectory in trajectories])
+            return self._append(rows_of(trajectories, first=self._committed, batch=-1 if batch is None else batch))
 
     def append_rows(self, rows: Rows) -> range:
-        """Commit rows as they stood in another store, behind the same rows; what refers to other rows stays as
-        it is.
-
-        Raises StoreError as `append`.
-        """
-        names = ("iteration", "group", "sample", "split")
-        ids = zip(*(rows["trajectory"][name].tolist() for name in names), strict=True)
-        return self._append(rows, [TrajectoryId(*key) for key in ids])
-
-    def _append(self, rows: Rows, ids: list[TrajectoryId]) -> range:
+        """Commit rows as they stood in another store, behind the same rows. Raises StoreError as `append`."""
         with self._writing:
-            return self._append_now(rows, ids)
+            self._check_new(_ids(rows["trajectory"]))
+            return self._append(rows)
 
-    def _append_now(self, rows: Rows, ids: list[TrajectoryId]) -> range:
-        if self._lock is None:
-            raise StoreError(f"{self.path}: open for reading only; type TrajectoryStore.open(path, mode='a')")
-        self._check_new(ids)
+    def _append(self, rows: Rows) -> range:
+        ids, start = _ids(rows["trajectory"]), self._committed["trajectory"]
         try:
             for level, columns in rows.items():
                 for name, values in columns.items():
                     self._files[level][name].write(values)
             if ids:
                 self._digests.write(rows, self._committed)
-            start = self._committed["trajectory"]
-            self._commit({level: self._committed[level] + _num_rows(rows[level]) for level in LEVELS})
+            self._commit({level: self._committed[level] + len(next(iter(rows[level].values()))) for level in LEVELS})
         except OSError as error:
             raise error if isinstance(error, StoreError) else write_failure(error, self.path) from error
-        self._seen.add(ids)
+        self._seen.update(ids)
         return range(start, start + len(ids))
 
     def note_isolation(self, level: str) -> None:
@@ -236,8 +165,7 @@ class TrajectoryStore:
 
         StoreError if the attribute cannot be written.
         """
-        if self._lock is None:
-            raise StoreError(f"{self.path}: open for reading only; type TrajectoryStore.open(path, mode='a')")
+        self._check_writable()
         noted = self._group.attrs.get(ISOLATION, [])
         assert isinstance(noted, list)
         if level not in noted:
@@ -256,7 +184,13 @@ class TrajectoryStore:
         tokens = self._slice("token", row["offset"], row["length"])
         turns = self._slice("turn", row["turn_offset"], row["num_turns"])
         del turns["trajectory"]
-        taught, routes = self._further(row, int(tokens["is_action"].sum()))
+        taught = routes = None
+        if width := row["scores_per_token"]:
+            num_actions = int(tokens["is_action"].sum())
+            taught = taught_of(self._slice("score", row["score_offset"], width * num_actions), width)
+        if layers := row["route_layers"]:
+            shape = row["length"], layers, row["experts_per_token"]
+            routes = self._slice("route", row["route_offset"], math.prod(shape))["expert"].reshape(shape)
         return Trajectory(
             trajectory_id=TrajectoryId(row["iteration"], row["group"], row["sample"], row["split"]),
             prompt=prompt_from_json(row["prompt_id"], row["prompt_json"]),
@@ -278,16 +212,6 @@ class TrajectoryStore:
             taught=taught,
             **tokens,
         )
-
-    def _further(self, row: Mapping[str, Any], num_actions: int) -> tuple[Taught | None, NDArray[np.int16] | None]:
-        """The teacher's scores of a row's trajectory, and its experts (T, layers, experts per token)."""
-        taught = routes = None
-        if width := row["scores_per_token"]:
-            taught = taught_of(self._slice("score", row["score_offset"], width * num_actions), width)
-        if layers := row["route_layers"]:
-            shape = row["length"], layers, row["experts_per_token"]
-            routes = self._slice("route", row["route_offset"], math.prod(shape))["expert"].reshape(shape)
-        return taught, routes
 
     def row(self, index: int) -> dict[str, Any]:
         """The trajectory columns of one trajectory, as plain values."""
@@ -315,8 +239,8 @@ class TrajectoryStore:
         return trajectory_id in self._seen
 
     def among(self, ids: Iterable[TrajectoryId]) -> list[TrajectoryId]:
-        """Those of ``ids`` that a store opened for appending has; much cheaper than one by one."""
-        return self._seen.among(ids)
+        """Those of ``ids`` that a store opened for appending has."""
+        return [each for each in ids if each in self._seen]
 
     @property
     def num_trajectories(self) -> int:
@@ -353,14 +277,16 @@ class TrajectoryStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _load(self) -> None:
         self._group = zarr.open_group(self.path, mode="r" if self._lock is None else "r+", zarr_format=3)
-        check_schema(self._group, self.path)
+        if (schema := self._group.attrs.get("schema")) != SCHEMA:
+            raise StoreError(
+                f"{self.path}: schema {schema}, this Libra reads {SCHEMA}; use the Libra that wrote it, or give the path of a "
+                "trajectory store"
+            )
         committed = self._group.attrs["committed"]
         assert isinstance(committed, dict)
         self._committed: dict[Level, int] = {level: int(committed[name]) for level, name in COUNTS.items()}
@@ -373,10 +299,13 @@ class TrajectoryStore:
         self._cache.clear()
         self._stale = False
 
+    def _check_writable(self) -> None:
+        if self._lock is None:
+            raise StoreError(f"{self.path}: open for reading only; type TrajectoryStore.open(path, mode='a')")
+
     def _check_new(self, ids: Sequence[TrajectoryId]) -> None:
-        twice = [str(i) for i, count in Counter(ids).items() if count > 1]
-        twice += [str(i) for i in self._seen.among(dict.fromkeys(ids)) if str(i) not in twice]
-        if twice:
+        self._check_writable()
+        if twice := [str(i) for i, count in Counter(ids).items() if count > 1 or i in self._seen]:
             raise StoreError(
                 f"{self.path}: {len(twice)} of {len(ids)} trajectories are there already ({', '.join(twice[:5])}"
                 f"{', ...' if len(twice) > 5 else ''}); each (split, iteration, group, sample) is stored once. "
@@ -389,8 +318,11 @@ class TrajectoryStore:
         arrays = self._arrays[level]
         return dict(zip(arrays, _run(_get(array, start, start + length) for array in arrays.values()), strict=True))
 
-    def _columns_of(self, level: Level, names: Sequence[str]) -> list[NDArray[Any]]:
-        return _run(_get(self._arrays[level][name], 0, self._committed[level]) for name in names)
+    def _stored_ids(self) -> set[TrajectoryId]:
+        arrays, num = self._arrays["trajectory"], self._committed["trajectory"]
+        names = ("split", "iteration", "group", "sample")
+        columns = _run(_get(arrays[name], 0, num) for name in names)
+        return set(_ids(dict(zip(names, columns, strict=True))))
 
     def _commit(self, committed: Mapping[Level, int]) -> None:
         self._group.update_attributes({"committed": {COUNTS[level]: committed[level] for level in LEVELS}})
@@ -415,23 +347,20 @@ class TrajectoryStore:
             last_chunk = committed % next(iter(arrays.values())).chunks[0]
             tails = self._slice(level, committed - last_chunk, last_chunk)
             files[level] = {
-                name: ColumnFile(self.path / array_path(level, name), committed, tails[name]) for name in arrays
+                column.name: ColumnFile(
+                    self.path / array_path(level, column.name),
+                    is_compressed(level, column),
+                    committed,
+                    tails[column.name],
+                )
+                for column in COLUMNS[level]
             }
         return files
 
 
-def check_schema(group: zarr.Group, path: Path) -> None:
-    """StoreError unless this Libra reads the store's schema."""
-    schema = group.attrs.get("schema")
-    if schema == SCHEMA:
-        return
-    if not isinstance(schema, int):
-        raise StoreError(f"{path}: a zarr group without a schema number; it is not a trajectory store of Libra")
-    raise StoreError(f"{path}: schema {schema}, this Libra reads {SCHEMA}; use the Libra that wrote it")
-
-
-def _num_rows(columns: Mapping[str, NDArray[Any]]) -> int:
-    return len(next(iter(columns.values())))
+def _ids(rows: Mapping[str, NDArray[Any]]) -> list[TrajectoryId]:
+    columns = (rows[name].tolist() for name in ("iteration", "group", "sample", "split"))
+    return [TrajectoryId(*key) for key in zip(*columns, strict=True)]
 
 
 async def _get(array: AsyncArray[Any], start: int, stop: int) -> NDArray[Any]:

@@ -27,15 +27,7 @@ from libra.store.run_records import prompt_to_json
 from libra.types import NO_TOOL, Taught, Trajectory, tool_outcome
 from libra.untrusted import valid_unicode
 
-_FILL: Mapping[str, int | float | str] = {
-    "int16": -1,
-    "int32": -1,
-    "int64": -1,
-    "float32": float("nan"),
-    "float64": float("nan"),
-    "bool": False,
-    "string": "",
-}
+_UNKNOWN: Mapping[str, int | float | bool] = {"i": -1, "f": float("nan"), "b": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +41,7 @@ class Column:
     @property
     def unknown(self) -> int | float | str:
         """Value of a row without one."""
-        return _FILL[self.dtype]
+        return "" if self.dtype == "string" else _UNKNOWN[np.dtype(self.dtype).kind]
 
     def numpy_dtype(self) -> np.dtype[Any]:
         """The type of this column in memory."""
@@ -57,7 +49,6 @@ class Column:
 
 
 Further = Literal["score", "route"]
-FURTHER: tuple[Further, ...] = ("score", "route")
 OTHERS = -1
 """In place of a token: all tokens that a top-k leaves out, together."""
 
@@ -81,10 +72,20 @@ def per_token(trajectory: Trajectory, level: Further) -> int:
     return 1 + int(taught.logp.shape[1]) + (taught.rest_logp is not None)
 
 
-def num_further(trajectory: Trajectory, level: Further) -> int:
+def num_rows(trajectory: Trajectory, level: Level) -> int:
     """Rows that a trajectory has in a level."""
-    tokens = len(trajectory.token_ids) if level == "route" else trajectory.num_action_tokens
-    return tokens * per_token(trajectory, level)
+    tokens = len(trajectory.token_ids)
+    match level:
+        case "token":
+            return tokens
+        case "turn":
+            return len(trajectory.turns)
+        case "score":
+            return trajectory.num_action_tokens * per_token(trajectory, level)
+        case "route":
+            return tokens * per_token(trajectory, level)
+        case "trajectory":
+            return 1
 
 
 def score_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
@@ -103,7 +104,7 @@ def _scores(trajectory: Trajectory) -> dict[str, NDArray[Any]]:
     if len(taught.own_logp) != num_tokens:
         raise StoreError(
             f"trajectory {trajectory.trajectory_id}: a teacher scored {len(taught.own_logp)} of its tokens, and it generated "
-            f"{num_tokens}; allowed is a score for each"
+            f"{num_tokens}; each needs one score"
         )
     drawn = np.full(taught.logp.shape, np.nan, np.float32) if taught.old_logp is None else taught.old_logp
     columns: dict[str, list[NDArray[Any]]] = {
@@ -145,7 +146,7 @@ def route_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
             continue
         if each.routes.ndim != 3 or len(each.routes) != len(each.token_ids):
             raise StoreError(
-                f"trajectory {each.trajectory_id}: routes are {each.routes.dtype}{each.routes.shape}; allowed is "
+                f"trajectory {each.trajectory_id}: routes are {each.routes.dtype}{each.routes.shape}; they must be "
                 f"int16({len(each.token_ids)}, layers, experts per token)"
             )
         parts.append(each.routes.astype(np.int16, copy=False).ravel())
@@ -165,6 +166,13 @@ COUNTS: Mapping[Level, str] = {
     "route": "routes",
 }
 """Name of each level in the attribute ``committed`` of a store."""
+OFFSETS: Mapping[Level, str] = {
+    "token": "offset",
+    "turn": "turn_offset",
+    "score": "score_offset",
+    "route": "route_offset",
+}
+"""The column with the first row of a trajectory in each other level."""
 CHUNK_ROWS: Mapping[Level, int] = {"token": 32768, "turn": 4096, "trajectory": 1024, "score": 65536, "route": 262144}
 """Rows of one chunk. An append rewrites the last chunk of every array, so chunks are small multiples
 of a batch."""
@@ -249,6 +257,11 @@ def array_path(level: Level, name: str) -> str:
     return name if level == "token" else f"{level}/{name}"
 
 
+def is_compressed(level: Level, column: Column) -> bool:
+    """Whether the chunks of a column are compressed."""
+    return level in COMPRESSED or column.dtype == "string"
+
+
 def create_arrays(group: zarr.Group) -> None:
     """Make every array, empty, in an empty group.
 
@@ -263,7 +276,7 @@ def create_arrays(group: zarr.Group) -> None:
                 chunks=(CHUNK_ROWS[level],),
                 dtype=column.dtype,
                 fill_value=column.unknown,
-                compressors="auto" if level in COMPRESSED or column.dtype == "string" else None,
+                compressors="auto" if is_compressed(level, column) else None,
                 dimension_names=(level,),
                 attributes={"meaning": column.meaning},
             )
@@ -283,34 +296,18 @@ def rows_of(trajectories: Sequence[Trajectory], *, first: Mapping[Level, int], b
         else np.zeros(0, column.numpy_dtype())
         for column in TOKEN
     }
-    lengths = np.array([len(trajectory.token_ids) for trajectory in trajectories], np.int64)
-    num_turns = np.array([len(trajectory.turns) for trajectory in trajectories], np.int64)
     turns = [
         _turn(turn, trajectory, first["trajectory"] + row)
         for row, trajectory in enumerate(trajectories)
         for turn in trajectory.turns
     ]
     rows = [_row(trajectory, batch) for trajectory in trajectories]
-    for row, offset, turn_offset in zip(rows, lengths.cumsum() - lengths, num_turns.cumsum() - num_turns, strict=True):
-        row["offset"], row["turn_offset"] = first["token"] + int(offset), first["turn"] + int(turn_offset)
+    for level, name in OFFSETS.items():
+        counts = np.array([num_rows(trajectory, level) for trajectory in trajectories], np.int64)
+        for row, offset in zip(rows, (first[level] + counts.cumsum() - counts).tolist(), strict=True):
+            row[name] = offset
     further: Rows = {"score": score_rows(trajectories), "route": route_rows(trajectories)}
-    at = {level: first[level] for level in FURTHER}
-    for row, trajectory in zip(rows, trajectories, strict=True):
-        for level in FURTHER:
-            row[f"{level}_offset"] = at[level]
-            at[level] += num_further(trajectory, level)
     return {"token": tokens, "turn": _columns(turns, TURN), "trajectory": _columns(rows, TRAJECTORY), **further}
-
-
-def num_rows(trajectories: Sequence[Trajectory]) -> dict[Level, int]:
-    """Rows that trajectories have in each level."""
-    return {
-        "token": sum(len(each.token_ids) for each in trajectories),
-        "turn": sum(len(each.turns) for each in trajectories),
-        "trajectory": len(trajectories),
-        "score": sum(num_further(each, "score") for each in trajectories),
-        "route": sum(num_further(each, "route") for each in trajectories),
-    }
 
 
 def _tokens(trajectory: Trajectory, column: Column) -> NDArray[Any]:
@@ -318,7 +315,7 @@ def _tokens(trajectory: Trajectory, column: Column) -> NDArray[Any]:
     if values.shape != trajectory.token_ids.shape or not np.can_cast(values.dtype, column.dtype, "same_kind"):
         raise StoreError(
             f"trajectory {trajectory.trajectory_id}: {column.name} is {values.dtype}{values.shape}; "
-            f"allowed is {column.dtype}{trajectory.token_ids.shape}, one entry per token"
+            f"it must be {column.dtype}{trajectory.token_ids.shape}, one entry per token"
         )
     return values.astype(column.dtype, copy=False)
 

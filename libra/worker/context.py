@@ -14,7 +14,7 @@ from distributed import Worker
 from libra.cluster.settings import bound_key_cache
 from libra.envs import Environment
 from libra.facts import STREAM_OP, Fact, pack
-from libra.store.run_records import Epoch
+from libra.store.start_records import Epoch
 from libra.store.trajectory_journal import Journal
 from libra.worker.model_files import WorkerWeights
 from libra.worker.run_spec import RunSpec

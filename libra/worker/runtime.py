@@ -32,7 +32,8 @@ from libra.envs.tool_calls import processes_for
 from libra.errors import EnvironmentFault, StoreError
 from libra.facts import SetupFailed, WorkerReady
 from libra.keys import host_name
-from libra.store.run_records import Epoch, run_here
+from libra.store.run_records import run_here
+from libra.store.start_records import Epoch
 from libra.store.trajectory_journal import Journal
 from libra.worker.context import FactSender, WorkerContext
 from libra.worker.dask_worker import cheap_reschedule, heartbeat_during_setup

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": FOUNDATION
     | {"model_loader", "named_parts", "transport", "tensors", "tensor_files", "scoring", "heads", "experts"},
     "weights": FOUNDATION | {"transport", "tensors", "tensor_files", "projections"},
-    "store": FOUNDATION | {"tensors"},
+    "store": FOUNDATION | {"tensors", "tensor_files"},
     "transport": FOUNDATION,
     "envs": FOUNDATION | {"named_parts"},
     "agents": FOUNDATION,

@@ -25,7 +25,7 @@ from libra.driver import submitted_graphs
 from libra.driver.run_session import Session, run
 from libra.envs import tool
 from libra.errors import ClusterError, LibraError
-from libra.store.run_records import newest_epoch
+from libra.store.start_records import newest_epoch
 from libra.testing import FixedTurns
 from libra.types import ToolCall
 

@@ -19,7 +19,7 @@ from killed_runs import killed_in_step
 from libra.cluster.connection import present_workers
 from libra.cluster.local import local_cluster
 from libra.config import RunConfig, config_from_dict, dump_config
-from libra.driver.damage import check_run, refuse_damaged
+from libra.driver.damage import refuse_damaged
 from libra.driver.model_checks import check_teacher, checked_model
 from libra.driver.repair import repair_run
 from libra.driver.run_session import Session
@@ -27,6 +27,7 @@ from libra.errors import ConfigError, DamagedRun, ModelError
 from libra.facts import GroupScored, ServiceAnswered, from_dict
 from libra.sim.run_record import RunRecord
 from libra.store.event_log import EventReader
+from libra.store.run_files import check_run
 from libra.store.run_records import batch_path, group_path, read_batch_facts, read_group, read_scores, scores_path
 from libra.types import TrajectoryId
 from libra.weights import WeightStore

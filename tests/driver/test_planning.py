@@ -5,8 +5,7 @@ import json
 import pytest
 from whole_run import events_of, named
 
-from libra.driver.planning import realised_seconds, taken, workload_of
-from libra.driver.prompt_checks import UpcomingPrompts
+from libra.driver.planning import UpcomingPrompts, realised_seconds, taken, workload_of
 from libra.driver.run_session import Session
 from libra.envs import FunctionEnvironment
 from libra.facts import from_dict

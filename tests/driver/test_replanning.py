@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from libra.driver.replanning import Replanning, RequestedChange, batch_of, change_cost_s, costs_of
+from libra.driver.planning import Replanning, RequestedChange, batch_of, change_cost_s, costs_of
 from libra.errors import ClusterError
 from libra.facts import fields_of
 from libra.planner.arrangement_forecast import EndedIteration, RunFacts

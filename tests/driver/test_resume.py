@@ -14,13 +14,14 @@ from libra.cli.run import nothing_left
 from libra.config import dump_config
 from libra.config.load import load_resumed
 from libra.driver import submitted_graphs
-from libra.driver.resume import learned_before
-from libra.driver.run_lock import lock_run
+from libra.driver.run_client import learned_before
 from libra.driver.run_session import Session, evaluation_is_due, run
+from libra.driver.rundir import lock_run
 from libra.errors import ConfigError, RunDirectoryError
 from libra.observe.metrics import read_metrics
 from libra.observe.run_directory import summary_row
-from libra.store.run_records import commit_batch, newest_epoch, write_group
+from libra.store.run_records import commit_batch, write_group
+from libra.store.start_records import newest_epoch
 from libra.testing import FixedTurns
 from libra.train import Replica, TrainSettings
 from libra.types import TrajectoryId

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import factories
 from libra.config import config_from_dict
-from libra.driver.resume import read_point
+from libra.driver.run_start import read_point
 from libra.store.quantum_records import FailureRecord, GenerationRecord
 from libra.store.run_records import commit_batch, write_group
 from libra.store.trajectory_journal import Journal

@@ -96,7 +96,7 @@ def test_a_wrong_argument_is_one_clear_error(
     def started(*given: Any) -> None:
         raise AssertionError("workers were started")
 
-    monkeypatch.setattr("libra.driver.run_cluster.local_cluster", started)
+    monkeypatch.setattr("libra.driver.run_client.local_cluster", started)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LibraError) as raised:
         libra.train(**given)
@@ -114,7 +114,7 @@ def test_an_environment_that_is_right_reaches_the_workers(tmp_path: Path, monkey
     def start(*given: Any) -> None:
         raise Started
 
-    monkeypatch.setattr("libra.driver.run_cluster.local_cluster", start)
+    monkeypatch.setattr("libra.driver.run_client.local_cluster", start)
     monkeypatch.chdir(tmp_path)
     environment: Environment = own()
     with pytest.raises(Started):

@@ -9,8 +9,8 @@ import factories
 import libra.driver.submitted_graphs
 from damaged_run import ITERATIONS, copy_of, set_committed
 from libra.config import config_from_dict
-from libra.driver.damage import check_run
 from libra.driver.run_session import run as run_graphs
+from libra.store.run_files import check_run
 
 
 @pytest.fixture(scope="session")

@@ -31,14 +31,16 @@ from damaged_run import (
 from libra.cli.run import ready_to_resume
 from libra.config import config_from_dict
 from libra.config.load import load_resumed
-from libra.driver.damage import check_run, refuse_damaged
+from libra.driver.damage import refuse_damaged
 from libra.driver.repair import repair_run
-from libra.driver.resume import prune_groups
-from libra.driver.run_lock import lock_run
 from libra.driver.run_session import run as run_graphs
+from libra.driver.rundir import lock_run
+from libra.driver.submitted_graphs import prune_groups
 from libra.errors import DamagedRun, RunDirectoryError, StoreError
-from libra.store.committer_lock import CommitterLock
+from libra.store.exclusive_files import CommitterLock
+from libra.store.run_files import check_run
 from libra.store.run_records import WAVES, batch_path, commit_wave, in_waves, read_batch_facts, read_group, read_waves
+from libra.store.start_records import newest_logged, take_epoch
 from libra.tensor_files import checkpoint_fault
 from libra.worker.run_spec import RunSpec
 
@@ -89,7 +91,7 @@ def test_a_damaged_wave_is_set_aside_with_those_after_it_and_whole_ones_rebuild_
     batch_path(run / "batches", 0).unlink()
     code, out, _ = typed(capfd, "repair", str(run))
     assert code == 0, out
-    assert all(f"waves/wave-{ITERATIONS:06d}-{wave:02d}.json: set aside as damaged/" in out for wave in (0, 1)), out
+    assert all(f"waves/wave-{ITERATIONS:06d}-{wave:02d}.json: moved to damaged/" in out for wave in (0, 1)), out
     assert read_waves(run / "waves", ITERATIONS) == []
     again = read_batch_facts(run / "batches", 0)["groups"]
     assert in_waves(again) == read_waves(run / "waves", 0) and len(in_waves(again)) == 2
@@ -189,9 +191,6 @@ def test_what_nothing_else_has_is_said_and_left_as_it_is(pruned, capfd):
 
 def test_an_epoch_is_never_taken_twice(run, capfd):
     """Without ``epochs/``, and without one after the other of its other traces."""
-    from libra.driver.start_records import newest_logged
-    from libra.store.run_records import take_epoch
-
     (run / "epochs" / "0001").touch()
     (run / "epochs" / "0002").touch()
     shutil.rmtree(run / "epochs")

@@ -6,10 +6,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from damaged_run import BATCH, CHECKPOINT, GROUP, VERSION, ZARR, columns
-from libra.driver.damage import check_run
-from libra.driver.start_records import read_starts
 from libra.seals import unseal
+from libra.store.run_files import check_run
 from libra.store.run_records import read_batch_facts, read_group
+from libra.store.start_records import read_starts
 from libra.store.trajectory_journal import Journal
 
 FLIPS = 6

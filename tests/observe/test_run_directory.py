@@ -6,10 +6,10 @@ import shutil
 import pytest
 
 from libra import facts
-from libra.driver.start_records import log_start, write_given
 from libra.observe.recorded_run import RecordedRun
 from libra.observe.run_directory import list_runs, read_config
-from libra.store.committer_lock import CommitterLock
+from libra.store.exclusive_files import CommitterLock
+from libra.store.start_records import log_start, write_given
 from libra.types import Phase
 
 

@@ -39,8 +39,8 @@ from replaying import Replayer, check_published
 
 from faults import STAGES, STRUCK, TURNS, WORKERS
 from libra.config import RunConfig, load_config, resolve_model
-from libra.driver import damage
 from libra.policy import tail
+from libra.store import run_files
 from libra.store.trajectory_journal import Journal
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
@@ -251,7 +251,7 @@ def check_run(case: Case, directory: Path) -> dict[str, Any]:
     assert steps == list(range(case.iterations)), f"the reward curve has steps {steps}"
     left = Journal(directory / "journal").trajectories()
     assert not left, f"records of quanta that nothing will remove: {left}"
-    damages = damage.check_run(directory).damages
+    damages = run_files.check_run(directory).damages
     assert not damages, f"files are damaged: {damages}"
     checkpoint = sorted((directory / "checkpoints").glob("step-*"))[-1]
     assert checkpoint.name == f"step-{case.iterations:06d}"

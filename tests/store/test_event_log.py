@@ -126,7 +126,7 @@ match step:
     case "close": pathlib.Path.rename = die
     case "empty the file": pathlib.Path.rename = lambda self, target: os.rename(self, target) if self == path else die()
     case "compress": event_log.Segment.compress = die
-    case "end to compress": event_log.Segment._copy = lambda self, source, target: (target.write(source.read(90)), die())
+    case "end to compress": event_log.gzip.compress = die
     case "rename": os.fsync = die
     case "remove the plain one": event_log.sync_directory = die
 log.rotate()

@@ -12,10 +12,10 @@ import pytest
 import zarr
 
 from libra.cli.main import main
-from libra.driver.start_records import read_given, read_starts
 from libra.seals import unseal
 from libra.store.row_digests import COMMITTED, read_record
 from libra.store.run_records import read_batch, read_batch_facts, read_group
+from libra.store.start_records import read_given, read_starts
 from libra.store.trajectory_store import TrajectoryStore
 from libra.store.zarr_layout import COUNTS
 from libra.worker.run_spec import RunDirectory

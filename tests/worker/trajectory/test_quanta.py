@@ -22,7 +22,8 @@ from libra.facts import QuantumFinished, TrajectoryFoundEnded
 from libra.rollout import TransformersEngine
 from libra.rollout.chat_format import load_chat_format
 from libra.store.quantum_records import GenerationRecord, RestartRecord
-from libra.store.run_records import take_epoch, write_group
+from libra.store.run_records import write_group
+from libra.store.start_records import take_epoch
 from libra.store.trajectory_journal import Journal
 from libra.testing import FixedTurns
 from libra.types import (

@@ -1,0 +1,146 @@
+"""The directory of a run: its name, its lock, refused if it is taken, made, and removed if the start fails.
+
+Invariants
+----------
+1. An existing file is never replaced or removed.
+2. After a start that failed with an error, nothing of it is left, including parent directories that
+   were made for it. An interrupted start leaves its directory: `libra resume` continues it.
+3. Only the start that made the directory, or has its lock, removes it; never after the start has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from libra import keys
+from libra.errors import RunDirectoryError, StoreError, shell_path
+from libra.observe.run_directory import iteration_rows, metric_rows, state_of
+from libra.store.exclusive_files import CommitterLock, lock_holder
+from libra.store.run_records import batch_path
+from libra.store.start_records import CONFIG_FILE, write_given
+
+if TYPE_CHECKING:
+    from libra.config import RunConfig
+    from libra.worker.run_spec import RunSpec
+
+
+def named(config: RunConfig) -> RunConfig:
+    """``config`` with a name for its run, by the time of day where it has none."""
+    name = keys.check_run_name(config.run.name or time.strftime("run_%Y%m%d_%H%M%S"))
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def run_directory(config: RunConfig) -> Path:
+    """The directory of a run that has a name."""
+    return (Path(config.run.dir) / (config.run.name or "")).absolute()
+
+
+def refuse_running(directory: Path) -> None:
+    """RunDirectoryError where a living driver has the run; nothing is written where no driver ever had it."""
+    if (directory / "driver.lock").exists():
+        lock_run(directory).release()
+
+
+def lock_run(directory: Path) -> CommitterLock:
+    """The lock of a run's driver, held by one living process; RunDirectoryError names the process that has it, or says why there
+    can be no lock."""
+    try:
+        return CommitterLock(directory / "driver")
+    except StoreError as error:
+        holder = lock_holder(directory / "driver")
+        if holder is None:
+            raise RunDirectoryError(str(error)) from error
+        who = f"process {holder.pid} on {holder.host}" if holder.pid else "a process that has not written its name"
+        raise RunDirectoryError(
+            f"{directory}: another driver has this run, {who}; stop it first, or wait for it"
+        ) from error
+
+
+def check_free(directory: Path) -> None:
+    """RunDirectoryError if ``directory`` is a file, or has files already."""
+    try:
+        for each in (directory, directory.parent):
+            if (each.is_symlink() or each.exists()) and not each.is_dir():
+                typed = "run.name=ANOTHER_NAME" if each == directory else "run.dir=ANOTHER_PLACE"
+                raise RunDirectoryError(f"run.dir/run.name: {each} is not a directory; type {typed}")
+        taken = directory.is_dir() and any(directory.iterdir())
+    except RunDirectoryError:  # which is an OSError
+        raise
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    if taken:
+        raise _taken(directory)
+
+
+def make_directory(spec: RunSpec, config: str, *, environment: bool, score: bool) -> tuple[Path, ...]:
+    """Make the directory of a new run with its records and its empty store; the directories made, the run's first.
+
+    ``config`` is the text of its configuration; ``environment`` and ``score`` as `write_given`. RunDirectoryError if
+    the directory is taken or cannot be written.
+    """
+    from libra.store.trajectory_store import TrajectoryStore  # not before `check_free`, which is quick
+
+    directory = spec.directory
+    check_free(directory)
+    missing = tuple(each for each in (directory, *directory.parents) if not (each.exists() or each.is_symlink()))
+    try:
+        directory.mkdir(parents=True, exist_ok=directory not in missing)
+        (directory / CONFIG_FILE).write_text(config)
+        write_given(directory, config, environment=environment, score=score)
+        TrajectoryStore.create(spec.store_path, {"run": spec.run, "model": spec.config.model.path}).close()
+    except FileExistsError:  # since `check_free`
+        raise _taken(directory) from None
+    except OSError as error:
+        if missing:
+            _remove(directory, missing)
+        raise _unusable(directory, error) from error
+    return missing
+
+
+def remove_unless_started(directory: Path, made: tuple[Path, ...], start: ExitStack) -> None:
+    """Remove a new run's directory where ``start`` is closed with an error. Call it with the run's lock.
+
+    The callbacks of ``start`` are dropped once the start has succeeded, since from then on the run may have results.
+    """
+
+    def remove(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            _remove(directory, made)
+
+    start.push(remove)
+
+
+def _remove(directory: Path, made: tuple[Path, ...]) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    for parent in made:
+        with contextlib.suppress(OSError):  # it has something else by now
+            parent.rmdir()
+
+
+def _taken(directory: Path) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"run.dir/run.name: {directory} already has files, and a run never overwrites another. "
+        f"Type run.name=ANOTHER_NAME, or remove the directory; to continue it, libra resume {shell_path(directory)}"
+    )
+
+
+def _unusable(directory: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"run.dir: {directory} cannot be written ({error.strerror or error}); type run.dir=ANOTHER_PLACE"
+    )
+
+
+def is_finished(directory: Path, config: RunConfig) -> bool:
+    """Whether nothing is left to do of a run, its last evaluation and checkpoint included."""
+    total = config.run.iterations
+    if not (directory / "checkpoints" / f"step-{total:06d}").is_dir():
+        return False
+    ended = len(iteration_rows(metric_rows(directory)))
+    made = batch_path(directory / "batches", total - 1).exists()
+    return made and state_of(directory, config.model_dump(mode="json"), ended) == "finished"
