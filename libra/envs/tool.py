@@ -119,7 +119,7 @@ class Tool:
         )
         yield (
             self.elastic is not None and not most > least,
-            f"elastic, with {cores}; type a least and a larger most, e.g. cores=(1, 8)",
+            f"elastic, with {cores}; type e.g. cores=(1, 8)",
         )
         yield (
             self.revocable and not self.own_process,
@@ -128,7 +128,7 @@ class Tool:
         )
         yield (
             self.declares and self.inline,
-            "inline calls run in a slot for generation; leave inline out, or its resources",
+            "inline calls run in the engine; leave inline out, or the resources",
         )
         beside = "its cores, memory or GPU give each call a process of its own"
         state = self.own_process and bool({STATE, SESSION} & set(parameters))
@@ -210,25 +210,19 @@ def _schema(function: Callable[..., Any], name: str) -> tuple[dict[str, Any], di
         hinted = function if inspect.isroutine(function) else type(function).__call__
         hints = get_type_hints(hinted, include_extras=True)
     except (NameError, TypeError) as error:
-        raise ConfigError(
-            f"{where}: its type hints cannot be read ({error}); use hints that the module imports"
-        ) from error
+        raise ConfigError(f"{where}: its type hints cannot be read ({error}); import their types") from error
     signature = inspect.signature(function).parameters
     shown = {key: each for key, each in signature.items() if key not in (ACTION_ID, STATE, SESSION)}
     for key, parameter in shown.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(
-                f"{where}: argument {parameter} has no name of its own; tools are called with named arguments"
-            )
+            raise ConfigError(f"{where}: argument {parameter} has no name; tools are called with named arguments")
         if key not in hints:
             raise ConfigError(f"{where}: argument {key!r} has no type hint; type e.g. '{key}: str'")
     about, described = _descriptions(inspect.getdoc(function) or "", shown)
     if not about:
         lines = "".join(f"\\n    {key}: what it is" for key in shown)
         args = f"\\n\\nArgs:{lines}" if shown else ""
-        raise ConfigError(
-            f'{where}: no docstring, so the model cannot know its purpose; add e.g. """What it does.{args}"""'
-        )
+        raise ConfigError(f'{where}: no docstring, which the model reads; add e.g. """What it does.{args}"""')
     if missing := [key for key in shown if key not in described]:
         lines = "; ".join(f"'    {key}: what it is'" for key in missing)
         raise ConfigError(f"{where}: its docstring does not describe every argument; add under 'Args:' {lines}")
@@ -355,7 +349,7 @@ class SessionKind:
             value = getattr(self, name)
             if not callable(value) and (name == "factory" or value is not None):
                 raise ConfigError(
-                    f"session: {name} is {value!r:.80}; it is a function{'' if name == 'factory' else ' or None'}"
+                    f"session: {name} is {value!r:.80}; give a function{'' if name == 'factory' else ' or None'}"
                 )
         for name, fits, allowed in (
             ("most", self.most is None or self.most >= 1, "a whole number above 0, or None"),

@@ -275,9 +275,7 @@ def opener(isolation: str) -> Callable[[Limits], Sandbox]:
     if is_named(isolation):
         return named_function(_WHERE, isolation, "f(limits)", Limits())
     if isolation not in (BUBBLEWRAP, NONE):
-        raise ConfigError(
-            f"{_WHERE}: got {isolation!r}; allowed are {BUBBLEWRAP!r}, {NONE!r} and package.module:attribute"
-        )
+        raise ConfigError(f"{_WHERE}: got {isolation!r}; type {BUBBLEWRAP!r}, {NONE!r} or package.module:attribute")
     if isolation == BUBBLEWRAP and (reason := unavailable()):
         raise ConfigError(
             f"{_WHERE}: this machine cannot confine programs that a model writes: {reason}; or type {_WHERE}={NONE} for code that "
