@@ -181,6 +181,17 @@ def needs_sandbox() -> None:
 
 
 @pytest.fixture
+def make_episode() -> Callable[..., Any]:
+    """Episode of one answering turn, or of the given turns."""
+    from libra.types import EndReason, Episode, Turn
+
+    def make(prompt: Any, answer: str = "", turns: Any = None) -> Episode:
+        return Episode("train-0-0-0", prompt, turns if turns is not None else (Turn(answer),), EndReason.ANSWERED)
+
+    return make
+
+
+@pytest.fixture
 def make_config(random_model: Path, tmp_path: Path) -> Callable[..., RunConfig]:
     """A small run's configuration; arguments are sections, laid over the defaults of `factories.run_settings`."""
     from libra.config import config_from_dict

@@ -201,9 +201,8 @@ def _row(given: Any, where: str, system: str | None) -> Row:
     elif isinstance(given, Sequence) and given and all(_is_message(item) for item in given):
         messages = [dict(item) for item in given]
     else:
-        raise ConfigError(
-            f"{where}: got {repr(given)[:120]}; a prompt is a str, or a list of {{'role': str, 'content': str}}"
-        )
+        shown = repr(given)[:120]
+        raise ConfigError(f"{where}: got {shown}; a prompt is a str, or a list of {{'role': str, 'content': str}}")
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return tuple(messages), facts

@@ -254,8 +254,13 @@ def _in_thread(
         outcome = function(**arguments), None
     except BaseException as error:  # noqa: BLE001 boundary: the thread is the tool's own, so even an exit is only data
         outcome = None, error
+
+    def deliver() -> None:
+        if not waiting.done():
+            waiting.set_result(outcome)
+
     with suppress(RuntimeError):  # the loop closed while the tool ran: no one awaits the result
-        loop.call_soon_threadsafe(lambda: waiting.done() or waiting.set_result(outcome))
+        loop.call_soon_threadsafe(deliver)
 
 
 def _malformed(environment: Environment, call: ToolCall, tool: Tool | None) -> str:

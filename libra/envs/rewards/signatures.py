@@ -53,6 +53,7 @@ class Term:
         """The function's return for an episode, possibly an awaitable."""
         prompt, facts = episode.prompt, episode.prompt.facts
         messages = [dict(message) for message in prompt.messages]
+        known: dict[str, Any]
         if self.form == "trl":
             known = {name: [value] for name, value in facts.items()} | {
                 "prompts": [messages[-1]["content"] if plain else messages],
@@ -262,7 +263,7 @@ async def _all(values: Sequence[Any]) -> list[Any]:
 
 
 def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
+    return str(getattr(function, "__name__", getattr(function, "name", type(function).__name__)))
 
 
 def _log(kind: str, name: str, value: Any) -> None:

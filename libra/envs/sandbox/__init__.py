@@ -169,11 +169,10 @@ class Session:
                 self._work = Path(tempfile.mkdtemp(prefix="libra-sandbox-"))
             self._group = ControlGroup.make(limits.processes, 2 * limits.memory_bytes + limits.disk_bytes, limits.cpus)
             words = command(limits, uid=None if self._uid is None else self._uid[0], filtered=filtered)
-            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
             self._process = _STARTER.submit(
-                subprocess.Popen, self._group.around(words), bufsize=0, cwd=self._work or "/",
-                env={"PATH": os.environ.get("PATH", os.defpath)}, pass_fds=() if filtered is None else (filtered,),
-                start_new_session=True, **pipes,
+                subprocess.Popen, self._group.around(words), bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, cwd=self._work or "/", env={"PATH": os.environ.get("PATH", os.defpath)},
+                pass_fds=() if filtered is None else (filtered,), start_new_session=True,
             ).result()  # fmt: skip
         except OSError as error:
             raise SandboxFailed(f"{self.isolation}: cannot be started: {error}") from error
