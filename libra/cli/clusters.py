@@ -35,8 +35,8 @@ def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_prin
     libra cluster slurm my.yaml status
     libra cluster slurm my.yaml down
     """
-    from libra.cluster.local import number_of_workers
     from libra.cluster import slurm_service
+    from libra.cluster.local import number_of_workers
     from libra.cluster.slurm_jobs import CONTACT_FILE, LOGS, scripts
     from libra.config import load_config
 

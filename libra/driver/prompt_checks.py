@@ -22,7 +22,6 @@ from libra.config import RunConfig
 from libra.driver.model_checks import ModelFiles
 from libra.envs import Environment
 from libra.errors import ConfigError, LibraError, ModelError
-from libra.seals import parsed_json
 from libra.types import Prompt
 from libra.untrusted import error_text, valid_unicode
 from libra.worker.training.batch_numbers import question_chars

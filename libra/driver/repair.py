@@ -347,7 +347,7 @@ class _Round:
 
     def evaluation(self, name: str) -> None:
         """Rebuild the outcome of an evaluation; without it a resumed run evaluates that version again."""
-        from libra.graph.evaluation_nodes import evaluation_outcome  # brings torch
+        from libra.graph.batch_nodes import evaluation_outcome  # brings torch
 
         version = int(Path(name).stem.split("-")[1])
         found = self.stored("eval", iteration=version)

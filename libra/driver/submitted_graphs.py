@@ -27,7 +27,7 @@ from libra.store.run_records import group_path, read_batch_facts, scores_path
 from libra.train.checkpoint import complete, newest, step_of
 from libra.train.checkpoint_directory import KeptCheckpoints
 from libra.worker.run_spec import RunSpec
-from libra.worker.training.batch_numbers import waiting_after
+from libra.worker.training.batch_rows import waiting_after
 from libra.worker.training.checkpoint_writer import checkpoint_is_due
 
 if TYPE_CHECKING:

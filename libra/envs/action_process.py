@@ -182,7 +182,7 @@ class ActionProcesses:
             if bounds.memory_bytes:
                 group = ControlGroup.make(PROCESSES, bounds.memory_bytes, len(cores) or len(self.cores.all))
                 if group.places:
-                    stack.callback(asyncio.get_running_loop().run_in_executor, None, _end, group)
+                    stack.callback(lambda: asyncio.get_running_loop().run_in_executor(None, _end, group))
             groups = [str(place / "cgroup.procs") for place in group.places]
             rlimit = 0 if groups else bounds.memory_bytes
             request = pickle.dumps((tool, dict(arguments), cores, rlimit, groups, gpus))
@@ -416,7 +416,5 @@ def _outcome(
             text = str(raised)
         except BaseException:  # noqa: BLE001 its text is the tool's code, too
             text = "an error without a text"
-    after_s = None if refusal is None else [refusal.retry_after_s]
-    return {
-        "text": text, "error": error, "fault": fault, "refused": after_s, "ran_s": time.perf_counter() - started_s,
-    }  # fmt: skip
+    refusal_s, ran_s = None if refusal is None else [refusal.retry_after_s], time.perf_counter() - started_s
+    return {"text": text, "error": error, "fault": fault, "refused": refusal_s, "ran_s": ran_s}

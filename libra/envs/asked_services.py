@@ -101,9 +101,7 @@ def _asker(service: str) -> Asker:
     asker, where = _ASKER.get() or (_HERE[0] if len(_HERE) == 1 else None), f"service {service!r}:"
     if asker is None:
         why = "of several runs" if _HERE else "of a run with services"
-        raise ServiceFault(
-            f"{where} this call is not in a reward or tool {why}; ask it there, and name it in services.named"
-        )
+        raise ServiceFault(f"{where} this call is not in a reward or tool {why}; ask there; services.named names it")
     if asker.pid != os.getpid():
         raise ServiceFault(
             f"{where} this call has cores, memory or a GPU, and so a process of its own, which can ask no service; leave them "
@@ -207,6 +205,6 @@ def service_reward(options: Mapping[str, Any]) -> ServiceReward:
     for option in options:
         if option not in known:
             raise ConfigError(
-                f"reward: no option {option!r} of a service{nearest(option, known)}; it takes {', '.join(known)} and weight"
+                f"reward: no option {option!r} of a service{nearest(option, known)}; known: weight, {', '.join(known)}"
             )
     return ServiceReward(**options)

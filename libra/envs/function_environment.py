@@ -156,9 +156,7 @@ def _listed_rows(given: Any, where: str) -> list[Any]:
     try:
         rest, endless = iter(given), not isinstance(given, Sized)
     except TypeError as error:
-        raise ConfigError(
-            f"{where}: got {type(given).__name__}, which has no rows; give a list, e.g. {where}=[...]"
-        ) from error
+        raise ConfigError(f"{where}: got {type(given).__name__} without rows; give a list: {where}=[...]") from error
     if not endless:
         return list(islice(rest, len(given)))
     rows, chars = list[Any](), 0
@@ -187,9 +185,7 @@ def _row(given: Any, where: str, system: str | None) -> Row:
     facts: dict[str, Any] = {}
     if isinstance(given, Mapping):
         if "prompt" not in given:
-            raise ConfigError(
-                f"{where}: no 'prompt' among its columns {sorted(map(str, given))}; name the column of questions 'prompt'"
-            )
+            raise ConfigError(f"{where}: no 'prompt' among its columns {sorted(map(str, given))}; rename one")
         facts = {key: _plain(value) for key, value in given.items() if key != "prompt"}
         for name in facts:
             if name in OWN:
@@ -205,9 +201,8 @@ def _row(given: Any, where: str, system: str | None) -> Row:
     elif isinstance(given, Sequence) and given and all(_is_message(item) for item in given):
         messages = [dict(item) for item in given]
     else:
-        raise ConfigError(
-            f"{where}: got {repr(given)[:120]}; a prompt is a str, or a list of messages {{'role': str, 'content': str}}"
-        )
+        shown = repr(given)[:120]
+        raise ConfigError(f"{where}: got {shown}; a prompt is a str, or a list of {{'role': str, 'content': str}}")
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return tuple(messages), facts
@@ -237,9 +232,7 @@ def _tools(given: Any) -> tuple[Tool, ...]:
     tools = tuple(each if isinstance(each, Tool) else tool(each) for each in given)
     for name, count in Counter(each.name for each in tools).items():
         if count > 1:
-            raise ConfigError(
-                f"tools: two are called {name!r}; give one another name with libra.envs.tool(f, name=...)"
-            )
+            raise ConfigError(f"tools: two are called {name!r}; rename one with libra.envs.tool(f, name=...)")
     return tools
 
 

@@ -47,9 +47,7 @@ async def run_grader(
         raise RewardTimeout(_placed(f"{where}: the reward did not return within {timeout_s:g} s", None, environment))
     value, error = outcome
     if refusal is not None:
-        raise RewardFault(
-            f"{where}: the reward's API refuses calls for now (HTTP 429), also after {retries} retries"
-        ) from error
+        raise RewardFault(f"{where}: the reward's API refuses calls (HTTP 429), after {retries} retries") from error
     try:
         if error is not None:
             raise RewardFault(f"{where}: the reward raised {error_text(error)}") from error
@@ -74,9 +72,7 @@ def _checked(value: Any, where: str) -> float:
     except Exception as error:  # boundary: __float__ of a number of the reward's own is its code too
         raise RewardFault(f"{where}: the reward cannot be read as a number: {error_text(error)}") from error
     if reward is None:
-        raise RewardFault(
-            f"{where}: the reward is {repr_text(value)} ({type(value).__name__}); it must be one finite number"
-        )
+        raise RewardFault(f"{where}: the reward is {repr_text(value)} ({type(value).__name__}); give one finite number")
     return bounded_reward(reward, where)
 
 

@@ -219,12 +219,11 @@ def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = 
 
     try:
         offered = server.tools()
-        names = {each.name for each in environment.tools}
-        for each in offered:
-            if each.name in names:
-                raise ConfigError(
-                    f"environment.tools.mcp: {command!r} has a tool {each.name!r}, and so has {environment.name}; rename one"
-                )
+        twice = {each.name for each in environment.tools} & {each.name for each in offered}
+        if twice:
+            raise ConfigError(
+                f"environment.tools.mcp: {command!r} and {environment.name} have {min(twice)!r}; rename one"
+            )
     except BaseException:
         leave()
         raise

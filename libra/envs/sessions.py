@@ -130,7 +130,7 @@ class SessionPool:
             if stalest is not None and self.clock() - stalest.used_s > self.kind.lease_s and not stalest.busy.locked():
                 self.counts.expired += 1
                 logger.warning(
-                    "sessions: the lease of %s ends, unused for %g s", stalest.trajectory_id, self.kind.lease_s
+                    "sessions: the lease of %s ends, idle for %g s", stalest.trajectory_id, self.kind.lease_s
                 )
                 await self.release(stalest.lease_id)
                 continue
@@ -157,36 +157,29 @@ class SessionPool:
     async def _reset(self, value: Any) -> None:
         if self.kind.reset is None or self._closing or len(self.free) >= self.kind.idle:
             await self._close(value)
-            return
-        try:
-            await self._called("reset", self.kind.reset, value)
-        except (EnvironmentFault, ToolTimeout) as error:
-            logger.warning("sessions: one is replaced: %s", error)
+        elif (await self._tried("reset", self.kind.reset, value))[0]:
+            self.counts.resets += 1
+            self.free.append(value)
+        else:
             await self._replace(value)
-            return
-        self.counts.resets += 1
-        self.free.append(value)
 
     async def _is_alive(self, value: Any) -> bool:
-        if self.kind.alive is None:
-            return True
-        try:
-            return bool(await self._called("alive", self.kind.alive, value))
-        except (EnvironmentFault, ToolTimeout) as error:
-            logger.warning("sessions: one counts as dead: %s", error)
-            return False
+        return all(await self._tried("alive", self.kind.alive, value))
 
     async def _replace(self, value: Any) -> None:
         self.counts.replaced += 1
         await self._close(value)
 
     async def _close(self, value: Any) -> None:
-        if self.kind.close is None:
-            return
+        await self._tried("close", self.kind.close, value)
+
+    async def _tried(self, what: str, function: Callable[[Any], Any] | None, value: Any) -> tuple[bool, Any]:
+        """Whether a function returned, and its value; (True, True) without a function."""
         try:
-            await self._called("close", self.kind.close, value)
+            return True, True if function is None else await self._called(what, function, value)
         except (EnvironmentFault, ToolTimeout) as error:
-            logger.warning("sessions: one was not closed: %s", error)
+            logger.warning("sessions: one has failed: %s", error)
+            return False, None
 
     async def _called(self, what: str, function: Callable[..., Any], *given: Any) -> Any:
         return await called_or_fault(f"session: {what}", self.kind.timeout_s, function, *given, where="")

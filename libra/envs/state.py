@@ -57,15 +57,11 @@ def check_state(environment: Environment) -> Environment:
                 "of a trajectory"
             )
         if tool.takes_session and kind is None:
-            raise ConfigError(
-                f"{where} a session, and {name} has none; {make_session}, or give libra.train session=libra.session(...)"
-            )
+            raise ConfigError(f"{where} a session, and {name} has none; {make_session}, or give libra.train a session")
         if tool.takes_session and tool.inline:
             raise ConfigError(f"{where} a session, so it runs on workers with TOOL slots; type inline=False")
     if kind is not None and not isinstance(kind, SessionKind):
-        raise ConfigError(
-            f"{name}.session is {kind!r:.80}, not a kind of session; {make_session}, or give the attribute another name"
-        )
+        raise ConfigError(f"{name}.session is {kind!r:.80}, not a kind of session; {make_session}, or rename it")
     if has_state(environment):
         _decoder(type(environment))
     for field in ("max_state_bytes", "step_timeout_s"):

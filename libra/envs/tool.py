@@ -102,45 +102,28 @@ class Tool:
                 raise ConfigError(f"tool {self.name!r}: {message}")
 
     def _faults(self, parameters: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+        (least, most), own, chars = self.cores, self.own_process, self.max_payload_chars
+        cores, beside = f"cores is {self.cores!r}", "its cores, memory or GPU give each call a process of its own"
         yield not self.timeout_s > 0, f"timeout_s is {self.timeout_s!r}; it must be above 0 seconds"
-        most_chars = self.max_payload_chars
-        yield most_chars < 1, f"max_payload_chars is {most_chars!r}; it must be at least 1"
-        known = ", ".join(map(repr, FATAL))
-        yield not set(self.fatal) <= set(FATAL), f"fatal is {self.fatal!r}; choose from {known}"
-        least, most = self.cores
-        cores = f"cores is {self.cores!r}"
-        wrong_cores = not 0 <= least <= most or bool(most and not least)
-        yield wrong_cores, f"{cores}; type the least and the most, e.g. (1, 8), or one number"
-        less = self.memory_gib < 0 or self.gpu < 0
-        yield less, f"memory_gib is {self.memory_gib!r} and gpu {self.gpu!r}; type 0 or more"
+        yield chars < 1, f"max_payload_chars is {chars!r}; it must be at least 1"
+        yield not set(self.fatal) <= set(FATAL), f"fatal is {self.fatal!r}; choose from {', '.join(map(repr, FATAL))}"
+        yield not 0 <= least <= most or bool(most and not least), f"{cores}; type one number, or e.g. (1, 8)"
+        yield self.memory_gib < 0, f"memory_gib is {self.memory_gib!r}; type 0 or more"
+        yield self.gpu < 0, f"gpu is {self.gpu!r}; type 0 or more"
         yield (
             self.elastic is None and least != most,
-            f"{cores}, and the gain of more cores is unknown; type elastic='measure', or the speeds of {least} to {most} cores",
+            f"{cores}; type elastic='measure', or the speeds of {least} to {most}",
         )
+        yield self.elastic is not None and not most > least, f"elastic, with {cores}; type e.g. cores=(1, 8)"
         yield (
-            self.elastic is not None and not most > least,
-            f"elastic, with {cores}; type a least and a larger most, e.g. cores=(1, 8)",
+            self.revocable and not own,
+            "revocable, but a call in the worker's process cannot be stopped; type cores=1",
         )
-        yield (
-            self.revocable and not self.own_process,
-            "revocable, but a call without cores, memory or a GPU of its own shares the worker's process, where it cannot be "
-            "stopped; type cores=1, or leave revocable out",
-        )
-        yield (
-            self.declares and self.inline,
-            "inline calls run in a slot for generation; leave inline out, or its resources",
-        )
-        beside = "its cores, memory or GPU give each call a process of its own"
-        state = self.own_process and bool({STATE, SESSION} & set(parameters))
-        yield state, f"it takes {STATE} or {SESSION}, but {beside}; leave one of them out"
-        yield (
-            self.own_process and bool(self.services),
-            f"services={self.services!r}, but {beside}, which can ask no service; leave one of them out",
-        )
-        yield (
-            self.own_process and self.is_async,
-            f"an async tool shares the worker's event loop, but {beside}; leave them out, or make it a plain function",
-        )
+        yield self.declares and self.inline, "inline calls run in the engine; leave inline out, or the resources"
+        state = bool({STATE, SESSION} & set(parameters))
+        yield own and state, f"it takes {STATE} or {SESSION}, but {beside}; leave one of them out"
+        yield own and bool(self.services), f"services={self.services!r}, but {beside}; leave one of them out"
+        yield own and self.is_async, f"an async tool shares the event loop, but {beside}; leave them out, or async"
 
     def call(self, /, **arguments: Any) -> Any:
         """Call the function with each argument in the type of its hint."""
@@ -210,31 +193,24 @@ def _schema(function: Callable[..., Any], name: str) -> tuple[dict[str, Any], di
         hinted = function if inspect.isroutine(function) else type(function).__call__
         hints = get_type_hints(hinted, include_extras=True)
     except (NameError, TypeError) as error:
-        raise ConfigError(
-            f"{where}: its type hints cannot be read ({error}); use hints that the module imports"
-        ) from error
+        raise ConfigError(f"{where}: its type hints cannot be read ({error}); import their types") from error
     signature = inspect.signature(function).parameters
     shown = {key: each for key, each in signature.items() if key not in (ACTION_ID, STATE, SESSION)}
     for key, parameter in shown.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(
-                f"{where}: argument {parameter} has no name of its own; tools are called with named arguments"
-            )
+            raise ConfigError(f"{where}: argument {parameter} has no name; tools are called with named arguments")
         if key not in hints:
             raise ConfigError(f"{where}: argument {key!r} has no type hint; type e.g. '{key}: str'")
     about, described = _descriptions(inspect.getdoc(function) or "", shown)
     if not about:
         lines = "".join(f"\\n    {key}: what it is" for key in shown)
         args = f"\\n\\nArgs:{lines}" if shown else ""
-        raise ConfigError(
-            f'{where}: no docstring, so the model cannot know its purpose; add e.g. """What it does.{args}"""'
-        )
+        raise ConfigError(f'{where}: no docstring, which the model reads; add e.g. """What it does.{args}"""')
     if missing := [key for key in shown if key not in described]:
         lines = "; ".join(f"'    {key}: what it is'" for key in missing)
         raise ConfigError(f"{where}: its docstring does not describe every argument; add under 'Args:' {lines}")
-    properties = {
-        key: {**_type_schema(hints[key], f"{where}: argument {key!r}"), "description": described[key]} for key in shown
-    }
+    types = {key: _type_schema(hints[key], f"{where}: argument {key!r}") for key in shown}
+    properties = {key: {**types[key], "description": described[key]} for key in shown}
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     if required := [key for key, parameter in shown.items() if parameter.default is parameter.empty]:
         parameters["required"] = required
@@ -352,11 +328,9 @@ class SessionKind:
 
     def __post_init__(self) -> None:
         for name in ("factory", "reset", "close", "alive"):
-            value = getattr(self, name)
-            if not callable(value) and (name == "factory" or value is not None):
-                raise ConfigError(
-                    f"session: {name} is {value!r:.80}; it is a function{'' if name == 'factory' else ' or None'}"
-                )
+            value, more = getattr(self, name), "" if name == "factory" else " or None"
+            if not callable(value) and not (more and value is None):
+                raise ConfigError(f"session: {name} is {value!r:.80}; give a function{more}")
         for name, fits, allowed in (
             ("most", self.most is None or self.most >= 1, "a whole number above 0, or None"),
             ("idle", self.idle >= 0, "at least 0"),

@@ -94,14 +94,11 @@ async def run_action(
         Name of the action in its run, e.g. "train-3-0-7/4/0" (trajectory, turn, call). Tools with a
         keyword of that name get it as idempotency key and seed of injected faults.
     state, session : object, optional
-        For tools that take the trajectory's state or session. Changes of the state are kept if the
-        tool returned.
+        For tools that take them. Changes of the state are kept if the tool returned.
     keep : callable, optional
         Stores the whole text before it is cut, and returns its reference, or "".
     processes : ActionProcesses, optional
-        Runs calls of tools with resources of their own.
-    cores : int, optional
-        Cores of the call; None stands for the tool's least.
+        Runs calls with resources of their own, on ``cores`` or the tool's least.
     back_off : BackOff, optional
         Retries while an API refuses the call for now (HTTP 429).
 
@@ -124,9 +121,7 @@ async def run_action(
 
     tried, retries = await with_retries(attempt, lambda each: each.refused, back_off or BackOff(), action_id)
     if tried.refused is not None:
-        raise ToolFault(
-            f"tool {tool.name}: its API refuses calls for now (HTTP 429), also after {retries} retries ({action_id})"
-        )
+        raise ToolFault(f"tool {tool.name}: its API refuses calls (HTTP 429), after {retries} retries ({action_id})")
     payload, status = _payload(tool, tried, state, f"{action_id}, prompt {shown_line(prompt.prompt_id)}")
     reference = ""
     if keep is not None and status is not ToolStatus.TIMEOUT:  # a thread writes text that may become a file
@@ -223,7 +218,7 @@ async def run_bounded(
     if thread is not None:
         thread.abandon()
         logger.warning(
-            "%s did not return within %g s; its thread is abandoned (%d so far)", name, timeout_s, hung_threads()
+            "%s did not return within %g s; its thread is abandoned (%d now)", name, timeout_s, hung_threads()
         )
     return None
 
@@ -259,8 +254,13 @@ def _in_thread(
         outcome = function(**arguments), None
     except BaseException as error:  # noqa: BLE001 boundary: the thread is the tool's own, so even an exit is only data
         outcome = None, error
+
+    def deliver() -> None:
+        if not waiting.done():
+            waiting.set_result(outcome)
+
     with suppress(RuntimeError):  # the loop closed while the tool ran: no one awaits the result
-        loop.call_soon_threadsafe(lambda: waiting.done() or waiting.set_result(outcome))
+        loop.call_soon_threadsafe(deliver)
 
 
 def _malformed(environment: Environment, call: ToolCall, tool: Tool | None) -> str:

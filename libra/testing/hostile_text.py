@@ -29,10 +29,8 @@ _TERMINAL = (
     "\x1b[", "\x1b", "\x1bc", "\x1b(0", "\r\x1b[K", "ok\rFAILED", "\x08\x08\x08gone", "\x1b[?1049h", "\x1b[6n",
     "\x1b]133;A\x07", "\x1b[999;999H", "\x1b]1337;File=inline=1:AA==\x07",
 )  # fmt: skip
-_BIDI = tuple(
-    f"a{chr(code)}b"
-    for code in (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029)
-)
+_MARKS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029)
+_BIDI = tuple(f"a{chr(code)}b" for code in _MARKS)
 _ODD_UNICODE = (
     "\ufeff", "\ufffe", "\U0010ffff", "e" + "\u0301" * 500, "\u200d" * 100, "\U000e0041\U000e0042",
     "\ufff9a\ufffab\ufffb", "ﷺ" * 50, "İ", "ß", "\u00a0", "\u3000", "\u115f", "𝟜𝟚", "٤٢", "Ⅷ", "½", "１２",

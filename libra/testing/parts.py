@@ -313,6 +313,5 @@ class EnvironmentContract:
             if end is EndReason.ANSWERED:
                 break
         environment = self.make_environment()
-        return await run_grader(
-            environment, Episode(where, prompt, tuple(played), end, decode_state(environment, data))
-        )
+        episode = Episode(where, prompt, tuple(played), end, decode_state(environment, data))
+        return await run_grader(environment, episode)

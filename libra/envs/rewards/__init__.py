@@ -122,16 +122,12 @@ def make_reward(given: str | Mapping[str, Any]) -> NamedReward:
     options = {"name": given} if isinstance(given, str) else dict(given)
     name = options.pop("name", None)
     if name not in REWARDS:
-        raise ConfigError(
-            f"reward: no reward is called {name!r}{nearest(name, REWARDS)}; type one of {', '.join(REWARDS)}"
-        )
+        raise ConfigError(f"reward: none is called {name!r}{nearest(name, REWARDS)}; type one of {', '.join(REWARDS)}")
     function, reads = REWARDS[name]
     known = dict(list(inspect.signature(function).parameters.items())[len(reads) :])
     for option in options:
         if option not in known:
-            raise ConfigError(
-                f"reward {name}: no option {option!r}{nearest(option, known)}; it takes {', '.join(known) or 'none'}"
-            )
+            raise ConfigError(f"reward {name}: no option {option!r}{nearest(option, known)}; known: {', '.join(known)}")
     for option, parameter in known.items():
         if parameter.default is parameter.empty and option not in options:
             raise ConfigError(f"reward {name}: option {option!r} is missing; type {{name: {name}, {option}: ...}}")

@@ -53,6 +53,7 @@ class Term:
         """The function's return for an episode, possibly an awaitable."""
         prompt, facts = episode.prompt, episode.prompt.facts
         messages = [dict(message) for message in prompt.messages]
+        known: dict[str, Any]
         if self.form == "trl":
             known = {name: [value] for name, value in facts.items()} | {
                 "prompts": [messages[-1]["content"] if plain else messages],
@@ -184,13 +185,9 @@ def _term(
     function: Any, columns: Collection[str], *, form: str | None, weight: Any, objects: Mapping[str, Any] | None = None
 ) -> Term:
     if inspect.isclass(function):
-        raise ConfigError(
-            f"reward: got the class {function.__name__}; give a function, or an instance: reward={function.__name__}()"
-        )
+        raise ConfigError(f"reward: got the class {function.__name__}; give a function or an object of it")
     if not callable(function):
-        raise ConfigError(
-            f"reward: got {function!r}; give a function, e.g. def reward(completion, answer): ..., or a name such as 'gsm8k'"
-        )
+        raise ConfigError(f"reward: got {function!r}; give a function such as reward(completion, answer), or a name")
     where, parameters = f"reward {_name(function)}", inspect.signature(function).parameters
     if form is not None and form not in FORMS:
         raise ConfigError(f"{where}: form is {form!r}; it is one of {', '.join(FORMS)}")
@@ -237,9 +234,7 @@ def _form(where: str, parameters: Mapping[str, inspect.Parameter], columns: Coll
 def _of_rubric(rubric: Any, columns: Collection[str]) -> tuple[Term, ...]:
     functions, weights = list(rubric.funcs), list(rubric.weights or [1.0] * len(rubric.funcs))
     if not functions or len(functions) != len(weights):
-        raise ConfigError(
-            f"reward: a rubric with {len(functions)} functions and {len(weights)} weights; give one weight each"
-        )
+        raise ConfigError(f"reward: a rubric of {len(functions)} functions has {len(weights)} weights; give one each")
     objects = dict(getattr(rubric, "class_objects", None) or {})
     if getattr(rubric, "parser", None) is not None:
         objects.setdefault("parser", rubric.parser)
@@ -268,7 +263,7 @@ async def _all(values: Sequence[Any]) -> list[Any]:
 
 
 def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
+    return str(getattr(function, "__name__", getattr(function, "name", type(function).__name__)))
 
 
 def _log(kind: str, name: str, value: Any) -> None:

@@ -169,11 +169,10 @@ class Session:
                 self._work = Path(tempfile.mkdtemp(prefix="libra-sandbox-"))
             self._group = ControlGroup.make(limits.processes, 2 * limits.memory_bytes + limits.disk_bytes, limits.cpus)
             words = command(limits, uid=None if self._uid is None else self._uid[0], filtered=filtered)
-            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
             self._process = _STARTER.submit(
-                subprocess.Popen, self._group.around(words), bufsize=0, cwd=self._work or "/",
-                env={"PATH": os.environ.get("PATH", os.defpath)}, pass_fds=() if filtered is None else (filtered,),
-                start_new_session=True, **pipes,
+                subprocess.Popen, self._group.around(words), bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, cwd=self._work or "/", env={"PATH": os.environ.get("PATH", os.defpath)},
+                pass_fds=() if filtered is None else (filtered,), start_new_session=True,
             ).result()  # fmt: skip
         except OSError as error:
             raise SandboxFailed(f"{self.isolation}: cannot be started: {error}") from error
@@ -275,9 +274,7 @@ def opener(isolation: str) -> Callable[[Limits], Sandbox]:
     if is_named(isolation):
         return named_function(_WHERE, isolation, "f(limits)", Limits())
     if isolation not in (BUBBLEWRAP, NONE):
-        raise ConfigError(
-            f"{_WHERE}: got {isolation!r}; allowed are {BUBBLEWRAP!r}, {NONE!r} and package.module:attribute"
-        )
+        raise ConfigError(f"{_WHERE}: got {isolation!r}; type {BUBBLEWRAP!r}, {NONE!r} or package.module:attribute")
     if isolation == BUBBLEWRAP and (reason := unavailable()):
         raise ConfigError(
             f"{_WHERE}: this machine cannot confine programs that a model writes: {reason}; or type {_WHERE}={NONE} for code that "

@@ -22,7 +22,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from libra.facts import Fact, PromptsNamed, QuantumFinished, QuantumStarted, TrajectoryEnded, TrajectoryParked, VersionPublished
+from libra.facts import (
+    Fact,
+    PromptsNamed,
+    QuantumFinished,
+    QuantumStarted,
+    TrajectoryEnded,
+    TrajectoryParked,
+    VersionPublished,
+)
 from libra.policy.posterior.cohorts import Cohort, Cohorts, History, lognormal_remaining
 from libra.policy.posterior.regression import (
     FORGET,
