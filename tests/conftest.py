@@ -181,7 +181,6 @@ def needs_sandbox() -> None:
 
 
 @pytest.fixture
-<<<<<<< HEAD
 def libra(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """``libra(*arguments)`` in this process: (exit code, standard output, standard error)."""
 
@@ -195,7 +194,9 @@ def libra(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, s
         return stopped.value.code, out, err
 
     return call
-=======
+
+
+@pytest.fixture
 def make_episode() -> Callable[..., Any]:
     """Episode of one answering turn, or of the given turns."""
     from libra.types import EndReason, Episode, Turn
@@ -204,7 +205,6 @@ def make_episode() -> Callable[..., Any]:
         return Episode("train-0-0-0", prompt, turns if turns is not None else (Turn(answer),), EndReason.ANSWERED)
 
     return make
->>>>>>> h_envs
 
 
 @pytest.fixture
