@@ -232,7 +232,7 @@ def _with_arguments(name: str, args: Mapping[str, Any], seed: int) -> tuple[Call
         )
     factory = named_part("environment.name", path)
     if not callable(factory):
-        raise ConfigError(f"environment.name: {name!r} is a {type(factory).__name__}; give a class or a factory")
+        raise ConfigError(f"environment.name: {name!r} is a {type(factory).__name__}; give a class or a function")
     parameters = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments = {"seed": seed, **args} if "seed" in parameters or takes_any else dict(args)

@@ -309,7 +309,8 @@ def _file_rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dic
             if not isinstance(row, dict):
                 raise TypeError(f"got {type(row).__name__}")
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{where}, line {number}: {error}; every line is one JSON object") from error
+            reason = f"not JSON ({error})" if isinstance(error, ValueError) else error
+            raise ConfigError(f"{where}, line {number}: {reason}; every line is one JSON object") from error
         for key, column in columns.items():
             if column not in row:
                 raise ConfigError(

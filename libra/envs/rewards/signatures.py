@@ -185,7 +185,9 @@ def _term(
     function: Any, columns: Collection[str], *, form: str | None, weight: Any, objects: Mapping[str, Any] | None = None
 ) -> Term:
     if inspect.isclass(function):
-        raise ConfigError(f"reward: got the class {function.__name__}; give a function or an object of it")
+        raise ConfigError(
+            f"reward: got the class {function.__name__}; give a function, or reward={function.__name__}()"
+        )
     if not callable(function):
         raise ConfigError(f"reward: got {function!r}; give a function such as reward(completion, answer), or a name")
     where, parameters = f"reward {_name(function)}", inspect.signature(function).parameters
