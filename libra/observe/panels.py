@@ -196,18 +196,15 @@ class TimePanels:
         what = "Trajectories that wait to generate, by the policy's level (the lower, the sooner), and for tools."
         self.queue = Panel("Waiting", what, "a trajectory without a free slot", made)
         made = _over_time("slots", x_range=self.tokens.plot.x_range)
-        self.capacity = {}
-        for phase, label in ((Phase.TOOL, "run tools"), (Phase.ROLLOUT, "generate")):
-            color = PHASE_COLORS[phase]
-            curve = made.step(
-                "t_s", f"used_{phase.lower()}", source=source, color=color, line_width=2, mode="after", legend_label=label
-            )  # fmt: skip
-            self.capacity[phase] = Span(
-                location=0, dimension="width", line_color=color, line_dash="dashed", line_alpha=0.8
-            )
+        self.capacity, curves = {}, []
+        for phase, label in ((Phase.ROLLOUT, "generate"), (Phase.TOOL, "run tools")):
+            drawn: dict[str, Any] = {"source": source, "color": PHASE_COLORS[phase], "line_width": 2, "mode": "after"}
+            curves.append(made.step("t_s", f"used_{phase.lower()}", legend_label=label, **drawn))
+            line = {"line_color": PHASE_COLORS[phase], "line_dash": "dashed", "line_alpha": 0.8}
+            self.capacity[phase] = Span(location=0, dimension="width", **line)
             made.add_layout(self.capacity[phase])
         tips = [at, ("generate", "@used_rollout{0,0}"), ("run tools", "@used_tool{0,0}")]
-        _hover(made, tips, curve, mode="vline")
+        _hover(made, tips, curves[0], mode="vline")
         made.y_range = Range1d(start=0, end=1)
         what = "Trajectories that generate or run tools at each moment; dashed: slots of all workers."
         self.slots = Panel("Slots in use", what, "the first trajectory", made)
