@@ -5,9 +5,8 @@ function ``teach`` on the first of them, or has a worker and a GPU of its own. T
 if engines and training leave one, else they share a training worker's; on CPU cores they take theirs,
 for which no rank is counted.
 
-A plan assumes that each service is asked once for each trajectory of a batch, about all of its tokens, and
-answers in the passes of the model that its function makes. Restoring
-weights that others evicted takes no time.
+A plan assumes that each service is asked once for each trajectory of a batch, about all of its tokens. Restoring weights that
+others evicted takes no time.
 """
 
 from __future__ import annotations
@@ -26,17 +25,13 @@ PASSES = {"judge": 2, "logprob": 1, "score": 1, "embed": 1, "teach": 1}
 
 @dataclass(frozen=True, slots=True)
 class ServiceModel:
-    """One service with a model; a teacher with a worker of its own has no name.
+    """One service with a model."""
 
-    An answer takes ``passes`` forward passes (0 if unknown). ``waits``: a trajectory has no
-    reward, or no scores, before it has answered.
-    """
-
-    name: str
+    name: str  # empty: a teacher with a worker of its own
     shape: ModelShape
-    passes: int = 1
+    passes: int = 1  # forward passes of an answer; 0 if unknown
     weight_bytes: int = 2
-    waits: bool = True
+    waits: bool = True  # a trajectory has no reward, or no scores, before it has answered
 
     @property
     def num_bytes(self) -> float:

@@ -43,7 +43,6 @@ class TrainingCost:
     num_gpus: int
     step_s: float
     forward_backward_s: float
-    logprobs_s: float
     communication_s: float
     optimizer_s: float
     memory_bytes: float
@@ -92,7 +91,6 @@ def training_cost(
         num_gpus=num_gpus,
         step_s=update + logprobs + communication - hidden + optimizer,
         forward_backward_s=update,
-        logprobs_s=logprobs,
         communication_s=communication - hidden,
         optimizer_s=optimizer,
         memory_bytes=memory,
