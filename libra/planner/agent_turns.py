@@ -91,7 +91,10 @@ def agent_turns(lines: Iterable[str], required: Sequence[str], where: str) -> li
         except ValueError as error:
             raise ConfigError(f"{where}, line {reader.line_num}, task {row.get('task')!r}: {error}") from error
         found.setdefault(tuple(row.get(name) or "" for name in Recorded._fields[:4]), []).append(turn)
-    recorded = [Recorded(*names, tuple(sorted(turns, key=lambda turn: turn.number))) for names, turns in found.items()]
+    recorded = [
+        Recorded(source, model, task, sample, tuple(sorted(turns, key=lambda turn: turn.number)))
+        for (source, model, task, sample), turns in found.items()
+    ]
     for one in recorded if "status" in required else ():
         for turn, following in pairwise(one.turns):
             if turn.status == NO_TOOL:

@@ -249,7 +249,8 @@ def _best_first(problem: Problem, splits: Ints, rollouts: Rollouts) -> Found:
     bounds = problem.step_s(gpus, train_s, rollouts.lower_s(rollout_gpus))
     is_open: NDArray[np.bool_] = np.ones(len(splits), dtype=bool)
     programs, closed_s = rollouts.num_programs, list[float]()
-    best, best_split, best_s = None, -1, np.inf
+    best: RolloutLayout | None = None
+    best_split, best_s = -1, np.inf
     while is_open.any():
         split = int(np.lexsort((gpus, np.where(is_open, bounds, np.inf)))[0])
         if bounds[split] >= best_s * good_frac or bounds[split] == np.inf:

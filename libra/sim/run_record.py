@@ -261,8 +261,9 @@ class RunRecord:
         first_s = gates[0][0] if gates else 0.0
         before, later = tuple[Announced, ...](), list[Announced]()
         for _, t_s, fact in self.lines:
-            joined = type(fact) is WorkerCapacity and fact.rollout_slots > 0
-            if not (joined or type(fact) is WorkerWithdrawn) or fact.worker != worker:
+            if not isinstance(fact, WorkerCapacity | WorkerWithdrawn) or fact.worker != worker:
+                continue
+            if isinstance(fact, WorkerCapacity) and not fact.rollout_slots:
                 continue
             if t_s <= first_s:
                 before = (Announced(0, 0.0, fact),)
