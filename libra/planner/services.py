@@ -45,17 +45,13 @@ class ServiceModel:
 
 @dataclass(frozen=True, slots=True)
 class ServiceModels:
-    """The services of a run that have models: those that rewards and tools ask, and a teacher.
-
-    Weights may take at most ``room_bytes`` (``services.device_gib``, if configured) of the device of one worker, which tool
-    ``workers`` with copies of their own share. Engines, training and a teacher of its own take at least ``of_others`` GPUs.
-    """
+    """The services of a run that have models: those that rewards and tools ask, and a teacher."""
 
     models: tuple[ServiceModel, ...] = ()
     teacher: ServiceModel | None = None
-    room_bytes: float | None = None
-    workers: int = 1
-    of_others: int = 2
+    room_bytes: float | None = None  # of weights on the device of one worker (``services.device_gib``, if configured)
+    workers: int = 1  # tool workers that share the device, each with copies of its own
+    of_others: int = 2  # the fewest GPUs that engines, training and a teacher of its own take
     on_cores: bool = False
 
     @property
@@ -164,14 +160,13 @@ class ServiceModels:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Seconds of the devices of a teacher and of services for a batch, before which (``waited_s``) no rollout ends because of
-    the ``teacher`` or the ``services`` (``waited_for``), and seconds and bytes taken from a training worker's GPU."""
+    """The seconds and bytes of a teacher and services beside engines and training."""
 
-    teacher_s: float = 0.0
-    services_s: float = 0.0
-    waited_s: float = 0.0
-    waited_for: str = ""
-    trainer_s: float = 0.0
+    teacher_s: float = 0.0  # of its device for a batch
+    services_s: float = 0.0  # likewise
+    waited_s: float = 0.0  # no rollout ends earlier
+    waited_for: str = ""  # because of the ``teacher`` or the ``services``
+    trainer_s: float = 0.0  # taken from a training worker's GPU
     trainer_bytes: float = 0.0
 
 
