@@ -28,7 +28,6 @@ import numpy as np
 
 from benchmarks.report import Figure, command_parser, emit
 
-FITTED_CONSTANTS = 0
 GOAL = 0.10
 STEPS = 2
 TINY = {"vocab": 64, "hidden": 32, "ffn": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}

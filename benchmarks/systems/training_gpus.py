@@ -128,20 +128,15 @@ class PipelineOptions:
 class StreamedBatches:
     """Batches of one run that are filled as groups are committed (`libra.policy.admission`).
 
-    1. Every group is taken once, after its commit; a batch takes exactly ``groups_per_batch``
-       groups.
-    2. With ``own``, batch ``j`` takes the groups of iteration ``j``: its gate opened at version ``j
-       - eta``, so lag <= eta.
-    3. Without, it takes complete groups first, and keeps places for groups at their deadline
+    1. Every group is taken once, after its commit; a batch takes exactly ``groups_per_batch``.
+    2. With ``own``, batch ``j`` takes the groups of iteration ``j``, whose gate opened at version
+       ``j - eta``; else complete groups first, with places for groups at their deadline
        (`libra.policy.waves.first_come`).
-
-    ``eta`` is the largest lag in versions; ``batch`` the open batch (-1 before the first version),
-    ``taken`` its groups so far.
     """
 
     def __init__(self, eta: int, groups_per_batch: int, *, own: bool) -> None:
         self.eta, self.groups_per_batch, self.own = eta, groups_per_batch, own
-        self.batch, self.taken = -1, groups_per_batch
+        self.batch, self.taken = -1, groups_per_batch  # the open batch, and its groups so far
         self._committed: dict[GroupId, int] = {}  # with their deadlines
         self._in_flight: dict[GroupId, int] = {}
 
@@ -155,10 +150,7 @@ class StreamedBatches:
         self._in_flight.setdefault((iteration, group), version + self.eta)
 
     def version_published(self, version: int) -> tuple[GroupId, ...]:
-        """Open batch ``version``; the groups it takes at once. ValueError if the one before is not
-        full."""
-        if not self.is_full:
-            raise ValueError(f"batch {self.batch} has {self.taken} of {self.groups_per_batch} groups; it is not over")
+        """Open batch ``version``; the groups it takes at once."""
         self.batch, self.taken = version, 0
         return self._take()
 

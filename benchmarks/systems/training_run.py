@@ -11,8 +11,7 @@ Invariants
    and all its gradients are computed.
 2. A GPU generates, trains, or has one of the causes of idle time (`systems.gpu_seconds`): their
    seconds add up to GPUs x seconds.
-3. Lags are within the bound, as `libra.policy.admission` (gates) and `systems.streamed_batches`
-   keep it.
+3. Lags are within the bound, as `libra.policy.admission` (gates) and `StreamedBatches` keep it.
 """
 
 from __future__ import annotations
@@ -351,8 +350,6 @@ def checked_options(options: PipelineOptions, discipline: Discipline) -> Pipelin
         raise ConfigError("host: got None; this discipline keeps KV in host memory, give it a HostPool")
     if not (options.core_gpus and discipline.core_trainers) and discipline.roles is Roles.SPLIT:
         raise ConfigError("core_gpus: got 0 where no engine trains; type at least 1")
-    if not 0.0 <= options.beside_s <= options.update_s:
-        raise ConfigError(f"beside_s: got {options.beside_s}; a part of update_s, {options.update_s}")
     if discipline.changes_s is not None:
         to_training_s, to_rollout_s = discipline.changes_s
         rule = dataclasses.replace(options.rule, to_training_s=to_training_s, to_rollout_s=to_rollout_s)

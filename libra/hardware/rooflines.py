@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from libra.hardware.gpus import GPU
 from libra.hardware.shapes import ModelShape
-
-if TYPE_CHECKING:
-    from libra.hardware.tables import ShapeTables
 
 Array = NDArray[np.float64]
 
@@ -165,6 +162,13 @@ LAYER_COUNTS: Mapping[str, int] = {**dict.fromkeys(GEMMS + MOVES, 1), "emb": 0, 
 """How often a layer runs each."""
 
 
+class OperatorCorrection(Protocol):
+    """Measured over predicted seconds of an operator."""
+
+    def ratio(self, operator: str, tp: int, tokens: Array) -> Array:
+        """A factor above 0 for each number of tokens; 1 without measurements."""
+
+
 def gemm_columns_inner(operator: str, shape: ModelShape, tp: int) -> tuple[float, float]:
     """Columns and inner length of a matrix product's shard on one of ``tp`` GPUs."""
     heads, kv = shape.num_heads / tp, shape.kv_heads_per_gpu(tp)
@@ -193,7 +197,7 @@ def operator_s(
     tp: int,
     operator: str,
     tokens: ArrayLike,
-    correction: ShapeTables | None = None,
+    correction: OperatorCorrection | None = None,
 ) -> Array:
     """Seconds of one operator for ``tokens`` at once, on each of ``tp`` GPUs."""
     num = np.asarray(tokens, float)
@@ -210,7 +214,7 @@ def layer_s(
     shape: ModelShape,
     tp: int,
     tokens: ArrayLike,
-    correction: ShapeTables | None = None,
+    correction: OperatorCorrection | None = None,
 ) -> Array:
     """Seconds of all linear and elementwise operators of one layer, without attention and all-reduce."""
     counts = LAYER_COUNTS.items()

@@ -34,16 +34,13 @@ KIND = "libra run calibration"
 class QuantumOverhead(NamedTuple):
     """Seconds of a quantum outside engine and tool, during which its trajectory holds a slot; one sample of each is drawn.
 
-    ``transport_s`` is from dispatch to the start on the worker, and from its end to the scheduler's receipt of the report;
-    ``worker_s`` on the worker, around the engine or the tool. ``idle_frac`` of the samples is left when nothing else is in flight,
-    ``in_flight`` the mean number of quanta in flight: scheduler and workers serve quanta one after the other, so the last ones of
-    an iteration are the fastest.
+    Scheduler and workers serve quanta one after the other, so the last ones of an iteration are the fastest.
     """
 
-    transport_s: tuple[float, ...] = (0.0,)
-    worker_s: tuple[float, ...] = (0.0,)
-    idle_frac: float = 1.0
-    in_flight: float = 1.0
+    transport_s: tuple[float, ...] = (0.0,)  # from dispatch to the start on the worker, and from its end to the report
+    worker_s: tuple[float, ...] = (0.0,)  # on the worker, around the engine or the tool
+    idle_frac: float = 1.0  # of the samples is left when nothing else is in flight
+    in_flight: float = 1.0  # mean number of quanta in flight
 
     def factor(self, in_flight: int) -> float:
         """Factor on the samples for one of ``in_flight`` quanta."""
@@ -56,21 +53,17 @@ NO_OVERHEAD = QuantumOverhead()
 
 @dataclass(frozen=True, slots=True)
 class EngineOfRun:
-    """One engine of a run, of kind ``engine`` (``transformers``, ``vllm``).
-
-    ``wall_over_passes`` are wall seconds of its turns over those by ``steps``; ``overhead`` is outside the engine, of each
-    generation.
-    """
+    """One engine of a run."""
 
     worker: str
-    engine: str
+    engine: str  # its kind: ``transformers``, ``vllm``
     bucket: str
     tp: int
     slots: int
     kv_tokens: int
     steps: StepSeconds
-    wall_over_passes: float = 1.0
-    overhead: QuantumOverhead = NO_OVERHEAD
+    wall_over_passes: float = 1.0  # wall seconds of its turns over those by ``steps``
+    overhead: QuantumOverhead = NO_OVERHEAD  # outside the engine, of each generation
 
     @property
     def seconds(self) -> MeasuredEngine:

@@ -33,22 +33,17 @@ AGENT_TURNS: Mapping[str, ToolOutcome] = {
 
 
 class AgentTurn(NamedTuple):
-    """One generation and its tool's result; a field is None if the file lacks it.
+    """One generation and its tool's result; a field is None if the file lacks it."""
 
-    ``number`` is its place among the turns of its trajectory, ``prompt_tokens`` the context before it. ``payload_tokens``
-    are the characters that its tool returned, divided by ``CHARS_PER_TOKEN``. ``tool`` and ``status`` are empty (`NO_TOOL`)
-    if the trajectory ended with this turn. ``gap_s`` is the time until the next turn began.
-    """
-
-    number: int
-    prompt_tokens: int | None
+    number: int  # its place among the turns of its trajectory
+    prompt_tokens: int | None  # context before it
     completion_tokens: int
-    tool: str
+    tool: str  # this and ``status`` are empty if the trajectory ended with this turn
     status: ToolOutcome
-    payload_tokens: int
+    payload_tokens: int  # characters that its tool returned, divided by ``CHARS_PER_TOKEN``
     llm_s: float | None
     tool_s: float | None
-    gap_s: float | None
+    gap_s: float | None  # until the next turn began
 
 
 class Recorded(NamedTuple):
@@ -91,7 +86,10 @@ def agent_turns(lines: Iterable[str], required: Sequence[str], where: str) -> li
         except ValueError as error:
             raise ConfigError(f"{where}, line {reader.line_num}, task {row.get('task')!r}: {error}") from error
         found.setdefault(tuple(row.get(name) or "" for name in Recorded._fields[:4]), []).append(turn)
-    recorded = [Recorded(*names, tuple(sorted(turns, key=lambda turn: turn.number))) for names, turns in found.items()]
+    recorded = [
+        Recorded(source, model, task, sample, tuple(sorted(turns, key=lambda turn: turn.number)))
+        for (source, model, task, sample), turns in found.items()
+    ]
     for one in recorded if "status" in required else ():
         for turn, following in pairwise(one.turns):
             if turn.status == NO_TOOL:

@@ -124,12 +124,12 @@ class EndedIteration:
 
 @dataclass(frozen=True, slots=True)
 class ArrangementScore:
-    """An option: its step for the last batch (None if unknown), demand on the fullest KV, source of the figures."""
+    """An option, scored for the last batch."""
 
     arrangement: Arrangement
-    expected: ExpectedStep | None
-    kv_demand: float
-    basis: str
+    expected: ExpectedStep | None  # None: unknown
+    kv_demand: float  # on the fullest KV
+    basis: str  # source of the figures
 
     @property
     def step_s(self) -> float:

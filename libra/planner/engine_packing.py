@@ -20,9 +20,6 @@ import numpy as np
 from libra.errors import PlanError
 from libra.planner.planning_problem import Floats, Ints, Problem
 
-NEAR_ENGINES = 16
-"""Number of least loaded engines that a change tries first; all others only if these do not help."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
@@ -62,11 +59,8 @@ def placement_of(problem: Problem, kind_of: Ints, engine_of: Ints) -> Placement:
     """The placement with its loads and its time computed."""
     kinds = kind_of[engine_of]
     rows = np.arange(problem.num_trajectories)
-    load_s: Floats = np.bincount(engine_of, weights=problem.load_s[kinds, rows], minlength=len(kind_of)).astype(
-        np.float64
-    )
-    longest_s = problem.alone_s[kinds, rows].max()
-    return Placement(kind_of, engine_of, load_s, float(max(load_s.max(), longest_s)))
+    load_s: Floats = np.bincount(engine_of, problem.load_s[kinds, rows], len(kind_of)).astype(np.float64)
+    return Placement(kind_of, engine_of, load_s, float(max(load_s.max(), problem.alone_s[kinds, rows].max())))
 
 
 def longest_first(load_s: Floats, num_engines: int) -> tuple[Ints, float]:
@@ -137,33 +131,15 @@ def spread(problem: Problem, counts: Ints, kinds: Ints) -> Placement:
 
 
 def improved(problem: Problem, placement: Placement, goal_s: float, max_changes: int = 600) -> Placement:
-    """The placement after moves and swaps that each make the last engine earlier, until ``goal_s``, or until none helps.
-
-    At first no trajectory goes to an engine on which it alone would miss the goal; a small gain of that kind blocks larger
-    ones.
-    """
-    for within_s in (goal_s * (1 + 1e-12), np.inf):
-        if placement.time_s > goal_s:
-            placement = _descended(problem, placement, goal_s, within_s, max_changes)
-    return placement
-
-
-def _descended(problem: Problem, placement: Placement, goal_s: float, within_s: float, max_changes: int) -> Placement:
+    """The placement after moves and swaps that each make the last engine earlier, until ``goal_s``, or until none helps."""
     kind_of, engine_of, load_s = placement.kind_of, placement.engine_of.copy(), placement.load_s.copy()
-    rows = np.arange(problem.num_trajectories)
-    alone_s = problem.alone_s[kind_of[engine_of], rows]
+    alone_s = problem.alone_s[kind_of[engine_of], np.arange(problem.num_trajectories)]
     for _ in range(max_changes):
         longest = np.zeros_like(load_s)
         np.maximum.at(longest, engine_of, alone_s)
         done_s = np.maximum(load_s, longest)
         last = int(done_s.argmax())
-        if done_s[last] <= goal_s:
-            break
-        near = np.argsort(done_s, kind="stable")[:NEAR_ENGINES]
-        change = _one_change(problem, kind_of, engine_of, load_s, last, near, within_s)
-        if change is None and len(load_s) > NEAR_ENGINES:
-            change = _one_change(problem, kind_of, engine_of, load_s, last, np.arange(len(load_s)), within_s)
-        if change is None:
+        if done_s[last] <= goal_s or not (change := _one_change(problem, kind_of, engine_of, load_s, last)):
             break
         for item, engine in change:
             load_s[engine_of[item]] -= problem.load_s[kind_of[engine_of[item]], item]
@@ -173,27 +149,22 @@ def _descended(problem: Problem, placement: Placement, goal_s: float, within_s: 
     return after if after.time_s < placement.time_s else placement
 
 
-def _one_change(
-    problem: Problem, kind_of: Ints, engine_of: Ints, load_s: Floats, last: int, engines: Ints, within_s: float
-) -> list[tuple[int, int]] | None:
-    """The move, or swap with a trajectory on ``engines``, that leaves the later of its two engines earliest.
+def _one_change(problem: Problem, kind_of: Ints, engine_of: Ints, load_s: Floats, last: int) -> list[tuple[int, int]]:
+    """The move from engine ``last``, or swap, that leaves the later of its two engines earliest.
 
-    As (trajectory, new engine); None if every one leaves an engine as late as ``last`` is.
+    As (trajectory, new engine); empty if every one leaves an engine as late as ``last`` is.
     """
-    kind = kind_of[last]
-    mine = np.flatnonzero(engine_of == last)
-    limit_s = max(load_s[last], float(problem.alone_s[kind, mine].max(initial=0.0)))
-    pair_s = min(limit_s * (1 - 1e-12), within_s)
-    engines = engines[engines != last]
-    others = np.flatnonzero(np.isin(engine_of, engines))
+    kind, mine = kind_of[last], np.flatnonzero(engine_of == last)
+    limit_s = max(load_s[last], float(problem.alone_s[kind, mine].max(initial=0.0))) * (1 - 1e-12)
+    others, engines = np.flatnonzero(engine_of != last), np.flatnonzero(np.arange(len(load_s)) != last)
     their_engine = engine_of[others]
     theirs, at = kind_of[their_engine], kind_of[engines]
     without = load_s[their_engine] - problem.load_s[theirs, others]
-    back = np.where(problem.least_s[kind, others] <= pair_s, problem.load_s[kind, others], np.inf)
-    best_s, change = limit_s * (1 - 1e-12), None
+    back = np.where(problem.least_s[kind, others] <= limit_s, problem.load_s[kind, others], np.inf)
+    best_s, change = limit_s, list[tuple[int, int]]()
     for item in _some(mine, problem.load_s[kind]):
         here = load_s[last] - problem.load_s[kind, item]
-        fits = problem.least_s[:, item] <= pair_s
+        fits = problem.least_s[:, item] <= limit_s
         load = np.where(fits, problem.load_s[:, item], np.inf)
         if len(engines):
             after = np.maximum(load_s[engines] + load[at], here)

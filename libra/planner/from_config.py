@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -55,9 +56,9 @@ def calibrated(snapshot: PlanningSnapshot, found: RunCalibration, config: RunCon
             f"{', '.join(f'TP{tp}' for tp in snapshot.tp)}; calibrate from a run that has such an engine"
         )
     degrees = tuple(tp for tp in snapshot.tp if tp in found.degrees)
-    measured = (
-        {"update_s": found.update_s + found.load_s, "beside_s": found.update_s} if section.update_s is None else {}
-    )
+    measured: dict[str, Any] = {}
+    if section.update_s is None:
+        measured = {"update_s": found.update_s + found.load_s, "beside_s": found.update_s}
     made = replace(
         snapshot,
         tp=degrees,

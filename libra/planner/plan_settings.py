@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -38,24 +39,21 @@ def planned(snapshot: PlanningSnapshot, floor_tokens: int, *, may_grow: bool = T
     (False where the memory differs from the datasheet's). PlanError if nothing fits with any micro-batch.
     """
     configured, planner = snapshot.training.micro_batch_tokens, Planner()
-    smaller = [configured]
-    while smaller[-1] // 2 >= floor_tokens:
-        smaller.append(smaller[-1] // 2)
-    failed: PlanError | None = None
-    for tokens in smaller:
-        tried = replace(snapshot, training=replace(snapshot.training, micro_batch_tokens=tokens))
-        try:
-            found = make_plan(tried, planner)
-        except PlanError as error:
-            failed = failed or error
-            continue
-        larger = _larger(snapshot, found.training.gpus) if may_grow and tokens == configured else tokens
-        if larger == tokens:
-            return found, tokens
-        tried = replace(snapshot, training=replace(snapshot.training, micro_batch_tokens=larger))
-        return make_plan(tried, planner), larger
-    assert failed is not None
-    raise failed
+
+    def made(tokens: int) -> Plan:
+        return make_plan(replace(snapshot, training=replace(snapshot.training, micro_batch_tokens=tokens)), planner)
+
+    try:
+        found, tokens = made(configured), configured
+    except PlanError as failed:
+        for power in range(1, configured.bit_length()):
+            if (tokens := configured >> power) < floor_tokens:
+                break
+            with suppress(PlanError):
+                return made(tokens), tokens
+        raise failed from None
+    larger = _larger(snapshot, found.training.gpus) if may_grow else tokens
+    return (found, tokens) if larger == tokens else (made(larger), larger)
 
 
 def _larger(snapshot: PlanningSnapshot, train_gpus: int) -> int:

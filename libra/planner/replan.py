@@ -160,21 +160,15 @@ def oom_safe(now: ArrangementScore, options: Sequence[ArrangementScore]) -> Arra
 
 @dataclass(frozen=True, slots=True)
 class SplitDecision:
-    """A decision after an iteration; if nothing was accepted, ``chosen`` equals ``now`` and ``kinds`` is empty.
+    """A decision after an iteration; if nothing was accepted, ``chosen`` equals ``now`` and ``kinds`` is empty."""
 
-    ``context_tokens`` is the mean context expected of the first iteration that a change made now can affect.
-    ``boundaries_tokens`` has the boundary of each degree of the chosen arrangement except the largest (empty for one degree or
-    unknown lengths); ``blocked`` are arrangements that would pay off but are not possible, each with its gain as a share of the
-    step.
-    """
-
-    considered: PlanConsidered
+    considered: PlanConsidered  # without the seconds of the iteration and its contexts
     now: ArrangementScore
     chosen: ArrangementScore
-    context_tokens: float
+    context_tokens: float  # mean expected of the first iteration that a change made now can affect
     kinds: tuple[str, ...]
-    boundaries_tokens: Mapping[str, float]
-    blocked: tuple[tuple[ArrangementScore, float], ...]
+    boundaries_tokens: Mapping[str, float]  # of each degree except the largest; empty for one, or unknown lengths
+    blocked: tuple[tuple[ArrangementScore, float], ...]  # not possible, with the share of the step that they would gain
 
     def facts(self, predicted_step_s: float | None, realised_step_s: float) -> tuple[Fact, ...]:
         """``plan_considered`` and, if accepted, ``plan_accepted``.

@@ -43,24 +43,19 @@ GAP_FRAC = 5e-4
 
 @dataclass(slots=True)
 class RolloutLayout:
-    """The best layout found on ``num_gpus`` GPUs (None if nothing satisfies the fixed parts), and the proven bound.
-
-    No layout is faster than ``lower_s``; this one takes ``time_s``. ``binning_frac`` is the largest relative difference
-    between the fluid program over classes and its unbinned bound at the same layout (0 if no program was needed). A time below
-    ``enough_s`` has no benefit; the search stops when the bound passes ``hopeless_s``.
-    """
+    """The best layout found on ``num_gpus`` GPUs, and the proven bound: no layout is faster than ``lower_s``."""
 
     problem: Problem
     bound: GpuSeconds
     gap_frac: float
     num_gpus: int
     lower_s: float
-    layout: Placement | None = None
-    time_s: float = np.inf
-    binning_frac: float = 0.0
+    layout: Placement | None = None  # None: nothing satisfies the fixed parts
+    time_s: float = np.inf  # of the layout
+    binning_frac: float = 0.0  # largest difference of the program over classes from its unbinned bound at one layout
     num_programs: int = 0
-    enough_s: float = 0.0
-    hopeless_s: float = np.inf
+    enough_s: float = 0.0  # a shorter time has no benefit
+    hopeless_s: float = np.inf  # the search stops when the bound passes it
 
     def offer(self, layout: Placement | None) -> None:
         """Keep a layout if it is faster than the best so far."""
@@ -249,7 +244,8 @@ def _best_first(problem: Problem, splits: Ints, rollouts: Rollouts) -> Found:
     bounds = problem.step_s(gpus, train_s, rollouts.lower_s(rollout_gpus))
     is_open: NDArray[np.bool_] = np.ones(len(splits), dtype=bool)
     programs, closed_s = rollouts.num_programs, list[float]()
-    best, best_split, best_s = None, -1, np.inf
+    best: RolloutLayout | None = None
+    best_split, best_s = -1, np.inf
     while is_open.any():
         split = int(np.lexsort((gpus, np.where(is_open, bounds, np.inf)))[0])
         if bounds[split] >= best_s * good_frac or bounds[split] == np.inf:

@@ -5,9 +5,8 @@ function ``teach`` on the first of them, or has a worker and a GPU of its own. T
 if engines and training leave one, else they share a training worker's; on CPU cores they take theirs,
 for which no rank is counted.
 
-A plan assumes that each service is asked once for each trajectory of a batch, about all of its tokens, and
-answers in the passes of the model that its function makes. Restoring
-weights that others evicted takes no time.
+A plan assumes that each service is asked once for each trajectory of a batch, about all of its tokens. Restoring weights that
+others evicted takes no time.
 """
 
 from __future__ import annotations
@@ -26,17 +25,13 @@ PASSES = {"judge": 2, "logprob": 1, "score": 1, "embed": 1, "teach": 1}
 
 @dataclass(frozen=True, slots=True)
 class ServiceModel:
-    """One service with a model; a teacher with a worker of its own has no name.
+    """One service with a model."""
 
-    An answer takes ``passes`` forward passes (0 if unknown). ``waits``: a trajectory has no
-    reward, or no scores, before it has answered.
-    """
-
-    name: str
+    name: str  # empty: a teacher with a worker of its own
     shape: ModelShape
-    passes: int = 1
+    passes: int = 1  # forward passes of an answer; 0 if unknown
     weight_bytes: int = 2
-    waits: bool = True
+    waits: bool = True  # a trajectory has no reward, or no scores, before it has answered
 
     @property
     def num_bytes(self) -> float:
@@ -50,17 +45,13 @@ class ServiceModel:
 
 @dataclass(frozen=True, slots=True)
 class ServiceModels:
-    """The services of a run that have models: those that rewards and tools ask, and a teacher.
-
-    Weights may take at most ``room_bytes`` (``services.device_gib``, if configured) of the device of one worker, which tool
-    ``workers`` with copies of their own share. Engines, training and a teacher of its own take at least ``of_others`` GPUs.
-    """
+    """The services of a run that have models: those that rewards and tools ask, and a teacher."""
 
     models: tuple[ServiceModel, ...] = ()
     teacher: ServiceModel | None = None
-    room_bytes: float | None = None
-    workers: int = 1
-    of_others: int = 2
+    room_bytes: float | None = None  # of weights on the device of one worker (``services.device_gib``, if configured)
+    workers: int = 1  # tool workers that share the device, each with copies of its own
+    of_others: int = 2  # the fewest GPUs that engines, training and a teacher of its own take
     on_cores: bool = False
 
     @property
@@ -169,14 +160,13 @@ class ServiceModels:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Seconds of the devices of a teacher and of services for a batch, before which (``waited_s``) no rollout ends because of
-    the ``teacher`` or the ``services`` (``waited_for``), and seconds and bytes taken from a training worker's GPU."""
+    """The seconds and bytes of a teacher and services beside engines and training."""
 
-    teacher_s: float = 0.0
-    services_s: float = 0.0
-    waited_s: float = 0.0
-    waited_for: str = ""
-    trainer_s: float = 0.0
+    teacher_s: float = 0.0  # of its device for a batch
+    services_s: float = 0.0  # likewise
+    waited_s: float = 0.0  # no rollout ends earlier
+    waited_for: str = ""  # because of the ``teacher`` or the ``services``
+    trainer_s: float = 0.0  # taken from a training worker's GPU
     trainer_bytes: float = 0.0
 
 

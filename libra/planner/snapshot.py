@@ -58,18 +58,13 @@ class PlanningSnapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Formulation:
-    """A problem, and the costs behind its numbers.
-
-    ``engines`` are by TP degree, in the order of ``Problem.kinds``; ``training`` by GPU count, also if it does not fit;
-    ``left_out`` has the reason of each requested degree that is not possible; ``alone_s`` (K, N) is the problem's without the
-    wait for a teacher or services.
-    """
+    """A problem, and the costs behind its numbers."""
 
     problem: Problem
-    engines: Mapping[int, EngineSeconds]
-    training: Mapping[int, TrainingCost]
-    left_out: Mapping[int, str]
-    alone_s: Floats
+    engines: Mapping[int, EngineSeconds]  # by TP degree, in the order of ``Problem.kinds``
+    training: Mapping[int, TrainingCost]  # by GPU count, also if it does not fit
+    left_out: Mapping[int, str]  # requested degrees that are not possible, with the reason
+    alone_s: Floats  # (K, N) without the wait for a teacher or services
     beside: Beside
 
     @property

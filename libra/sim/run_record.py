@@ -58,22 +58,17 @@ READ = {
 
 
 class Quantum(NamedTuple):
-    """A committed generation or action of a training trajectory.
-
-    ``begun_s`` and ``reported_s`` are seconds of the log: its dispatch, or its beginning in the slot of the quantum before (not
-    ``dispatched``), and the report of its end; ``latency_s`` is the time on the worker, ``inline`` the tool that ran within a
-    generation (empty: a malformed call).
-    """
+    """A committed generation or action of a training trajectory; seconds are the log's."""
 
     place: Place
     phase: Phase
     worker: str
-    begun_s: float
+    begun_s: float  # its dispatch, or its beginning in the slot of the quantum before
     reported_s: float
     dispatched: bool
-    latency_s: float
+    latency_s: float  # on the worker
     tokens: int
-    inline: str | None
+    inline: str | None  # tool that ran within a generation; empty: a malformed call
 
     @property
     def transport_s(self) -> float:
@@ -261,8 +256,9 @@ class RunRecord:
         first_s = gates[0][0] if gates else 0.0
         before, later = tuple[Announced, ...](), list[Announced]()
         for _, t_s, fact in self.lines:
-            joined = type(fact) is WorkerCapacity and fact.rollout_slots > 0
-            if not (joined or type(fact) is WorkerWithdrawn) or fact.worker != worker:
+            if not isinstance(fact, WorkerCapacity | WorkerWithdrawn) or fact.worker != worker:
+                continue
+            if isinstance(fact, WorkerCapacity) and not fact.rollout_slots:
                 continue
             if t_s <= first_s:
                 before = (Announced(0, 0.0, fact),)

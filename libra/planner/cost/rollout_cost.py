@@ -31,17 +31,13 @@ TRACE_COLUMNS = ("task", "sample", "turn", "prompt_tokens", "completion_tokens")
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryTotals:
-    """Totals of n trajectories, one entry each, (n,).
+    """Totals of n trajectories, one entry each, (n,)."""
 
-    Context before the first turn, tokens sampled and tokens added by tools over all turns, generations (at least 1), and
-    seconds of all tool calls together.
-    """
-
-    prompt_tokens: Array
-    generated_tokens: Array
-    observation_tokens: Array
-    num_turns: Array
-    tool_wait_s: Array
+    prompt_tokens: Array  # context before the first turn
+    generated_tokens: Array  # sampled over all turns
+    observation_tokens: Array  # added by tools over all turns
+    num_turns: Array  # generations, at least 1
+    tool_wait_s: Array  # of all tool calls together
 
     def __post_init__(self) -> None:
         shape = self.prompt_tokens.shape
@@ -128,17 +124,13 @@ HEADROOM_FRAC = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RolloutCost:
-    """Costs of trajectories on engines of one tensor-parallel degree, each array (n,).
+    """Costs of trajectories on engines of one tensor-parallel degree, each array (n,)."""
 
-    Seconds of an engine that each takes at ``concurrency``; seconds from its start to its end on an engine of its own, tools
-    included; sequences decoded at once, and the most that the KV holds; whether the trajectory, at its longest, fits into it.
-    """
-
-    engine_s: Array
-    alone_s: Array
-    concurrency: float
-    max_concurrency: float
-    fits: NDArray[np.bool_]
+    engine_s: Array  # seconds of an engine that each takes at ``concurrency``
+    alone_s: Array  # seconds from its start to its end on an engine of its own, tools included
+    concurrency: float  # sequences that an engine decodes at once
+    max_concurrency: float  # the most that its KV holds
+    fits: NDArray[np.bool_]  # whether the trajectory, at its longest, fits into an engine's KV
 
 
 def rollout_cost(

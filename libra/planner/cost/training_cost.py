@@ -34,18 +34,13 @@ HOST_BYTES_PER_S = 20.0e9
 
 @dataclass(frozen=True, slots=True)
 class TrainingCost:
-    """One training step on ``num_gpus``.
-
-    ``step_s`` is the sum of the four seconds after it: computation of the update, forward passes before it, communication
-    that computation does not hide, optimizer with offload. Memory is the fullest GPU's; ``headroom_bytes`` are free there.
-    """
+    """One training step on ``num_gpus``; memory is the fullest GPU's."""
 
     num_gpus: int
-    step_s: float
+    step_s: float  # the next three, and forward passes before the update
     forward_backward_s: float
-    logprobs_s: float
-    communication_s: float
-    optimizer_s: float
+    communication_s: float  # that computation does not hide
+    optimizer_s: float  # with offload
     memory_bytes: float
     headroom_bytes: float
     memory_parts_bytes: dict[str, float]
@@ -92,7 +87,6 @@ def training_cost(
         num_gpus=num_gpus,
         step_s=update + logprobs + communication - hidden + optimizer,
         forward_backward_s=update,
-        logprobs_s=logprobs,
         communication_s=communication - hidden,
         optimizer_s=optimizer,
         memory_bytes=memory,
