@@ -93,16 +93,10 @@ KILLED = "killed: it took more than"
 
 
 class QuantumRunner:
-    """One per host.
+    """One per host; without an ``engine`` on a worker that only runs tools, or grades.
 
-    Parameters
-    ----------
-    engine : WorkerEngine or None
-        None on a worker that only runs tools, or grades.
-    leaving : callable
-        Whether this worker must not begin another generation.
-    processes : ActionProcesses or None
-        Where calls with resources of their own run.
+    ``leaving``: whether this worker must not begin another generation. ``processes``: where calls with
+    resources of their own run.
     """
 
     def __init__(

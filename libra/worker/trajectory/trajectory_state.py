@@ -116,29 +116,14 @@ def returned(records: Iterable[QuantumRecord]) -> tuple[str, ToolOutcome]:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRules:
-    """The rules of a run for its trajectories.
+    """The rules of a run for its trajectories."""
 
-    Attributes
-    ----------
-    max_turns, max_context_tokens : int
-        A trajectory ends when it reaches them.
-    ignore_eos : bool
-        A turn cut at its token limit does not end the trajectory (benchmarks with turns of a fixed
-        length).
-    resample : int
-        Number of failures not caused by the policy that a trajectory survives.
-    steps : bool
-        The environment answers a turn without calls, and may end the trajectory.
-    agent : bool
-        An agent asks for every generation, and ends the trajectory.
-    """
-
-    max_turns: int
+    max_turns: int  # a trajectory ends when it reaches this limit or the next
     max_context_tokens: int
-    ignore_eos: bool = False
-    resample: int = 0
-    steps: bool = False
-    agent: bool = False
+    ignore_eos: bool = False  # a turn cut at its token limit does not end the trajectory (turns of a fixed length)
+    resample: int = 0  # number of failures not caused by the policy that a trajectory survives
+    steps: bool = False  # the environment answers a turn without calls, and may end the trajectory
+    agent: bool = False  # an agent asks for every generation, and ends the trajectory
 
     @classmethod
     def of(cls, config: RunConfig, environment: Environment) -> TrajectoryRules:
