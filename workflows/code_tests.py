@@ -16,7 +16,7 @@ from pathlib import Path
 
 import math_tools
 
-CONFIG = Path(__file__).resolve().parent.parent / "examples" / "code_tests.yaml"
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "code_tests.yaml"
 
 if __name__ == "__main__":
     sys.exit(math_tools.main(sys.argv[1:], CONFIG, "code_tests", __doc__))

@@ -42,7 +42,7 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
 
     \b
     libra run configs/quickstart.yaml run.seed=1 trainer.lr=3e-4
-    libra run examples/math_tools.yaml configs/qwen3_4b.yaml # the second over the first
+    libra run my.yaml configs/qwen3_4b.yaml # the second over the first
     libra run configs/qwen3_4b_gpu.yaml --scheduler tls://HOST:8786
     libra run configs/quickstart.yaml --from runs/NAME/checkpoints/best
     libra run my.yaml planner.layout=auto                   # plan training workers and engines first, then start them

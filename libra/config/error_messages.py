@@ -104,9 +104,7 @@ def _argument_message(error: ArgumentError, path: tuple[str, ...], origins: Orig
         meant = f"; did you mean {'.'.join((*path, near))}?" if near else ""
         return f"unknown key {name}{where}: {error.owner} has {f'the keys {keys}' if keys else 'no keys'}{meant}"
     field = reference_of(name, error.kind.model_fields[key])
-    return (
-        f"{name}{where}: got {_shown(report['input'])}; allowed: {field.allowed}; {_advice(field, report['input'])}"
-    )
+    return f"{name}{where}: got {_shown(report['input'])}; allowed: {field.allowed}; {_advice(field, report['input'])}"
 
 
 def unknown_key_message(path: Sequence[str], where: str, inside: Sequence[str] = ()) -> str:

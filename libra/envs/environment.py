@@ -174,6 +174,7 @@ class Scripted(Protocol):
 ENVIRONMENTS: dict[str, str] = {
     "tool_arithmetic": "libra.envs.tool_arithmetic:ToolArithmetic",
     "jsonl": "libra.envs.function_environment:JsonLines",
+    "python_tests": "libra.envs.python_tests:PythonTests",
 }
 _METHODS = {"prompt": "def prompt(self, split, index)", "grade": "def grade(self, episode)"}
 

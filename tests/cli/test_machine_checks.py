@@ -88,7 +88,7 @@ def test_a_model_that_is_neither_here_nor_cached_nor_to_be_had_fails(monkeypatch
 @pytest.mark.live
 @pytest.mark.parametrize(("isolation", "state"), [("bubblewrap", "ok"), ("none", "warn")])
 def test_the_sandbox_of_an_environment_that_runs_the_models_programs_is_named(isolation, state, needs_sandbox):
-    overrides = ["environment.name=examples.code.python_tests:PythonTests", f"environment.args.isolation={isolation}"]
+    overrides = ["environment.name=python_tests", f"environment.args.isolation={isolation}"]
     check, _ = checks.environment_check(config_from_dict({}, overrides))
     assert check.state == state
-    assert check.detail == f"examples.code.python_tests:PythonTests, programs of the model confined by {isolation}"
+    assert check.detail == f"python_tests, programs of the model confined by {isolation}"

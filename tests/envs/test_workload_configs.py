@@ -8,7 +8,7 @@ from libra.envs import make_environment
 NEEDED = {"gymnasium_text": "gymnasium", "textarena_game": "textarena", "corpus": "bm25s"}
 
 
-EXAMPLES = ("repair", "search", "games", "code_tests")
+EXAMPLES = ("repair", "search", "games")
 SANDBOXED = ("repair", "code_tests")
 WORKLOADS = [
     *(pytest.param(name, marks=pytest.mark.live) for name in SANDBOXED),

@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from examples.code.python_tests import TASKS, PythonTests, read_problems
 from libra.envs import make_environment, run_action, run_grader
+from libra.envs.python_tests import TASKS, PythonTests, read_problems
 from libra.errors import ConfigError
 from libra.types import ToolCall, ToolStatus
 
@@ -31,7 +31,7 @@ def answer_for(prompt):
 
 
 def test_a_right_function_earns_one_for_every_family(make_episode):
-    environment = make_environment("examples.code.python_tests:PythonTests", {"num_tests": 4}, 0)
+    environment = make_environment("python_tests", {"num_tests": 4}, 0)
     seen = set()
     for index in range(200):
         prompt = environment.prompt("train", index)
@@ -80,7 +80,7 @@ def solve(v):
             except Exception:
                 pass
     try:
-        from examples.code.python_tests import PythonTests
+        from libra.envs.python_tests import PythonTests
         return PythonTests().hidden_tests
     except Exception:
         return 0

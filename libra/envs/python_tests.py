@@ -100,7 +100,7 @@ def _digits(number: int, radix: int) -> list[int]:
 
 
 class PythonTests(Environment):
-    """In a configuration: ``examples.code.python_tests:PythonTests``.
+    """In a configuration: ``python_tests``.
 
     The reward is 1.0 if the function passes all hidden tests, else 0.0; with ``partial``, the share
     of passed tests. A hash of (task, number) or of the problem's text decides the split; 1 in 8 is
