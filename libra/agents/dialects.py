@@ -451,7 +451,7 @@ def _stream_responses(request: ModelRequest, reply: Reply) -> Iterator[bytes]:
     events: list[Json] = [{"type": "created", "response": opening}]
     for index, item in enumerate(answer["output"]):
         place = {"output_index": index, "item_id": item["id"]}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: Json = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         first = {**item, **empty, "status": "in_progress"}
         events.append({"type": "output_item.added", "output_index": index, "item": first})
         if item["type"] == "message":

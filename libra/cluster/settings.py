@@ -8,7 +8,6 @@ scheduler's port may run code there. ``libra doctor --settings`` prints the sett
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -97,7 +96,7 @@ class SettingProblem:
         )
 
 
-def check_settings(in_force: Mapping[str, Any], process: Process) -> tuple[SettingProblem, ...]:
+def check_settings(in_force: dict[Any, Any], process: Process) -> tuple[SettingProblem, ...]:
     """Differences from `SETTINGS` in a process, whose ``dask.config.config`` is ``in_force``."""
     found = ((s, dask.config.get(s.key, "not set", config=in_force)) for s in SETTINGS if s.process == process)
     return tuple(SettingProblem(setting, got) for setting, got in found if not _fits(setting, got))

@@ -155,7 +155,8 @@ class PythonTests(Environment):
                 task, k = generator.randrange(len(TASKS)), generator.randint(2, 9)
                 if (question_class(f"{task}/{k}") == 0) == (split == "eval"):
                     break
-            name = {_numbers: "xs", _word: "s", _count: "n"}[TASKS[task].arguments]
+            names: dict[Any, str] = {_numbers: "xs", _word: "s", _count: "n"}
+            name = names[TASKS[task].arguments]
             text, facts = f"Write solve({name}). Return {TASKS[task].text.format(k=k)}.", {"task": task, "k": k}
         messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": text})
         return Prompt(f"{split}-{index}", messages, facts)

@@ -200,7 +200,7 @@ class TimePanels:
         for phase, label in ((Phase.ROLLOUT, "generate"), (Phase.TOOL, "run tools")):
             drawn: dict[str, Any] = {"source": source, "color": PHASE_COLORS[phase], "line_width": 2, "mode": "after"}
             curves.append(made.step("t_s", f"used_{phase.lower()}", legend_label=label, **drawn))
-            line = {"line_color": PHASE_COLORS[phase], "line_dash": "dashed", "line_alpha": 0.8}
+            line: dict[str, Any] = {"line_color": PHASE_COLORS[phase], "line_dash": "dashed", "line_alpha": 0.8}
             self.capacity[phase] = Span(location=0, dimension="width", **line)
             made.add_layout(self.capacity[phase])
         tips = [at, ("generate", "@used_rollout{0,0}"), ("run tools", "@used_tool{0,0}")]

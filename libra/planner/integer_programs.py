@@ -76,7 +76,8 @@ def _solved(goal: Any, rows: list[Any], **options: Any) -> bool:
             warnings.simplefilter(
                 "ignore", UserWarning
             )  # "may be inaccurate": a limit was reached, which callers expect
-            program.solve(solver=cp.HIGHS, **options)
+            solve: Any = program.solve
+            solve(solver=cp.HIGHS, **options)
     except cp.error.SolverError as error:
         raise PlanError(
             f"HiGHS failed on a program of {program.size_metrics.num_scalar_variables} variables: {error}"
@@ -114,7 +115,7 @@ class Classes:
         load = np.where(allowed, problem.load_s, 0.0) / unit_s
         class_of = ratio_classes(load, allowed)
         _, first = np.unique(class_of, return_index=True)
-        sums = np.stack([np.bincount(class_of, weights=row) for row in load])
+        sums: Floats = np.stack([np.bincount(class_of, weights=row) for row in load]).astype(np.float64)
         return cls(pools, load, allowed, class_of, sums, allowed[:, first])
 
     def cut_at(self, price: Floats) -> Cut:

@@ -253,8 +253,18 @@ class _Absent(Sample):
 
     @classmethod
     def of(cls, fact: RowFacts, batch: LazyBatch, step: int) -> _Absent:
-        arrays = (_NONE, _NONE, _NONE, _NO_LOGP, _NO_FLAGS)
-        return cls(*arrays, fact.advantage, counted=fact.counted, fact=fact, batch=batch, step=step)
+        return cls(
+            _NONE,
+            _NONE,
+            _NONE,
+            _NO_LOGP,
+            _NO_FLAGS,
+            fact.advantage,
+            counted=fact.counted,
+            fact=fact,
+            batch=batch,
+            step=step,
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -129,7 +129,9 @@ def _read_all(pid: int, runs: Sequence[Run], views: Sequence[memoryview]) -> Non
     """Fill ``views`` from the runs of another process; the kernel pairs them, however they are divided."""
     theirs, ours = [(address, length) for address, length in runs], list(map(_run_of, views))
     while ours:
-        lists = [(_IOVec * len(part))(*part) for part in (ours[:RUNS_A_CALL], theirs[:RUNS_A_CALL])]
+        lists = [
+            (_IOVec * len(part))(*(_IOVec(*run) for run in part)) for part in (ours[:RUNS_A_CALL], theirs[:RUNS_A_CALL])
+        ]
         got = _READ(pid, lists[0], len(lists[0]), lists[1], len(lists[1]), 0)
         if got <= 0:
             code = ctypes.get_errno() if got < 0 else 0

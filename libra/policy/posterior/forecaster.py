@@ -142,9 +142,7 @@ class Posterior(Saved):
             if live is not None:
                 self._ended(event.key, live, event.completed)
         elif isinstance(event, QuantumStarted):
-            live = self._live.get(event.key)
-            if live is not None and not live.tokens and not live.returns:
-                self._begins(live)
+            self._begins(event.key)
         elif type(event) is PromptsNamed:
             self._named.update(event.groups)
             for group in list(self._named)[: max(0, len(self._named) - NAMED)]:
@@ -155,11 +153,13 @@ class Posterior(Saved):
             self._squares *= VERSION_FORGET
             self._history.published()
 
-    def _begins(self, live: Live) -> None:
+    def _begins(self, key: str) -> None:
         """A trajectory leaves the queue: the row of its start has what siblings have shown by now."""
-        if live.rows is not None:
-            live.rows = b""
-        self._forecast(live)
+        live = self._live.get(key)
+        if live is not None and not live.tokens and not live.returns:
+            if live.rows is not None:
+                live.rows = b""
+            self._forecast(live)
 
     def _started(self, key: str, group: str, family: str) -> None:
         group, family = intern(group), intern(family)

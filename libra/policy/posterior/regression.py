@@ -156,7 +156,8 @@ class Stage(msgspec.Struct, array_like=True):
 
     @classmethod
     def new(cls) -> Stage:
-        return cls(*(Blend(sigmas) for sigmas in GUARD_SIGMAS))
+        order, mean = GUARD_SIGMAS
+        return cls(Blend(order), Blend(mean))
 
     def add(self, x: Floats, y: Floats, base: Floats, joint: Floats, then: Floats, group: str) -> None:
         """Add a trajectory's rows (N,) of this stage: columns, truth, both forecasts now, and those made then."""
@@ -225,7 +226,7 @@ class Regression(Saved):
         self.scale(FORGET)
         returned = x[:, RETURNS] > 0.0
         for stage, rows_of in ((self.first, ~returned), (self.later, returned)):
-            stage.add(*(part[rows_of] for part in (x, y, base, joint, table[:, SERVED:])), group)
+            stage.add(x[rows_of], y[rows_of], base[rows_of], joint[rows_of], table[rows_of, SERVED:], group)
         self._gram += x.T @ x
         self._cross += x.T @ y
         self._trajectories += 1.0

@@ -134,7 +134,7 @@ class SessionLeases:
         state.data = found.state
         return found.returned
 
-    async def _ask(self, lease: Lease, limit_s: float, **asked: Any) -> Mapping[str, Any]:
+    async def _ask(self, lease: Lease, limit_s: float, /, **asked: Any) -> Mapping[str, Any]:
         if lease[0] == self.context.address:
             return await self._requested(asked)
         asking = ask_worker(self.context.worker, lease[0], self._op, asked=asked)
