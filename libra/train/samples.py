@@ -195,7 +195,7 @@ def taught_tokens(samples: Sequence[Sample], dtype: torch.dtype) -> TaughtTokens
 
 Fetch = Callable[[Sequence[str]], Sequence[Trajectory]]
 """Trajectories of rows by name, in that order, without their advantages. Raises TrainError if one cannot be fetched."""
-_NONE, _NO_LOGP, _NO_FLAGS = (np.zeros(0, dtype) for dtype in (np.int64, np.float32, np.bool_))
+_NONE, _NO_LOGP, _NO_FLAGS = np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
