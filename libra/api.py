@@ -20,7 +20,7 @@ from libra.driver.rundir import is_finished, named, run_directory
 from libra.envs.grader import plain_number
 from libra.errors import CallbackError, ConfigError, LibraError
 from libra.named_parts import name_of
-from libra.observe.start_stages import StartStages
+from libra.observe.progress import StartStages
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.live.sandbox_attacks import ATTACKS, containable, why_not_contained
 from benchmarks.report import Figure, command_parser, emit
 from libra.envs.sandbox import BUBBLEWRAP, MEGABYTE, NONE, Limits, Session
-from libra.envs.sandbox.cgroups import can_make_groups
+from libra.envs.sandbox.confined import can_make_groups
 
 LIMITS = Limits(memory_bytes=256 * MEGABYTE)
 PROGRAM = "def solve(x): return x + 1"

@@ -170,7 +170,7 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
     from libra.driver.early_checks import check_early, first_line
     from libra.driver.run_console import Interruption, resume_words
     from libra.driver.rundir import run_directory
-    from libra.observe.start_stages import StartStages
+    from libra.observe.progress import StartStages
 
     stages = StartStages(enabled=config.observe.progress)
     directory = run_directory(config)

@@ -32,8 +32,7 @@ from libra.facts import prompts_named
 from libra.graph.iteration import Score, evaluation_graph, numbers_graph, restored
 from libra.graph.training_nodes import pause_reason
 from libra.observe.metrics import EVERY, MetricsLog, Trackers, read_metrics, sample_texts
-from libra.observe.progress import RunProgress
-from libra.observe.start_stages import StartStages
+from libra.observe.progress import RunProgress, StartStages
 from libra.observe.trajectory_view import load_decode
 from libra.store.run_records import read_batch_facts, read_evaluations, run_here, step_numbers
 from libra.types import FailureClass, Trajectory

@@ -9,10 +9,8 @@
    command that they answer, so that `libra.policy.log_replay` can repeat the decisions.
 """
 
-from libra.facts.codec import *
 from libra.facts.commands import *
 from libra.facts.fact import *
-from libra.facts.roles import *
 from libra.facts.runs import *
 from libra.facts.trajectory_facts import *
 from libra.facts.words import *

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from libra.facts import commands, roles, runs, trajectory_facts, worker_facts
+from libra.facts import commands, runs, trajectory_facts, worker_facts
 from libra.facts.fact import Command, Fact, kinds
 
 __all__ = ["NAMES", "Subject", "concerns", "said", "sentence", "subject_of", "subject_text"]
@@ -71,7 +71,7 @@ def said(fact: Fact) -> tuple[str, str]:
             return f"worker lost: {fact.worker or fact.address}", ""
         case worker_facts.StallDetected():
             return f"no progress for {fact.idle_s:.0f} s: {fact.worker or fact.key}", fact.detail
-        case roles.RoleChangeStarted():
+        case worker_facts.RoleChangeStarted():
             wanted = ", ".join(
                 f"{worker}: {has.get('role')} tp={has.get('tp')}" for worker, has in fact.assignments.items()
             )

@@ -26,11 +26,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from libra.errors import EngineError, ModelError
-from libra.heads import after_head
+from libra.heads import after_head, score_alone
 from libra.model_loader import plain_attention
 from libra.projections import is_embedding, project_layer
 from libra.rollout.attention import SLOT_ATTENTION, Chunk, SlotKV, Step, attend, not_served, reads_of
-from libra.scoring import score_alone
 
 FUSED_MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
@@ -195,7 +194,7 @@ class Forward:
             self.fused.refresh()
 
     def score_alone(self, token_ids: NDArray[np.int64], first: int, temperature: float) -> NDArray[np.float32]:
-        """Log-probabilities from token ``first`` on by `libra.scoring.score_alone`, without slots or batch."""
+        """Log-probabilities from token ``first`` on by `libra.heads.score_alone`, without slots or batch."""
         with self._stock():
             return score_alone(self.model, token_ids, first, temperature)
 

@@ -53,7 +53,7 @@ class TransformersSettings(EngineSettings):
     generate; contexts retained between turns are evicted for them.
     """
 
-    exact_logprobs: bool = False  # of turns scored alone and uncached (`libra.scoring`): one more pass per turn
+    exact_logprobs: bool = False  # of turns scored alone and uncached (`libra.heads`): one more pass per turn
     min_pass_s: float = 0.0  # for measurements that need engines of different speeds
     device: str = "cpu"  # "auto", "cpu", "cuda": `libra.tensors.compute_device`
     loader: str | None = None  # ``model.loader``

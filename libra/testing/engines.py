@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from libra.errors import ContextOverflow, EngineError, WeightsError
 from libra.projections import project_tensors
 from libra.rollout.engine import RolloutEngine
-from libra.testing.models import VOCAB, Models, ask
+from libra.testing.parts import VOCAB, Models, ask
 from libra.types import StopReason, TurnOutput, TurnRequest
 
 SLOTS = 4

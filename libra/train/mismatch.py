@@ -13,7 +13,7 @@ Invariants
 2. Only tokens scored before the first optimizer step of a batch count. Without any, the figures are
    None.
 3. Exactly 0 means bit for bit equal: with ``rollout.exact_logprobs`` both sides run
-   `libra.scoring.score_alone` on the same prefixes, one at a time.
+   `libra.heads.score_alone` on the same prefixes, one at a time.
 
 Shape legend: N tokens.
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from libra.config.trainer import FEWEST_MISMATCH_TOKENS, ROUNDING_NATS
 from libra.errors import MismatchAlarm
-from libra.scoring import score_alone
+from libra.heads import score_alone
 from libra.train.packing import MicroBatch
 from libra.train.replica_settings import TrainSettings
 from libra.train.samples import Sample

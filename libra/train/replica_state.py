@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from libra.errors import TrainError
-from libra.scoring import score_alone
+from libra.heads import score_alone
 from libra.tensors import digest, untied
 from libra.train.hybrid_pool import TIMEOUT_S, HybridPool
 from libra.train.replica_group import (

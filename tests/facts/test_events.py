@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libra import facts
 from libra.errors import StoreError
-from libra.facts import codec
+from libra.facts import fact as codec
 from libra.types import NO_TOOL, Phase, ToolStatus
 
 _INTS = st.integers(-(2**63), 2**64 - 1)

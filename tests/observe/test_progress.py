@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from libra.observe.progress import RunProgress, sparkline
-from libra.observe.start_stages import StartStages
+from libra.observe.progress import RunProgress, StartStages, sparkline
 
 URL = "http://127.0.0.1:8787/libra"
 

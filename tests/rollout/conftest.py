@@ -15,7 +15,7 @@ from libra.rollout.slot_table import Job
 from libra.rollout.transformers_engine import TransformersEngine
 from libra.rollout.vllm.async_engine import VLLMEngine
 from libra.rollout.weight_loading import load_causal_lm
-from libra.testing.models import Models
+from libra.testing.parts import Models
 from libra.types import TurnRequest
 
 VOCAB = 48

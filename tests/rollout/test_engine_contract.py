@@ -11,7 +11,7 @@ from libra.rollout.transformers_engine import TransformersEngine
 from libra.rollout.vllm.async_engine import VLLMEngine
 from libra.rollout.vllm.engine_args import CPU_BATCHED_TOKENS
 from libra.testing.engines import EngineContract
-from libra.testing.models import ask
+from libra.testing.parts import ask
 
 VLLM = [
     pytest.mark.vllm,

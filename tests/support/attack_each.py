@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.live.sandbox_attacks import ATTACKS, containable, why_not_contained
 from libra.envs.sandbox import MEGABYTE, Limits, SandboxFailed, Session, confined
-from libra.envs.sandbox.cgroups import can_make_groups
+from libra.envs.sandbox.confined import can_make_groups
 
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 LIMITS = Limits(memory_bytes=256 * MEGABYTE)

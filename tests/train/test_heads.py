@@ -4,8 +4,7 @@ from transformers import CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from libra.errors import ModelError, TrainError
-from libra.heads import after_head, head_of
-from libra.scoring import score_alone
+from libra.heads import after_head, head_of, score_alone
 from libra.train.logprobs import Scorer, chunked_columns
 
 SIZES = {
@@ -62,7 +61,7 @@ def test_chunks_score_as_the_whole_logits_do_gradients_included(name):
 
 
 def test_a_sequence_scored_alone_is_scored_by_the_model(monkeypatch):
-    monkeypatch.setattr("libra.scoring.CHUNK_TOKENS", 4)
+    monkeypatch.setattr("libra.heads.CHUNK_TOKENS", 4)
     model = model_of("gemma2 caps").float()
     ids = torch.arange(1, 16)
     with torch.no_grad():

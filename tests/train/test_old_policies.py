@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from libra.errors import TrainError
-from libra.scoring import score_alone
+from libra.heads import score_alone
 from libra.tensors import digest
 from libra.train import sample_of
 

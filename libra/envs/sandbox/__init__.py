@@ -41,8 +41,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from libra.envs.sandbox.cgroups import ControlGroup
-from libra.envs.sandbox.confined import BUBBLEWRAP, MEGABYTE, NONE, Limits, command, reserve_uid, system_call_filter
+from libra.envs.sandbox.confined import (
+    BUBBLEWRAP,
+    MEGABYTE,
+    NONE,
+    ControlGroup,
+    Limits,
+    command,
+    reserve_uid,
+    system_call_filter,
+)
 from libra.errors import ConfigError
 from libra.named_parts import is_named, named_function
 

@@ -87,7 +87,7 @@ def _run(model: Any, ids: NDArray[np.int32], **options: Any) -> Any:
 
 
 def _logp(model: Any, before: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-    from libra.scoring import score_alone  # imports torch, which a driver that checks arguments does without
+    from libra.heads import score_alone  # imports torch, which a driver that checks arguments does without
 
     return score_alone(model, np.concatenate([before, tokens]), first=len(before))
 

@@ -13,7 +13,7 @@ import torch
 from libra.config.sections import vllm_is_installed
 from libra.rollout.vllm.async_engine import VLLMEngine
 from libra.rollout.vllm.worker_extension import skip_draws
-from libra.testing.models import Models
+from libra.testing.parts import Models
 
 
 @pytest.mark.parametrize(("kernel", "fp64"), [("forward_cpu", False), ("forward_cpu", True), ("forward_native", False)])
@@ -68,7 +68,7 @@ import asyncio, sys
 from pathlib import Path
 import psutil
 from libra.rollout import VLLMEngine
-from libra.testing.models import Models
+from libra.testing.parts import Models
 
 async def main():
     await VLLMEngine(Models(Path(sys.argv[1])).first, threads=1, slots=2, max_context_tokens=128).start()
