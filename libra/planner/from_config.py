@@ -282,8 +282,10 @@ def _number_bytes(model: str) -> int:
 def _without_gpu(config: RunConfig) -> str:
     """Why a teacher or services among jobs of Slurm do not have the GPU that a plan gives them; empty if they do."""
     teaches, models = config.distil.teacher is not None, service_models(config)
+    if not (teaches or models):
+        return ""
     rollout, train, tool = (config.slurm.of_role(role).gpus for role in ("rollout", "train", "tool"))
-    if not (teaches or models) or tool or not (rollout or train):
+    if tool or not (rollout or train):
         return ""
     what = "the teacher is with the first tool worker, where it would score"
     if not teaches:

@@ -85,7 +85,7 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
         services, snapshot.gpu, snapshot.num_gpus, snapshot.workload, snapshot.training, snapshot.training_factor
     )
     headroom = np.array([cost.headroom_bytes for cost in training.values()])
-    if 0 <= headroom.max() < others.trainer_bytes:
+    if 0 <= headroom.max(initial=-1) < others.trainer_bytes:
         teacher = (services.teacher,) if services.teaches else ()
         names = ", ".join(model.name for model in (*teacher, *services.models) if model is not None)
         raise PlanError(

@@ -116,7 +116,8 @@ def test_libra_simulate_reads_what_the_table_says(policy, drawn_from_traces, tmp
             "planner": {"lengths": {"turns": 2}} | ({"trace": str(trace)} if drawn_from_traces else {}),
         }
     )
-    assert read_by(simulate, config) == effective(config, "simulate")
+    # The engine decides which degrees `cluster.engines` may have; a simulation of vLLM with one degree never looks.
+    assert read_by(simulate, config) | {"rollout.engine"} == effective(config, "simulate")
 
 
 def test_slurm_scripts_read_what_the_table_says(tmp_path):

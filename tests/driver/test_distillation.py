@@ -236,7 +236,7 @@ def test_a_teacher_that_does_not_fit_is_refused_with_what_to_type(make_config, r
         check_teacher(distilling(make_config, another, distil, **sections), student)
 
     check({"tokens": 259})
-    with pytest.raises(ConfigError, match=r"distil\.top_k=259"):
+    with pytest.raises(ConfigError, match=r"distil\.tokens=259"):
         check({"tokens": 260})
     with pytest.raises(ConfigError, match=r"rollout\.max_context_tokens"):
         check({}, rollout={"max_context_tokens": 2000})

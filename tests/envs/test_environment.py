@@ -28,10 +28,7 @@ def module(monkeypatch):
     return made.__name__
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted(ENVIRONMENTS),
-)
+@pytest.mark.parametrize("name", sorted(set(ENVIRONMENTS) - {"python_tests"}))  # whose sandbox is a process
 def test_every_registered_name_makes_an_environment_whose_seed_counts(name, tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(f'{{"prompt": "{i} + 1?", "answer": {i + 1}}}\n' for i in range(30)))
