@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from libra.envs.retries import Refused, refused
-from libra.envs.sandbox.cgroups import ControlGroup, can_make_groups
+from libra.envs.sandbox.confined import ControlGroup, can_make_groups
 from libra.errors import ToolFault
 from libra.processes.child_environment import THREAD_VARIABLES
 from libra.seals import parsed_json
