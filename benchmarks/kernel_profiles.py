@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from libra.errors import ConfigError
 from libra.hardware.gpus import GPU, known_gpus
-from libra.hardware.rooflines import GEMMS, MOVES, Efficiencies, attention_decode_s, attention_prefill_s
+from libra.hardware.layer_seconds import GEMMS, MOVES, Efficiencies, attention_decode_s, attention_prefill_s
 from libra.hardware.shapes import ModelShape
 
 Array = NDArray[np.float64]

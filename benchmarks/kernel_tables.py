@@ -34,7 +34,7 @@ from benchmarks.kernel_profiles import (
 from benchmarks.report import command_parser
 from libra.errors import ConfigError
 from libra.hardware.gpus import GPU, known_gpus, load_gpu
-from libra.hardware.rooflines import (
+from libra.hardware.layer_seconds import (
     GEMMS,
     MOVES,
     Efficiencies,

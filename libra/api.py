@@ -86,7 +86,7 @@ def train(
     reward : callable, the name of one, or a list of those
         ``reward(completion, ...)`` takes by name any of prompt, completion, episode and the columns of a row, and returns one
         finite number. Also one written for TRL or verifiers, with a weight as ``{"function": f, "weight": 0.5}``
-        (`libra.envs.rewards.signatures`); a name such as "gsm8k", or a mapping with "name" and options (`libra.envs.rewards`);
+        (`libra.envs.rewards.reward_calls`); a name such as "gsm8k", or a mapping with "name" and options (`libra.envs.rewards`);
         ``{"service": "judge"}``, the number that a service answers.
     tools : sequence of callables
         Python functions with type hints and a docstring; the model sees their names, schemas and docstrings.

@@ -25,7 +25,7 @@ from benchmarks.kernel_profiles import (
 )
 from benchmarks.kernel_tables import all_reduce_table, attention_rows, fit_attention, fit_linear, linear_curves
 from libra.hardware import GPU, Efficiencies
-from libra.hardware.rooflines import GEMMS, LAYER_COUNTS, operator_s
+from libra.hardware.layer_seconds import GEMMS, LAYER_COUNTS, operator_s
 from libra.hardware.run_calibration import fit_positive
 from libra.hardware.tables import RatioCurve, Tables
 

@@ -42,7 +42,7 @@ from benchmarks.virtual.cost_halves import (
     score_training,
 )  # fmt: skip
 from libra.hardware import GPU, Efficiencies, load_gpu
-from libra.hardware.rooflines import GEMMS
+from libra.hardware.layer_seconds import GEMMS
 
 EXCERPT = DATA / "hardware"
 GOALS = {

@@ -94,7 +94,7 @@ def calibrate(run_dir: Path, save: Path | None, as_json: bool) -> None:
     libra calibrate runs/NAME --save mine.json   # for planner.calibration
     """
     from libra.observe.run_directory import written
-    from libra.sim.measured_run import calibration_of
+    from libra.sim.engines_of_run import calibration_of
     from libra.sim.run_record import RunRecord
 
     found = calibration_of(RunRecord.read(run_dir))

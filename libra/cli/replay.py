@@ -16,13 +16,13 @@ import click
 from libra import facts, keys
 from libra.errors import ConfigError, RunDirectoryError, StoreError, nearest_name, shell_path
 from libra.facts import Fact, Line, OpenBatch, OpenWave, SetPriority, name_of, sentence
-from libra.facts.words import NAMES, Subject, concerns, subject_of, subject_text
+from libra.facts.sentences import NAMES, Subject, concerns, subject_of, subject_text
 from libra.observe.run_directory import check_run_directory
-from libra.observe.timeline.outcomes import DecisionOutcomes, Outcome, forecast_results
-from libra.orderings import ordering_of
+from libra.observe.timeline.decision_outcomes import DecisionOutcomes, Outcome, forecast_results
 from libra.policy.log_replay import Told, replay
 from libra.store.event_log import EventReader, from_last_snapshot
 from libra.untrusted import shown_line
+from libra.user_orderings import ordering_of
 
 MAX_SHOWN = 60
 """Lines of history printed for one subject; the oldest are left out first."""

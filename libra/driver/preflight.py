@@ -19,9 +19,9 @@ from libra.driver.rundir import check_free
 from libra.envs import Environment
 from libra.errors import LibraError
 from libra.model_loader import build_tokenizer, loader_of
-from libra.orderings import check_ordering
 from libra.processes.child_environment import child_environment
 from libra.train.own_parts import check_own_parts
+from libra.user_orderings import check_ordering
 from libra.worker.engine.engine_factory import check_engine
 
 

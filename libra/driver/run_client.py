@@ -30,7 +30,6 @@ from libra.envs.retries import TOTAL_S
 from libra.errors import ClusterError, ConfigError, LibraError, StoreError, shell_path
 from libra.facts import BoundariesSet, Fact, boundaries_of, from_dict, pack
 from libra.keys import host_name
-from libra.orderings import ordering_of
 from libra.planner.arrangements import Seat
 from libra.policy import Admission, Waves, staleness_of
 from libra.policy.log_replay import learned
@@ -39,6 +38,7 @@ from libra.scheduler import LibraPlugin, RunRegistration
 from libra.scheduler.run_state import process_name
 from libra.store.event_log import from_last_snapshot
 from libra.types import EngineCapacity, Phase
+from libra.user_orderings import ordering_of
 from libra.worker.run_spec import RunSpec, forget_secret, sendable_spec
 from libra.worker.runtime import WorkerRuntime
 from libra.worker.trajectory.graded_members import GRADE_TIMEOUT_S

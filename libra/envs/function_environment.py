@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from libra.envs.environment import Environment
-from libra.envs.rewards.signatures import OWN, Given, read_rewards
+from libra.envs.rewards.reward_calls import OWN, Given, read_rewards
 from libra.envs.tool import SessionKind, Tool, tool
 from libra.errors import ConfigError
 from libra.seals import parsed_json
@@ -51,7 +51,7 @@ class FunctionEnvironment(Environment):
         name any of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode``
         (`Episode`), and any column that every row has. It returns one finite number, and may be
         ``async``. Forms of TRL and verifiers are recognised by their parameters
-        (`libra.envs.rewards.signatures`).
+        (`libra.envs.rewards.reward_calls`).
     tools : sequence of functions or `Tool`
     session : SessionKind, optional
         Kind of session (`libra.session`) for tools with a keyword ``session``.

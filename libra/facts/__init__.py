@@ -12,6 +12,6 @@
 from libra.facts.commands import *
 from libra.facts.fact import *
 from libra.facts.runs import *
+from libra.facts.sentences import *
 from libra.facts.trajectory_facts import *
-from libra.facts.words import *
 from libra.facts.worker_facts import *

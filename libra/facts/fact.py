@@ -29,7 +29,7 @@ def _tag(class_name: str) -> str:
 class Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag=_tag, gc=False):
     """Something that happened in a run, or was decided there; its `Line` has run and time.
 
-    ``words`` is its sentence for people, with fields in braces (`libra.facts.words`). ``subject``
+    ``words`` is its sentence for people, with fields in braces (`libra.facts.sentences`). ``subject``
     is the kind of thing whose history it belongs to: trajectory, gate, batch, worker or steps.
     """
 

@@ -2,7 +2,7 @@
 
 from libra.hardware.engine_seconds import EngineSeconds, ModelOnGPU, Overhead, engine_seconds
 from libra.hardware.gpus import GPU, known_gpus, load_gpu
-from libra.hardware.rooflines import Efficiencies
+from libra.hardware.layer_seconds import Efficiencies
 from libra.hardware.shapes import ModelShape, known_models, load_shape
 from libra.hardware.tables import Residuals, read_tables
 

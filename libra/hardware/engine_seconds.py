@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from libra.errors import ConfigError
 from libra.hardware.gpus import GPU, load_gpu
-from libra.hardware.rooflines import (
+from libra.hardware.layer_seconds import (
     Efficiencies,
     all_reduce_s,
     attention_decode_s,

@@ -20,7 +20,7 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """The datasheet of one kind of GPU. Peak figures, without sparsity; efficiencies are in `libra.hardware.rooflines`."""
+    """The datasheet of one kind of GPU. Peak figures, without sparsity; efficiencies are in `libra.hardware.layer_seconds`."""
 
     name: str  # e.g. "A800-80G"
     full_name: str  # the vendor's

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from libra.errors import ConfigError
 from libra.hardware.gpus import GPU, load_gpu
-from libra.hardware.rooflines import MOVES, Efficiencies, activation_bytes, gemm_columns_inner
+from libra.hardware.layer_seconds import MOVES, Efficiencies, activation_bytes, gemm_columns_inner
 from libra.hardware.shapes import ModelShape
 
 Array = NDArray[np.float64]

@@ -36,7 +36,6 @@ from libra.cluster.settings import bound_key_cache
 from libra.errors import ConfigError
 from libra.facts import Fact, Signal, boundaries_of
 from libra.observe.endpoints import attach_page
-from libra.orderings import ordering_of
 from libra.policy.liveness import Liveness
 from libra.policy.stall import Limits
 from libra.scheduler import scheduler_internals
@@ -50,6 +49,7 @@ from libra.scheduler.worker_roles import WorkerRoles
 from libra.scheduler.worker_supply import Concurrency
 from libra.scheduler.worker_watch import WorkerWatch
 from libra.store.event_log import EventLog
+from libra.user_orderings import ordering_of
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler

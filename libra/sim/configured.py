@@ -18,7 +18,6 @@ from libra.hardware.engine_tables import EngineTables
 from libra.hardware.run_calibration import RunCalibration
 from libra.hardware.tables import shipped_residuals
 from libra.named_parts import is_named
-from libra.orderings import ordering_of
 from libra.planner.cost import Layout
 from libra.planner.cost.training_cost import sequences_s
 from libra.planner.from_config import batch_of, configured_calibration, known_shape, planned_gpu
@@ -28,6 +27,7 @@ from libra.sim.simulation_options import EngineSpec, SimulationOptions, fleet, s
 from libra.sim.simulator import Simulator
 from libra.sim.workload import SIMULATED, TrajectoryPlan, TurnPlan, Workload, draw, load_traces
 from libra.types import NO_TOOL, ToolStatus
+from libra.user_orderings import ordering_of
 
 LAYOUT = Layout()
 """Training of the cost model, with gradient checkpointing."""

@@ -21,7 +21,7 @@ from libra.hardware.engine_tables import EngineTables, HostPool
 from libra.hardware.run_calibration import EngineOfRun, RunCalibration
 from libra.policy import staleness_of
 from libra.policy.engine_capacity import PRIOR_BYTES_PER_S
-from libra.sim.measured_run import calibration_of
+from libra.sim.engines_of_run import calibration_of
 from libra.sim.run_record import RealisedRun, RunRecord, mean_s
 from libra.sim.simulation_options import Announced, EngineSpec, SimulationOptions
 from libra.sim.workload import SIMULATED, TrajectoryPlan, TurnPlan, Workload, checked

@@ -28,7 +28,6 @@ from libra.config.trainer import TrainerSection
 from libra.envs import Environment, run_action, run_grader
 from libra.envs.state import StateCopy, begin_state, check_state, decode_state, has_steps, run_step
 from libra.model_loader import loader_of
-from libra.orderings import check_ordering, own_ordering
 from libra.policy import OnlineLearner, Ordering
 from libra.rollout.chat_format import load_chat_format
 from libra.rollout.transformers_engine import TransformersEngine
@@ -47,6 +46,7 @@ from libra.train.own_parts import (
     own_losses,
 )
 from libra.types import EndReason, Episode, Late, Prompt, ToolReturn, ToolStatus, Turn, TurnRequest
+from libra.user_orderings import check_ordering, own_ordering
 
 TOLERANCE = 1e-6
 """Largest difference of the loss of a token between two ways of packing its sequence."""

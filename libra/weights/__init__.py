@@ -1,5 +1,5 @@
 """Immutable weight versions, published whole, pulled by number, and checked before they are served."""
 
-from libra.weights.registry import WeightStore, WeightVersion
+from libra.weights.weight_store import WeightStore, WeightVersion
 
 __all__ = ["WeightStore", "WeightVersion"]

@@ -33,7 +33,7 @@ import torch
 from libra.errors import WeightsError, disk_refusal
 from libra.tensor_files import CHECK_FILE, MANIFEST_FILE, TENSORS_FILE
 from libra.transport import SILENCE_S, Address, Channel, Server, connect
-from libra.weights.registry import Manifest, WeightStore, WeightVersion, load_tensors, parse_manifest
+from libra.weights.weight_store import Manifest, WeightStore, WeightVersion, load_tensors, parse_manifest
 
 logger = logging.getLogger(__name__)
 

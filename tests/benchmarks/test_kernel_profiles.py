@@ -19,7 +19,7 @@ from benchmarks.kernel_profiles import (
 from benchmarks.kernel_tables import audit, calibrate, fit_attention, fit_linear, make_tables, save_tables
 from libra.errors import ConfigError
 from libra.hardware import Efficiencies, engine_seconds, load_gpu, load_shape
-from libra.hardware.rooflines import GEMMS, MOVES, attention_decode_s, attention_prefill_s, operator_s
+from libra.hardware.layer_seconds import GEMMS, MOVES, attention_decode_s, attention_prefill_s, operator_s
 from libra.hardware.tables import read_tables, shipped_tables
 
 MLP = """time_stats.mlp_up_proj.median,time_stats.mlp_up_proj.std,n_head,n_kv_head,n_embd,n_expanded_embd,vocab_size,num_tokens,\

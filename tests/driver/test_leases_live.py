@@ -13,12 +13,12 @@ from libra.driver.run_session import Session
 from libra.envs import session as session_of
 from libra.envs import tool
 from libra.errors import ConfigError
-from libra.orderings import ordering_of
 from libra.policy import tool_fleet
 from libra.policy.log_replay import replay
 from libra.store.event_log import EventReader
 from libra.testing import FixedTurns
 from libra.types import ToolCall
+from libra.user_orderings import ordering_of
 
 MIB = 2**20
 Log = list[tuple[int, facts.Fact]]

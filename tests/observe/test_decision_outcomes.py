@@ -5,7 +5,7 @@ import pytest
 from made_events import CONSIDERED, RUN, at
 
 from libra import facts
-from libra.observe.timeline.outcomes import DecisionOutcomes
+from libra.observe.timeline.decision_outcomes import DecisionOutcomes
 from libra.types import Phase
 
 

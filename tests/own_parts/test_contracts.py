@@ -12,7 +12,6 @@ from libra.errors import ConfigError, EngineError, ModelError
 from libra.facts import TrajectoryParked
 from libra.model_loader import PretrainedLoader, loader_of
 from libra.named_parts import name_of, named_part
-from libra.orderings import check_ordering, ordering_of
 from libra.policy import Fifo
 from libra.rollout.chat_format import load_chat_format
 from libra.rollout.weight_loading import load_causal_lm
@@ -21,6 +20,7 @@ from libra.testing.parts import AdvantageContract, LoaderContract, LossContract,
 from libra.train.logprobs import load_model
 from libra.train.own_parts import check_advantage, check_loss, check_schedule
 from libra.types import Phase
+from libra.user_orderings import check_ordering, ordering_of
 from libra.worker.engine.engine_factory import EngineKind, check_engine, check_own_engine, make_engine
 
 

@@ -11,11 +11,11 @@ from synthetic_workload import synthetic
 from libra.facts import from_dict
 from libra.hardware import engine_seconds
 from libra.hardware.engine_tables import EngineTables
-from libra.orderings import ordering_of
 from libra.policy.log_replay import replay
 from libra.sim.simulation_options import SimulationOptions, fleet
 from libra.sim.simulator import Simulator
 from libra.sim.workload import Workload
+from libra.user_orderings import ordering_of
 
 TABLES = {tp: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", tp)) for tp in (1, 2, 4)}
 LAYOUTS = {"one_kind": {2: 3}, "three_kinds": {1: 4, 2: 2, 4: 2}}

@@ -14,8 +14,8 @@ from libra.hardware.engine_tables import EngineTables
 from libra.hardware.run_calibration import QuantumOverhead, read_calibration
 from libra.policy import make_ordering
 from libra.sim.configured import simulator_of_run
+from libra.sim.engines_of_run import binned
 from libra.sim.from_run import run_options, run_setting
-from libra.sim.measured_run import binned
 from libra.sim.simulation_options import Announced, EngineSpec, SimulationOptions, SimulationResult
 from libra.sim.simulator import Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload

@@ -16,7 +16,7 @@ from libra.observe.html import duration, number, percent, piece, table
 from libra.observe.inspect import trajectory_text
 from libra.observe.panels import plain
 from libra.observe.recorded_run import ReportedRun
-from libra.observe.timeline.outcomes import Outcome
+from libra.observe.timeline.decision_outcomes import Outcome
 from libra.observe.timeline.recorded import Logged
 from libra.observe.timeline.steps import EngineSwitch, Wave, groups_text
 from libra.observe.trajectory_view import headline, load_decode

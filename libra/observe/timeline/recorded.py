@@ -14,7 +14,7 @@ from libra import facts, keys
 from libra.errors import StoreError
 from libra.facts import Fact, Line
 from libra.observe.run_directory import setting, whole_number
-from libra.observe.timeline.outcomes import DecisionOutcomes
+from libra.observe.timeline.decision_outcomes import DecisionOutcomes
 from libra.observe.timeline.states import Slot
 from libra.observe.timeline.timeline import DECISIONS, LATE, TROUBLES, Timeline
 from libra.store.event_log import EventReader

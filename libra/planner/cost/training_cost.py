@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from libra.errors import ConfigError
 from libra.hardware import GPU, Efficiencies, ModelShape
-from libra.hardware.rooflines import all_reduce_s, attention_prefill_s, layer_s, operator_s
+from libra.hardware.layer_seconds import all_reduce_s, attention_prefill_s, layer_s, operator_s
 from libra.planner.cost.training_memory import WIDE_BYTES, Layout, MicroBatchSize, step_bytes
 
 Array = NDArray[np.float64]

@@ -107,7 +107,7 @@ def test_content_other_than_announced_and_unreadable_facts_are_refused(tmp_path)
 
 PUBLISH_AND_DIE = """
 import os, signal, sys, torch
-import libra.weights.registry as registry
+import libra.weights.weight_store as registry
 
 calls = 0
 def dying(path, sync=registry.sync):
@@ -186,7 +186,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("libra.weights.registry.sync", full)
+    monkeypatch.setattr("libra.weights.weight_store.sync", full)
     with pytest.raises(WeightsError, match="disk full"):
         store.publish(0, tensors())
     assert list(tmp_path.iterdir()) == []

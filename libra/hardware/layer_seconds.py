@@ -97,7 +97,7 @@ _MOVES = {
 
 
 def move_s(gpu: GPU, eff: Efficiencies, operator: str, activation_bytes: ArrayLike) -> Array:
-    """Seconds of an elementwise operator (`libra.hardware.rooflines`) whose result has ``activation_bytes``.
+    """Seconds of an elementwise operator (`libra.hardware.layer_seconds`) whose result has ``activation_bytes``.
 
     The multiprocessors bound it, or memory and cache: a GPU with little bandwidth per multiprocessor reaches a larger share of it
     with the same kernel.
