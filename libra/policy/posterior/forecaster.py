@@ -290,7 +290,7 @@ class Posterior(Saved):
         else:
             self._forecast(live, kept=False)  # one row of the start is enough to learn from
             self._twin = (self._moment, live.group, live.family, live)
-        return Forecast(live.mean, live.order, self._regression.first.order.skill)
+        return Forecast(live.mean, live.order, self._regression.stage(0).order.skill)
 
     def is_probe(self, key: str) -> bool:
         live = self._live[key]

@@ -79,6 +79,7 @@ PROGRESS_SHRINK, SIGNAL_SHRINK, STACK_SHRINK = 1.0, 10.0, 3.0
 """Prior that a progress column, a signal column, a share has no effect, in trajectories."""
 FIRST_MEAN_TOKENS = 1000.0  # mean forecast before anything has ended
 SWEEPS = 60  # sweeps of the coordinate descent that fits the shares
+KNOWN_STARTS = 8.0  # starts with known siblings, by certainty, from which their own blends are used
 GUARD_SIGMAS = (0.5, 1.0)  # standard errors by which a gain must stand out: order, mean
 GROUPS = 1024  # latest groups whose gain is kept, so that siblings count as one observation
 
@@ -206,7 +207,8 @@ class Regression(Saved):
         self.first, self.later = Stage.new(), Stage.new()
 
     def stage(self, returns: int) -> Stage:
-        return self.later if returns else self.first
+        """The blends for a forecast after so many returns."""
+        return self.first if not returns and self.first.gaps[0] > KNOWN_STARTS else self.later
 
     def scale(self, factor: float) -> None:
         self._gram *= factor
