@@ -255,8 +255,9 @@ class Forward:
             if weight.ndim == 2 and name.endswith(".weight"):
                 table = is_embedding(name)
                 found[name] = UsedLayer(weight.shape[0 if table else 1], _lookup(weight) if table else _linear(weight))
-        head = next(name for name, module in self.model.named_modules() if module is self.head)
-        found[f"{head}.weight"] = UsedLayer(self.head.in_features, _linear(self.head.weight))
+        stock = self.model.get_output_embeddings()
+        head = next(name for name, module in self.model.named_modules() if module is stock)
+        found[f"{head}.weight"] = UsedLayer(stock.in_features, _linear(self.head.weight))
         for prefix, layer in self._fused_layers():
             joined = zip(_QKV, _blocks(layer, layer.qkv), strict=True)
             gate, up = layer.gate_up.chunk(2)
