@@ -16,7 +16,6 @@ from pydantic import Field
 
 from libra.config.section import Section
 
-AdvantageName = Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "opo", "remax"]
 LossName = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo", "vespo", "reinforce"]
 AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
@@ -173,11 +172,25 @@ LOSS_ARGS: Mapping[str, type[Section]] = MappingProxyType({
 with the same defaults."""
 
 
+ADVANTAGES: Mapping[str, tuple[Literal["group", "batch"], str]] = MappingProxyType(
+    {
+        "grpo": ("group", "the reward less the mean of its group"),
+        "rloo": ("group", "the reward less the mean of its siblings"),
+        "opo": ("group", "the reward less the mean of its group by tokens"),
+        "remax": ("group", "the reward less the greedy answer's, the first sample of each group"),
+        "reinforce_pp": ("batch", "rewards whitened over the batch"),
+        "reinforce_pp_baseline": ("batch", "the reward less the mean of its group, whitened over the batch"),
+    }
+)
+"""Advantage estimators that ship: the samples each looks at, and its advantage (`libra.train.advantages`)."""
+GROUP_ADVANTAGES = tuple(name for name, (scope, _) in ADVANTAGES.items() if scope == "group")
+
+
 @dataclass(frozen=True, slots=True)
 class Preset:
     """What an algorithm sets. Names and meanings are as in section ``trainer``."""
 
-    advantage: AdvantageName = "grpo"
+    advantage: str = "grpo"
     normalize_std: bool = True
     loss: LossName = "ppo"
     aggregation: AggregationMode = "token-mean"

@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from libra.config.algorithms import DEFAULT_ALGORITHM, LOSS_ARGS, preset_values
+from libra.config.algorithms import DEFAULT_ALGORITHM, GROUP_ADVANTAGES, LOSS_ARGS, preset_values
 from libra.config.field_help import sections
 from libra.config.sections import RunSections
 from libra.config.service_devices import asked_models, service_models
-from libra.config.streaming import GROUP_ADVANTAGES
 from libra.config.yaml_text import one_line_yaml
 
 CommandName = Literal["run", "plan", "simulate", "slurm"]

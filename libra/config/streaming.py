@@ -7,6 +7,7 @@ and all waves of a batch must see the same weights.
 
 from __future__ import annotations
 
+from libra.config.algorithms import GROUP_ADVANTAGES
 from libra.config.sections import RunSections
 
 MAX_WAVES = 16
@@ -15,8 +16,6 @@ more waves only cost tasks."""
 SEQUENCES = 4
 """Sequences of a wave for each trainer, where engines turn: few of them divide badly, many make one
 that comes wait."""
-GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "remax")
-"""Estimators of `libra.config.algorithms.AdvantageName` that look at one group at a time."""
 
 
 def streaming_obstacle(config: RunSections) -> str | None:

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Final, Literal, Self, get_args
 from pydantic import Field, ModelWrapValidatorHandler, ValidationInfo, field_validator, model_validator
 
 from libra.config.algorithms import (
+    ADVANTAGES,
     DEFAULT_ALGORITHM,
     LOSS_ARGS,
     AdamArgs,
-    AdvantageName,
     AggregationMode,
     AlgorithmName,
     CorrectionAction,
@@ -71,11 +71,11 @@ class TrainerSection(Section):
     """`alpha`: the product of the adapters is multiplied by alpha / `lora_rank`. `targets`: linear
     layers with adapters, by the last part of their name, e.g. {targets: [q_proj, v_proj]}; empty:
     all but the output head."""
-    advantage: Annotated[str, OwnOr(get_args(AdvantageName))] = "grpo"
-    """(preset) Advantage estimator: relative to the group (grpo, rloo, opo), to the greedy answer,
-    which is the first sample of each group (remax), to the batch (reinforce_pp), or to the group on
-    the scale of the batch (reinforce_pp_baseline). Your own:
-    `libra.train.own_parts.AdvantageEstimator`."""
+    advantage: Annotated[str, OwnOr(tuple(ADVANTAGES))] = Field(
+        default="grpo",
+        description=f"(preset) Advantage estimator. {'; '.join(f'{name}: {text}' for name, (_, text) in ADVANTAGES.items())}. "
+        "Your own: `libra.train.own_parts.AdvantageEstimator`.",
+    )
     normalize_std: bool = True
     """(preset) Divide advantages by the standard deviation of their group (GRPO); false leaves the
     centred reward (Dr. GRPO). For `advantage` grpo."""

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from libra.config.algorithms import DEFAULT_ALGORITHM
+from libra.config.algorithms import DEFAULT_ALGORITHM, GROUP_ADVANTAGES
 from libra.config.sections import RunSections
 from libra.config.service_devices import draws_of_student
-from libra.config.streaming import GROUP_ADVANTAGES, most_waves, streaming_obstacle, turning_obstacle
+from libra.config.streaming import most_waves, streaming_obstacle, turning_obstacle
 from libra.config.yaml_text import one_line_yaml
 from libra.errors import nearest_name
 

@@ -40,7 +40,10 @@ class Saved:
                 part.restore(value)
                 continue
             try:
-                setattr(self, name, _typed(value, kind))
+                typed = _typed(value, kind)
+                if isinstance(part, np.ndarray) and part.shape != typed.shape:
+                    raise ValueError(f"{name.lstrip('_')}: shape {typed.shape}, here it is {part.shape}")
+                setattr(self, name, typed)
             except msgspec.ValidationError as error:
                 raise ValueError(f"{name.lstrip('_')}: {error}") from error
 

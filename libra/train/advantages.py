@@ -216,7 +216,7 @@ def batch_advantages(
 ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.bool_]]]:
     """Advantage of every sample, and whether it takes part in the loss; one array (G,) each per group.
 
-    ``estimator`` is a `libra.config.algorithms.AdvantageName`, or a function of the groups. Invalid
+    ``estimator`` is one of `libra.config.algorithms.ADVANTAGES`, or a function of the groups. Invalid
     samples and the only valid sample of a larger group have advantage 0; a group configured with one
     sample keeps its reward. A sample outside the loss counts in the baseline of its group, but in no
     denominator of the step.
@@ -242,14 +242,15 @@ def batch_advantages(
     else:
         lone_S = Groups.of(reward_S, group_S, valid_S).alone_S & (torch.as_tensor(sizes) > 1)[group_S]
         zero_S = zero_S | lone_S
-        if estimator == "reinforce_pp_baseline":
-            advantage_S = reinforce_pp_baseline(reward_S, length_S, group_S, valid_S=valid_S & ~lone_S)
-        elif estimator == "rloo":
-            advantage_S = rloo(reward_S, group_S, valid_S=valid_S)
-        elif estimator == "opo":
-            advantage_S = opo(reward_S, length_S, group_S, valid_S=valid_S)
-        else:
-            advantage_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=normalize_std, eps=eps)
+        by_name: dict[str, Callable[[], Tensor]] = {
+            "grpo": lambda: grpo(reward_S, group_S, valid_S=valid_S, normalize_std=normalize_std, eps=eps),
+            "rloo": lambda: rloo(reward_S, group_S, valid_S=valid_S),
+            "opo": lambda: opo(reward_S, length_S, group_S, valid_S=valid_S),
+            "reinforce_pp_baseline": lambda: reinforce_pp_baseline(
+                reward_S, length_S, group_S, valid_S=valid_S & ~lone_S
+            ),
+        }
+        advantage_S = by_name[estimator]()
     advantage_S = advantage_S.masked_fill(zero_S, 0)
     if drop_uniform_groups:
         trains_S = trains_S & ~Groups.of(reward_S, group_S, valid_S).uniform_S

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from libra.config.algorithms import ALGORITHMS
-from libra.config.streaming import GROUP_ADVANTAGES
+from libra.config.algorithms import ALGORITHMS, GROUP_ADVANTAGES
 from libra.errors import TrainError
 from libra.train.advantages import GroupRewards, batch_advantages
 from libra.types import FailureClass
