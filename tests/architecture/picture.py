@@ -27,7 +27,7 @@ LAYERS: dict[str, dict[str, str]] = {
     "virtual time": {"sim": "runs in virtual time, under the same policies"},
     "decisions": {
         "policy": "who runs next and where: pure functions of (state, event)",
-        "orderings": "scheduling policies by name, those of users included",
+        "user_orderings": "scheduling policies by name, those of users included",
         "planner": "how many GPUs for what: exact search over a cost model",
     },
     "parts": {

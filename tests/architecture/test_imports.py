@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "named_parts": {"errors"},
     "model_loader": {"errors", "named_parts"},
-    "orderings": {"errors", "facts", "named_parts", "policy", "types"},
+    "user_orderings": {"errors", "facts", "named_parts", "policy", "types"},
     "untrusted": {"types"},
     "processes": {"errors"},
     "keys": {"errors"},
