@@ -28,7 +28,7 @@ from libra.facts import Fact, QuantumDispatched, SetPriority, TrajectoryEnded, f
 from libra.store.event_log import EventReader
 from libra.types import Episode, Prompt, ToolCall, TrajectoryId
 
-TASKS, SAMPLES, MOST_FAILING, TURN_TOKENS = 10, 4, 28, 10
+TASKS, SAMPLES, MOST_FAILING, TURN_TOKENS = 20, 4, 28, 10
 
 
 class RepairLengths(Environment):
@@ -40,7 +40,7 @@ class RepairLengths(Environment):
 
     def turns(self, task: int, sample: int) -> int:
         """Turns of a trajectory: one per failing test of its task, a fifth more or fewer."""
-        failing = min(MOST_FAILING, random.Random(f"{self.seed} {task}").lognormvariate(1.2, 1.3))
+        failing = min(MOST_FAILING, random.Random(f"{self.seed} {task}").lognormvariate(1.0, 1.3))
         return max(1, round(failing * random.Random(f"{self.seed} {task} {sample}").uniform(0.8, 1.2)))
 
     def prompt(self, split: str, index: int) -> Prompt:

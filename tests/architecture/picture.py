@@ -56,7 +56,6 @@ LAYERS: dict[str, dict[str, str]] = {
         "tensor_files": "files of versions and checkpoints, and their digests without torch",
         "seals": "JSON that carries its own digest",
         "projections": "random projections of layers",
-        "scoring": "log-probabilities of tokens",
         "heads": "output heads in chunks",
         "experts": "routers of a mixture of experts: listening and replaying",
     },

@@ -28,9 +28,9 @@ FOUNDATION = {
 ALLOWED: dict[str, set[str]] = {
     "policy": FOUNDATION,
     "planner": FOUNDATION,
-    "rollout": FOUNDATION | {"model_loader", "tensors", "projections", "scoring", "heads", "experts"},
+    "rollout": FOUNDATION | {"model_loader", "tensors", "projections", "heads", "experts"},
     "train": FOUNDATION
-    | {"model_loader", "named_parts", "transport", "tensors", "tensor_files", "scoring", "heads", "experts"},
+    | {"model_loader", "named_parts", "transport", "tensors", "tensor_files", "heads", "experts"},
     "weights": FOUNDATION | {"transport", "tensors", "tensor_files", "projections"},
     "store": FOUNDATION | {"tensors", "tensor_files"},
     "transport": FOUNDATION,
@@ -49,7 +49,6 @@ ALLOWED: dict[str, set[str]] = {
     "tensor_files": {"seals"},
     "seals": set(),
     "projections": set(),
-    "scoring": {"heads"},
     "heads": {"errors"},
     "experts": {"errors"},
 }
