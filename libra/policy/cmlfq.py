@@ -1,9 +1,8 @@
 """C-MLFQ: a multi-level feedback queue over trajectories, by forecasts of their remaining length.
 
 The order is (iteration deadline, level, order); levels are classes of remaining length. The
-objective *makespan* ends the iteration soon: running trajectories first, by arrival, then the longest
-forecast, where one probe of each unknown group (Seer) counts as four times as long; without skill, by
-arrival (`docs/adr/0008`). Where
+objective *makespan* ends the iteration soon: running trajectories first, by arrival, then one probe
+of each group (Seer), then the longest forecast; without skill, by arrival (`docs/adr/0008`). Where
 engines exchange KV, everybody begins, then most tokens left in octaves, then fewest generated.
 *stream* completes groups one after the other: fewest tokens left in the group first; without skill,
 least attained service.
@@ -45,8 +44,6 @@ Answers = tuple[facts.SetPriority | facts.Prefer, ...]
 Objective = Literal["makespan", "stream"]
 UNTRUSTED = 0.0  # skill up to which forecasts are not used for the order
 RECONSIDERED_AT_END = 16  # waiting ones, besides siblings, re-evaluated when one ends
-PROBE_FACTOR = 4.0
-"""Length that an unknown group may have, over its forecast: its probe waits only for longer ones."""
 UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES  # level of running ones, first level of waiting ones
 
 
@@ -228,9 +225,10 @@ class CMLFQ(Saved):
             return 1 + level + (0 if begun else UNBEGUN), f"cmlfq: no skill, class {level} by tokens generated"
         if begun:
             return UNDER_WAY, "cmlfq: under way"
-        probes = self.forecaster.is_probe(key)
-        level = length_class(PROBE_FACTOR * order_tokens if probes else order_tokens)
-        return UNBEGUN + NUM_CLASSES - level, f"cmlfq: class {level} by tokens left{', as a probe' if probes else ''}"
+        if self.forecaster.is_probe(key):
+            return UNBEGUN, "cmlfq: probe of its group"
+        level = length_class(order_tokens)
+        return UNBEGUN + NUM_CLASSES - level, f"cmlfq: class {level} by tokens left"
 
     def _pausable_level(self, key: str, order_tokens: float, *, begun: bool, trusted: bool) -> tuple[int, str]:
         if not trusted:
