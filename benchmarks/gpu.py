@@ -12,7 +12,7 @@ after each of them, so that a GPU that is taken away leaves figures.
   measured peak of allocated memory;
 * ``engine``: tokens/s that TransformersEngine generates with a Qwen3-0.6B, by requests at once;
 * ``weights_0b6``, ``weights_4b``: seconds from the trainer's weights to a verified engine that
-  serves them, and of the engine's sleep and wake;
+  serves them;
 * ``gap``: mean and largest \\|log p(engine) - log p(trainer)\\| of generated tokens in bfloat16,
   both from the same weights;
 * ``quickstart``: `libra run` with the quick start's settings and `cluster.device=cuda`, a few
@@ -118,7 +118,6 @@ def main(arguments: list[str] | None = None) -> int:
         beside = {
             "device": device,
             "failed": {name: part["error"] for name, part in found.items() if "error" in part},
-            "facts": {name: part["facts"] for name, part in found.items() if "facts" in part},
         }
         emit("gpu", figures_of(found, prefix), arguments=arguments, as_json=as_json, stream=stream, beside=beside)
 

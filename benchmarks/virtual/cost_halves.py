@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.kernel_profiles import (
-    KINDS,
     AttentionKind,
     AttentionProfile,
     CollectiveProfile,
@@ -130,33 +129,9 @@ def score_linear(gpu: GPU, profile: LinearProfile) -> list[Score]:
     return [Score(part, np.concatenate(values)) for part, values in errors.items() if values]
 
 
-def score_attention(gpu: GPU, profile: AttentionProfile) -> dict[str, Score]:
-    errors: dict[str, list[Array]] = {"decode": [], "prefill": []}
-    for parity in (0, 1):
-        learned = half_of_attention(profile, True, parity)
-        asked = half_of_attention(profile, False, parity)
-        if not (len(learned.decode) or len(learned.prefill)):
-            continue
-        eff = fit_attention([(gpu, learned)], START)
-        for kind in KINDS:
-            points = asked.points(kind)
-            if len(learned.points(kind)) and len(points):
-                predicted = attention_s(kind, gpu, eff, learned, points)
-                errors[kind].append(np.abs(predicted / points[:, 2] - 1.0))
-    return {part: Score(part, np.concatenate(values)) for part, values in errors.items() if values}
-
-
 def attention_s(kind: AttentionKind, gpu: GPU, eff: Efficiencies, learned: AttentionProfile, points: Array) -> Array:
     form, rows = learned.form_s(kind, gpu, eff, points), attention_rows(gpu, eff, learned, kind)
     return form if rows is None else np.asarray(form * np.exp(rows.log_ratio(points[:, 0], points[:, 1])))
-
-
-def score_collective(profile: CollectiveProfile) -> Score:
-    errors = []
-    for learn in halves(profile.num_bytes):
-        table = all_reduce_table(replace(profile, num_bytes=profile.num_bytes[learn], seconds=profile.seconds[learn]))
-        errors.append(np.abs(table.seconds(profile.num_bytes[~learn]) / profile.seconds[~learn] - 1.0))
-    return Score(f"{profile.workers}x{profile.workers_per_node}", np.concatenate(errors))
 
 
 def score_training(profile: TrainingProfile) -> tuple[dict[str, Score], int]:

@@ -2,20 +2,22 @@
 No GPU is needed.
 
 ``--data DIR`` holds profiles in the layouts of Vidur, Frontier and Sailor, any subset under any
-names (a GPU is read from the path); the default is the excerpt in ``benchmarks/data``. All
-``*_mape`` are percent, half -> half on one GPU (`benchmarks.virtual.cost_halves`), but
-``transfer_gpu_mape``: a GPU of which only the datasheet is known, with constants that saw the A100
-files of the package only; and ``transfer_model_mape``: a model left out, of which the other files
-of its GPU were seen. Where attention of a shape was not measured, ``decode_mape`` and
-``prefill_mape`` cover the layers without it, as the output notes. Impossible profiles are
-left out by name. Constants of a half are fitted to the half that is learned from.
+names (a GPU is read from the path); the default is the excerpt in ``benchmarks/data``. Figures are
+percent, half -> half on one GPU (`benchmarks.virtual.cost_halves`), with constants fitted to the
+half that is learned from:
+
+* ``decode_mape``, ``prefill_mape``: steps. Where attention of a shape was not measured they cover
+  the layers without it, as the output notes; ``linear_mape``: those layers of any size.
+* ``training_mape``: forward and backward passes of training.
+* ``transfer_model_mape``: a model left out, of which the other files of its GPU were seen.
+
+Impossible profiles are left out by name.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -35,23 +37,19 @@ from benchmarks.virtual.cost_halves import (
     from_curves,
     layer_sums,
     model_label,
-    score_attention,
-    score_collective,
     score_composed,
     score_linear,
     score_training,
 )  # fmt: skip
-from libra.hardware import GPU, Efficiencies, load_gpu
+from libra.hardware import GPU, load_gpu
 from libra.hardware.rooflines import GEMMS
 
 EXCERPT = DATA / "hardware"
 GOALS = {
-    "decode_mape": 8.0, "prefill_mape": 8.0, "linear_mape": 5.0, "attention_decode_mape": 10.0,
-    "attention_prefill_mape": 15.0, "allreduce_mape": 8.0, "training_mape": 15.0, "transfer_gpu_mape": 10.0,
-    "transfer_model_mape": 5.0,
+    "decode_mape": 8.0, "prefill_mape": 8.0, "linear_mape": 5.0, "training_mape": 15.0, "transfer_model_mape": 5.0,
 }  # fmt: skip
-FITTED_ON = "A100-80G"
-"""The GPU to whose files the package's constants were fitted."""
+DEFAULT = "A100-80G"
+"""The datasheet of a profile whose GPU is unknown."""
 FEWEST_POINTS = 10
 """Fewest distinct points of a scored training profile: halves are a chessboard of them."""
 UNKNOWN = "unknown"
@@ -83,7 +81,7 @@ class Board:
 def _gpu_of(profile: Profile, unknown: set[str]) -> GPU:
     if profile.gpu is None:
         unknown.add(profile.source)
-        return load_gpu(FITTED_ON)
+        return load_gpu(DEFAULT)
     return load_gpu(profile.gpu)
 
 
@@ -95,28 +93,12 @@ def _place(profile: Profile) -> str:
 
 
 def refuse(profiles: Iterable[Profile]) -> tuple[list[Profile], list[str]]:
-    """Possible profiles, and the findings of the others.
-
-    A file that was measured on another GPU is scored as that one's: halves of it say nothing false.
-    """
+    """Possible profiles, and the findings of the others."""
     read = list(profiles)
-    texts: list[str] = []
-    bad: set[str] = set()
-    renamed: dict[str, str] = {}
-    for profile in read:
-        for finding in audit(profile, load_gpu(profile.gpu)) if profile.gpu is not None else []:
-            if finding.measured_on is not None:
-                renamed[profile.source] = finding.measured_on
-                texts.append(f"scored as {finding.measured_on}: {profile.source}: {finding.text}")
-            else:
-                bad.add(profile.source)
-                texts.append(f"left out: {profile.source}: {finding.text}")
-    kept = [
-        replace(profile, gpu=renamed[profile.source]) if profile.source in renamed else profile
-        for profile in read
-        if profile.source in renamed or profile.source not in bad
-    ]
-    return kept, list(dict.fromkeys(texts))
+    findings = [finding for each in read if each.gpu is not None for finding in audit(each, load_gpu(each.gpu))]
+    bad = {finding.source for finding in findings}
+    texts = dict.fromkeys(f"left out: {finding.source}: {finding.text}" for finding in findings)
+    return [profile for profile in read if profile.source not in bad], list(texts)
 
 
 def _score_halves(profiles: Sequence[Profile], board: Board, unknown: set[str]) -> list[str]:
@@ -126,13 +108,6 @@ def _score_halves(profiles: Sequence[Profile], board: Board, unknown: set[str]) 
         if isinstance(profile, LinearProfile):
             for score in score_linear(gpu, profile):
                 board.add({"": "linear_mape"}.get(score.label, f"linear_{score.label}"), place, score)
-        elif isinstance(profile, AttentionProfile):
-            for part, score in score_attention(gpu, profile).items():
-                board.add(f"attention_{part}_mape", f"{place}/tp{profile.tp}", score)
-        elif isinstance(profile, CollectiveProfile) and profile.collective == "all_reduce":
-            board.add(
-                "allreduce_mape", f"{place}/{profile.workers}x{profile.workers_per_node}", score_collective(profile)
-            )
         elif isinstance(profile, TrainingProfile):
             distinct = len(np.unique(profile.points, axis=0))
             if distinct < FEWEST_POINTS:
@@ -179,23 +154,13 @@ def _score_steps(profiles: Sequence[Profile], board: Board, unknown: set[str]) -
     return notes
 
 
-def _score_transfer(profiles: Sequence[Profile], board: Board) -> list[str]:
-    notes = []
+def _score_transfer(profiles: Sequence[Profile], board: Board) -> None:
     known: dict[str, list[LinearProfile]] = defaultdict(list)
     for profile in profiles:
         if isinstance(profile, LinearProfile) and profile.gpu and {c.operator for c in profile.curves} >= set(GEMMS):
             known[profile.gpu].append(profile)
     for name, files in known.items():
         gpu = load_gpu(name)
-        if name != FITTED_ON:
-            for profile in files:
-                sums = layer_sums(profile, from_curves(gpu, Efficiencies(), profile, ()))
-                errors = np.concatenate([np.abs(p / m - 1.0) for _, _, p, m in sums])
-                board.add("transfer_gpu_mape", _place(profile), Score("transfer", errors))
-            if _same_chip(gpu, load_gpu(FITTED_ON)):
-                notes.append(
-                    f"transfer_gpu_mape of {name}: the same chip as {FITTED_ON}; it says little of other chips"
-                )
         for profile in files:
             rest = [other for other in files if other.shape != profile.shape]
             if not rest:
@@ -205,7 +170,6 @@ def _score_transfer(profiles: Sequence[Profile], board: Board) -> list[str]:
             sums = layer_sums(profile, from_curves(gpu, eff, profile, curves))
             errors = np.concatenate([np.abs(p / m - 1.0) for _, _, p, m in sums])
             board.add("transfer_model_mape", _place(profile), Score("transfer", errors))
-    return notes
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -216,7 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     board, unknown = Board(), set[str]()
     notes = _score_halves(profiles, board, unknown)
     notes += _score_steps(profiles, board, unknown)
-    notes += _score_transfer(profiles, board)
-    notes += [f"GPU unknown, datasheet of {FITTED_ON} taken: {source}" for source in sorted(unknown)]
+    _score_transfer(profiles, board)
+    notes += [f"GPU unknown, datasheet of {DEFAULT} taken: {source}" for source in sorted(unknown)]
     print(*refused, *notes, sep="\n")
     emit("cost_model", board.figures(), arguments=arguments, as_json=options.json)
