@@ -161,4 +161,4 @@ def test_the_cost_model_on_files_of_any_name(tmp_path, capsys):
     inside.mkdir(parents=True)
     (inside / "mlp.csv").write_text(source.read_text())
     cost_model.main(["--data", str(tmp_path), "--json"])
-    assert "linear_mape/A100-80G/some_Model-7b" in figures_of(capsys.readouterr().out)
+    assert "decode_mape/A100-80G/some_Model-7b" in figures_of(capsys.readouterr().out)
