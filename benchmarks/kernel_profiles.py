@@ -125,7 +125,6 @@ class TrainingProfile:
     points: Array  # (n, 2) sequences of a micro-batch, tensor-parallel degree
     forward_s: Array
     backward_s: Array
-    update_s: Array
 
 
 Profile = LinearProfile | AttentionProfile | CollectiveProfile | TrainingProfile
@@ -307,9 +306,7 @@ def _training(path: Path, label: str) -> Iterator[TrainingProfile]:
                 rows.sort(key=lambda row: row[:2])
                 times = np.stack([row[2] for row in rows])
                 points = np.array([row[:2] for row in rows])
-                yield TrainingProfile(
-                    label, gpu_in_path(gpu), f"{model}", points, times[..., 0], times[..., 1], times[..., 2]
-                )
+                yield TrainingProfile(label, gpu_in_path(gpu), f"{model}", points, times[..., 0], times[..., 1])
 
 
 def _layer_times(layers: object) -> Array | None:

@@ -100,16 +100,12 @@ class Comparison(NamedTuple):
             f"{self.ratio:.3f} times as fast"
         ]
         for one in self.scored:
-            row = rows.get(one.system)
-            if row is not None:
+            text = f"{_seconds(one.tuning_s)} on the tuning seed"
+            if (row := rows.get(one.system)) is not None:
                 text = (
                     f"{_seconds(float(np.mean(one.step_s)))}  {row['over_best_static']:.3f} +- {row['interval_95']:.3f} times the "
                     f"best static  {row['of_bound']:.2f} of the bound"
                 )
-            elif one.tuning_s < math.inf:
-                text = f"{_seconds(one.tuning_s)} on the tuning seed"
-            else:
-                text = f"        left out: slower by more than {MARGIN - 1.0:.0%}"
             per_gpu = f", {one.setting.per_gpu:.0f} per GPU" if one.discipline.streaming else ""
             found.append(f"  {one.system:21s}{text}  ({one.setting.core_gpus} train, TP {one.setting.tp}{per_gpu})")
         return found

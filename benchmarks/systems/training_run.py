@@ -53,7 +53,7 @@ class Pipeline(Simulator):
     ) -> None:
         options = checked_options(options, discipline)
         around = SimulationOptions(
-            eta=options.eta, load_s=options.load_s, chunk_tokens=discipline.chunk_tokens, preempts=discipline.preempts,
+            eta=options.eta, load_s=options.load_s, preempts=discipline.preempts,
             host=options.host if discipline.kv_moves else None, teacher_token_s=options.teacher_token_s,
         )  # fmt: skip
         super().__init__(workload, engines, ordering, seed=seed, options=around)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.orderings import CompletedCalls, Oracle, Paper, SeerOrder
+from benchmarks.orderings import CompletedCalls, Oracle, Paper
 from benchmarks.systems.disciplines import Discipline, Roles
 from benchmarks.systems.gpu_seconds import PipelineResult
 from benchmarks.systems.training_gpus import PipelineOptions, SampleId, group_work, sample_seconds
@@ -103,17 +103,11 @@ def _degrees(gpu: str, model: str) -> tuple[int, ...]:
 
 
 def _ordering(name: str, workload: Workload) -> Ordering:
-    match name:
-        case "oracle":
-            return Oracle(workload.totals())
-        case "cmlfq":
-            return CMLFQ()
-        case "seer":
-            return SeerOrder()
-        case "paper":
-            return Paper()
-        case "completed_calls":
-            return CompletedCalls()
+    made = {"cmlfq": CMLFQ, "paper": Paper, "completed_calls": CompletedCalls}
+    if name == "oracle":
+        return Oracle(workload.totals())
+    if name in made:
+        return made[name]()
     return make_ordering(name)
 
 
