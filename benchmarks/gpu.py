@@ -45,13 +45,11 @@ PARTS: dict[str, float] = {
     "step_0b6_16k": 55, "step_4b_16k": 75, "engine": 60, "weights_0b6": 40, "gap": 35, "quickstart": 70,
     "step_0b6_64k": 65, "step_4b_64k": 95, "weights_4b": 60,
 }  # fmt: skip
-"""Share of each part in ``--minutes``, in seconds for the default. Unused time goes to later parts.
-"""
+"""Seconds of each part in the default ``--minutes``. Unused time goes to later parts."""
 
 
 def run_part(name: str, options: argparse.Namespace, limit_s: float, place: Path) -> dict[str, Any]:
-    """The last JSON line of a part's output; ``error`` if it failed or timed out. Parts share
-    ``place``."""
+    """The last JSON line of a part's output; ``error`` if it failed or timed out."""
     words = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu_parts", name, options.device, options.scale]
     with (place / f"{name}.output").open("w+") as output:
         process = subprocess.Popen(

@@ -60,8 +60,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A training step that prime-rl publishes for one H100 (``benchmarks/baselines``, RL,
-    "Recompute")."""
+    """A step that prime-rl publishes for one H100 (``benchmarks/baselines``, RL, Recompute)."""
 
     model: str
     tokens: int

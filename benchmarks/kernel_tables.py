@@ -168,8 +168,7 @@ def linear_curves(gpu: GPU, eff: Efficiencies, profile: LinearProfile) -> list[R
 
 
 def attention_rows(gpu: GPU, eff: Efficiencies, profile: AttentionProfile, kind: AttentionKind) -> RatioRows | None:
-    """Ratios of a profile's attention to the roofline by sequences or chunk length; None without
-    points."""
+    """Ratios of attention to the roofline by sequences or chunk length; None without points."""
     points = profile.points(kind)
     if not len(points):
         return None
@@ -206,30 +205,23 @@ def all_reduce_table(profile: CollectiveProfile) -> AllReduceTable:
 
 def save_tables(tables: Tables, path: str | Path, *, source: str, points: int = 40) -> None:
     """Write tables with at most ``points`` along each axis; log ratios keep three decimals."""
+    linear = [
+        {"operator": each.operator, "sizes": list(each.sizes), **_thinned(each, "log_tokens", "log_ratio", points)}
+        for each in tables.linear
+    ]
+    all_reduce = [
+        {
+            "workers": each.workers, "workers_per_node": each.workers_per_node,
+            **_thinned(each, "log_bytes", "log_seconds", 2 * points),
+        }
+        for each in tables.all_reduce
+    ]  # fmt: skip
     document = {
-        "schema": SCHEMA,
-        "gpu": tables.gpu.name,
-        "source": source,
+        "schema": SCHEMA, "gpu": tables.gpu.name, "source": source,
         "efficiencies": {name: float(f"{value:.5g}") for name, value in asdict(tables.efficiencies).items()},
-        "linear": [
-            {
-                "operator": curve.operator,
-                "sizes": list(curve.sizes),
-                **_thinned(curve, "log_tokens", "log_ratio", points),
-            }
-            for curve in tables.linear
-        ],
-        "all_reduce": [
-            {
-                "workers": table.workers,
-                "workers_per_node": table.workers_per_node,
-                **_thinned(table, "log_bytes", "log_seconds", 2 * points),
-            }
-            for table in tables.all_reduce
-        ],
-        "decode": [_thinned_rows(rows, points) for rows in tables.decode],
+        "linear": linear, "all_reduce": all_reduce, "decode": [_thinned_rows(rows, points) for rows in tables.decode],
         "prefill": [_thinned_rows(rows, points) for rows in tables.prefill],
-    }
+    }  # fmt: skip
     text = json.dumps(document, separators=(",", ":"))
     Path(path).write_text(text.replace('{"operator"', '\n{"operator"').replace("]],[[", "]],\n[[") + "\n")
 

@@ -205,8 +205,7 @@ class Forecaster(Saved):
 
 
 class KnownLengths(Forecaster):
-    """Forecasts from given total tokens by key, exact or of a given accuracy; unknown keys have
-    skill 0."""
+    """Forecasts from given total tokens by key, of a given accuracy; unknown keys: skill 0."""
 
     _totals: dict[str, float]
     _generated: dict[str, int]

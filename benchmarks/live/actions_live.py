@@ -77,8 +77,7 @@ def quick(completion: str) -> float:
 
 
 class LiveAction(NamedTuple):
-    """One action of a live run in seconds of the log: request, end, content, and its policy's
-    priority."""
+    """One action of a live run in seconds of the log, and its policy's priority."""
 
     key: str
     priority: Priority

@@ -26,8 +26,7 @@ PROMPTS, GROUP_SIZE = 16, 4
 ONE_ENGINE = {"rollout-0": {"role": "rollout", "tp": 2}, "rollout-1": "lent"}
 TWO_ENGINES = {name: {"role": "rollout", "tp": 1} for name in ("rollout-0", "rollout-1")}
 ROLE_GOALS = {"rollout_to_train": 8.0, "train_to_rollout": 10.8}
-"""Seconds that Libra reports (arXiv:2606.03077 v2) for Qwen3-14B on A800: snapshot, restore, vLLM.
-"""
+"""Seconds that Libra reports (arXiv:2606.03077 v2) for Qwen3-14B on A800 and vLLM."""
 
 
 def session(directory: str, name: str, iterations: int, *changes: str) -> Session:

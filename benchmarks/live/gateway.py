@@ -11,8 +11,8 @@ cores clients, gateway and engine share them.
   quantum.
 * ``cpu_ms_per_request``: CPU of a process that is nothing but the gateway (no engine, no journal)
   over the requests that 16 conversations of 8 turns send to it at once.
-* ``retokenised_tokens``: of the tokens in the group records of trajectories of agents without a
-  client library, those that are not what these agents were given.
+* ``retokenised_tokens``: tokens in the group records of agents without a client library, of
+  client library, those of trajectories that are not what these agents were given.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,8 +45,7 @@ from libra.types import Prompt, Trajectory
 
 
 class Questions(ToolArithmetic):
-    """The quick start's task, whose agents write the token ids they were given to files in
-    ``seen``."""
+    """The quick start's task, whose agents write their token ids to files in ``seen``."""
 
     def __init__(self, *, seen: str = "", **same: Any) -> None:
         super().__init__(**same)
@@ -128,13 +126,6 @@ def compared(builtin: RunConfig, agents: RunConfig, pairs: int) -> float:
 # ---------------------------------------------------------------- tokens
 
 
-def differing(found: Sequence[Sequence[int]], given: Sequence[Sequence[int]]) -> int:
-    count = sum(len(ids) for ids in found[len(given) :])
-    for ids, known in zip(found, given, strict=False):
-        count += sum(a != b for a, b in zip(ids, known, strict=False)) + max(0, len(ids) - len(known))
-    return count
-
-
 def turns_of(trajectory: Trajectory) -> list[list[int]]:
     starts = [turn["sequence_start"] + turn["prompt_tokens"] for turn in trajectory.turns]
     lengths = [turn["generated_tokens"] for turn in trajectory.turns]
@@ -142,22 +133,15 @@ def turns_of(trajectory: Trajectory) -> list[list[int]]:
 
 
 def retokenised(place: Path, seen: Path) -> int:
-    """Tokens that agents were not given."""
+    """Tokens of trajectories that no agent was given."""
     agent = {"function": "benchmarks.live.gateway_agents:plain"}
     environment = {"args": {"timeout_rate": 0.0, "seen": str(seen)}}
     config = quickstart(place, "tokens", agent=agent, environment=environment, rollout={"temperature": TEMPERATURE})
     with local_cluster(config) as cluster, Client(cluster) as client, Side(config, client) as side:
         trajectories = side.trajectories()
-    given = Counter(path.read_text() for path in seen.glob("*.json"))
-    unknown = []
-    for turns in map(turns_of, trajectories):
-        text = json.dumps(turns)
-        if given[text]:
-            given[text] -= 1
-        else:
-            unknown.append(turns)
-    rest = [json.loads(text) for text in given.elements()]
-    return sum(min((differing(turns, each) for each in rest), default=sum(map(len, turns))) for turns in unknown)
+    given, found = Counter(path.read_text() for path in seen.glob("*.json")), Counter[str]()
+    found.update(json.dumps(turns_of(trajectory)) for trajectory in trajectories)
+    return sum(sum(map(len, json.loads(text))) * times for text, times in (found - given).items())
 
 
 # ---------------------------------------------------------------- CPU

@@ -56,8 +56,7 @@ HETEROGENEOUS = "five"
 
 
 class Cell(NamedTuple):
-    """Median ratio of makespans, useless moves and dispatches of C-MLFQ, and live over simulated of
-    each run."""
+    """Median ratio of makespans, C-MLFQ's moves and dispatches, live over simulated by run."""
 
     ratio: float
     useless: int

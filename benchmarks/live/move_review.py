@@ -23,8 +23,7 @@ from libra.policy.engine_table import EXACT_NORM, EngineTable, Trajectory
 from libra.types import Phase
 
 NOISE_FRAC = 0.05
-"""A move that delays the end by less than this share is within noise and does not count as harmful.
-"""
+"""Delays by less than this share of the end are within noise."""
 
 
 class Moved(NamedTuple):

@@ -4,14 +4,11 @@ real workers: one engine, and two of which one is three times slower.
 Both policies run the same tasks, A B A B. The first iterations, in which nothing is learned yet, do
 not count. Figures:
 
-* ``cmlfq_over_fifo_one``, ``cmlfq_over_fifo_unlike``: median ratio of summed makespans;
-* ``skill``: of C-MLFQ's forecasts after the last iteration, median;
-* ``reordered``: trajectories that got another place while they waited, mean of a run.
+* ``cmlfq_over_fifo_one``, ``cmlfq_over_fifo_unlike``: median ratio of summed makespans.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +16,7 @@ from pathlib import Path
 from benchmarks.report import MIN_PAIRS, Figure, alternate, command_parser, emit
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflows"))
-from repair_lengths import makespans_s, rewritten, run, settings, skills
+from repair_lengths import makespans_s, run, settings
 
 CELLS = {"one": [0.01], "unlike": [0.01, 0.03]}
 
@@ -30,24 +27,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--learning", type=int, default=3, help="first iterations that do not count")
     parser.add_argument("--cells", nargs="+", choices=list(CELLS), default=list(CELLS))
     options = parser.parse_args(arguments)
-    figures, skill, reordered, count = {}, [], [], 0
+    figures, count = {}, 0
     with tempfile.TemporaryDirectory(prefix="repair_lengths-") as directory:
 
         def side(policy: str, pass_s: list[float]) -> float:
             nonlocal count
             count += 1
-            found = run(
-                settings(Path(directory) / str(count), policy, pass_s, options.iterations), seed=(count - 1) // 2
-            )
-            if policy == "cmlfq":
-                skill.append(skills(found)[-1])
-                reordered.append(rewritten(found))
-            return sum(makespans_s(found)[options.learning :])
+            config = settings(Path(directory) / str(count), policy, pass_s, options.iterations)
+            return sum(makespans_s(run(config, seed=(count - 1) // 2))[options.learning :])
 
         for name in options.cells:
             sides = (lambda policy=policy, pass_s=CELLS[name]: side(policy, pass_s) for policy in ("cmlfq", "fifo"))
             ratio = alternate(*sides, pairs=options.pairs).ratio
             figures[f"cmlfq_over_fifo_{name}"] = Figure(ratio, "ratio", "lower", 0.95)
-    figures["skill"] = Figure(statistics.median(skill), "frac", "higher")
-    figures["reordered"] = Figure(statistics.fmean(reordered), "trajectories", "higher")
     emit("repair_lengths", figures, arguments=arguments, as_json=options.json)

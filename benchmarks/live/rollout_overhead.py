@@ -101,8 +101,7 @@ def thread_seconds(dask_scheduler: Any) -> float:
 
 
 async def idle_share(dask_scheduler: Any) -> float:
-    """Share of a core that this thread takes when idle: heartbeats, Dask's system monitor,
-    samplers."""
+    """Share of a core that this thread takes when idle: heartbeats, monitors, samplers."""
     began_s, began_wall_s = time.thread_time(), time.perf_counter()
     await asyncio.sleep(IDLE_S)
     return (time.thread_time() - began_s) / (time.perf_counter() - began_wall_s)
@@ -164,14 +163,7 @@ def measure(place: Path, tokens: int, options: argparse.Namespace, *, inline: bo
         side.scheduler_us.clear()
         measured = alternate(side.bare_s, side.libra_s, pairs=options.pairs)
         scheduler_us = statistics.median(side.scheduler_us) if side.scheduler_us else None
-    total = options.concurrent * options.turns * tokens
-    bare, ours = (total / seconds for seconds in measured.medians)
-    print(
-        f"{tokens:4d} tokens per turn, {'inline tool' if inline else 'tool slots'}: Libra {ours:7,.0f} tok/s, bare "
-        f"{bare:7,.0f} tok/s, ratio {measured.ratio:.3f}"
-        + ("" if scheduler_us is None else f"; scheduler {scheduler_us:.0f} us per quantum"),
-        flush=True,
-    )
+    print(f"{tokens} tokens per turn, inline {inline}: bare over Libra {measured.ratio:.3f}", flush=True)
     return measured.ratio, scheduler_us
 
 

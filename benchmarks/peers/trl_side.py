@@ -44,8 +44,7 @@ class CountingTrainer(GRPOTrainer):
 
 
 class StepsOnCommand(TrainerCallback):
-    """Holds the trainer at the start of a step until a command requests steps; reports them when
-    done."""
+    """Holds the trainer at the start of a step until a command requests steps."""
 
     def __init__(self, commands: TextIO, answers: TextIO) -> None:
         self.commands, self.answers = commands, answers

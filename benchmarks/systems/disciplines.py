@@ -106,8 +106,7 @@ OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
 
 
 def named(names: Sequence[str], eta: int) -> list[str]:
-    """Disciplines by name, with `OTHER_NAMES` resolved for a staleness bound; unknown names are
-    kept."""
+    """Disciplines by name, with `OTHER_NAMES` resolved; unknown names are kept."""
     found: list[str] = []
     for name in names:
         meant = [one for one in OTHER_NAMES.get(name, ()) if eta in DISCIPLINES[one].etas]

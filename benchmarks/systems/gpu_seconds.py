@@ -1,5 +1,4 @@
-"""Where the GPU-seconds of a run in virtual time go, the result of such a run, and the table of
-several."""
+"""Where the GPU-seconds of runs in virtual time go, and their table."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ class Cause(StrEnum):
     TRAINING = "training"
     """Gradients."""
     AGAIN = "computed again"
-    """Recomputed contexts (preemption, eviction, another engine, new weights), and idle waits for
-    their KV."""
+    """Recomputed contexts (preemption, eviction, another engine), and waits for their KV."""
     TOOLS = "tools"
     """An engine all of whose trajectories wait for tools."""
     STEP = "step"
@@ -62,19 +60,12 @@ class GpuSeconds:
         self.total[to] += gpu_s
 
 
-class TurnDone(NamedTuple):
-    """A change of role that began, and why."""
-
-    at_s: float
-    turn: Turn
-
-
 class PipelineResult(NamedTuple):
     """Result of a pipeline."""
 
     published_s: tuple[float, ...]
     gpu_s: Mapping[Cause, float]
-    turns: tuple[TurnDone, ...]
+    turns: tuple[Turn, ...]
     lags: tuple[int, ...]
     gave_up: bool = False
 

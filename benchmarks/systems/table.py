@@ -1,5 +1,4 @@
-"""A table of training systems on one batch size, each tuned, beside the lower bound: ``python -m
-benchmarks systems CONFIG``."""
+"""Training systems on one batch size, each tuned: ``python -m benchmarks systems CONFIG``."""
 
 from __future__ import annotations
 

@@ -56,11 +56,9 @@ def measure(workload: TrajectoryTotals, num_gpus: int, repeats: int) -> dict[str
         problem = posed(workload, num_gpus)
         found = search(problem)
         walls.append(time.perf_counter() - started)
-    counts = {str(kind): int(n) for kind, n in zip(problem.kinds, found.layout.counts(len(problem.kinds)), strict=True)}
     print(
-        f"{num_gpus:6d} GPUs, {len(workload)} requests: {found.train_gpus} train, {counts}; step {found.step_s:.1f} s "
-        f"(training {found.train_s:.1f}, rollout {found.rollout_s:.1f}, longest trajectory alone {found.longest_s:.1f}, "
-        f"proven >= {found.lower_s:.1f}); {found.num_programs} programs, {found.num_splits} splits",
+        f"{num_gpus:6d} GPUs, {len(workload)} requests: {found.train_gpus} train; step {found.step_s:.1f} s, proven >= "
+        f"{found.lower_s:.1f}; {found.num_programs} programs, {found.num_splits} splits",
         flush=True,
     )
     return {
