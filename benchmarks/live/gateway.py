@@ -11,8 +11,8 @@ cores clients, gateway and engine share them.
   quantum.
 * ``cpu_ms_per_request``: CPU of a process that is nothing but the gateway (no engine, no journal)
   over the requests that 16 conversations of 8 turns send to it at once.
-* ``retokenised_tokens``: tokens in the group records of agents without a client library, of
-  client library, those of trajectories that are not what these agents were given.
+* ``retokenised_tokens``: tokens in the group records of trajectories that differ from what their
+  agents, which have no client library, were given.
 """
 
 from __future__ import annotations
