@@ -68,7 +68,7 @@ def stages(changes: int) -> dict[str, Figure]:
 
 
 def rebuckets(changes: int) -> dict[str, Figure]:
-    """Figures of two vLLM engines that become one of two ranks, and back; none without vLLM."""
+    """Seconds until two vLLM engines are one of two ranks; nothing without vLLM."""
     if not vllm_is_installed():
         print("rebucket_s: not measured, vllm is not installed here (make setup-vllm)", flush=True)
         return {}
