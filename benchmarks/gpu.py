@@ -12,7 +12,7 @@ after each of them, so that a GPU that is taken away leaves figures.
   measured peak of allocated memory;
 * ``engine``: tokens/s that TransformersEngine generates with a Qwen3-0.6B, by requests at once;
 * ``weights_0b6``, ``weights_4b``: seconds from the trainer's weights to a verified engine that
-  serves them, and of the engine's sleep and wake;
+  serves them;
 * ``gap``: mean and largest \\|log p(engine) - log p(trainer)\\| of generated tokens in bfloat16,
   both from the same weights;
 * ``quickstart``: `libra run` with the quick start's settings and `cluster.device=cuda`, a few
@@ -45,13 +45,11 @@ PARTS: dict[str, float] = {
     "step_0b6_16k": 55, "step_4b_16k": 75, "engine": 60, "weights_0b6": 40, "gap": 35, "quickstart": 70,
     "step_0b6_64k": 65, "step_4b_64k": 95, "weights_4b": 60,
 }  # fmt: skip
-"""Share of each part in ``--minutes``, in seconds for the default. Unused time goes to later parts.
-"""
+"""Seconds of each part in the default ``--minutes``. Unused time goes to later parts."""
 
 
 def run_part(name: str, options: argparse.Namespace, limit_s: float, place: Path) -> dict[str, Any]:
-    """The last JSON line of a part's output; ``error`` if it failed or timed out. Parts share
-    ``place``."""
+    """The last JSON line of a part's output; ``error`` if it failed or timed out."""
     words = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu_parts", name, options.device, options.scale]
     with (place / f"{name}.output").open("w+") as output:
         process = subprocess.Popen(
@@ -118,7 +116,6 @@ def main(arguments: list[str] | None = None) -> int:
         beside = {
             "device": device,
             "failed": {name: part["error"] for name, part in found.items() if "error" in part},
-            "facts": {name: part["facts"] for name, part in found.items() if "facts" in part},
         }
         emit("gpu", figures_of(found, prefix), arguments=arguments, as_json=as_json, stream=stream, beside=beside)
 

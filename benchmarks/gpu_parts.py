@@ -1,9 +1,9 @@
 """The parts of `benchmarks.gpu`, one a process: ``python -m benchmarks.gpu_parts PART DEVICE SCALE
 DIR``.
 
-The last JSON line has ``figures`` (fields of `benchmarks.report.Figure`), ``facts`` (what they rest
-on) and ``text``; a part that measures several sizes prints one after each. A part that fails ends
-with the first line of its error and exit code 1.
+The last JSON line has ``figures`` (fields of `benchmarks.report.Figure`) and ``text``; a part that
+measures several sizes prints one after each. A part that fails ends with the first line of its error
+and exit code 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,8 +60,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A training step that prime-rl publishes for one H100 (``benchmarks/baselines``, RL,
-    "Recompute")."""
+    """A step that prime-rl publishes for one H100 (``benchmarks/baselines``, RL, Recompute)."""
 
     model: str
     tokens: int
@@ -75,8 +74,6 @@ BASELINES = {
     "0b6_16k": Baseline("0b6", 16384, 0.111, steps=3), "4b_16k": Baseline("4b", 16384, 0.217, lora_rank=16, steps=2),
     "0b6_64k": Baseline("0b6", 65536, 0.268), "4b_64k": Baseline("4b", 65536, 0.374, lora_rank=16, sequences=1),
 }  # fmt: skip
-
-Figures = dict[str, dict[str, Any]]
 
 
 class Bench:
@@ -120,9 +117,6 @@ class Bench:
         if self.device.type == "cuda":
             return float(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-
-    def allocated_bytes(self) -> float:
-        return float(torch.cuda.memory_allocated()) if self.device.type == "cuda" else 0.0
 
     def sheet(self) -> GPU | None:
         if self.device.type != "cuda":
@@ -195,10 +189,9 @@ def step(bench: Bench, name: str) -> dict[str, Any]:
     replica = Replica(model, settings, dtype="bfloat16", master_dtype="float32", device=bench.device)
     replica.digests = False
     trajectories = random_trajectories(count, tokens + 1, 1, shape["vocab_size"])  # the last token is a target only
-    first_s = timed(bench, lambda: replica.step(trajectories[:1], 0))  # kernels are chosen, moments are made
+    replica.step(trajectories[:1], 0)  # kernels are chosen, moments are made
     seconds = [timed(bench, partial(replica.step, trajectories, 1 + number)) for number in range(baseline.steps)]
-    step_s, peak, report = statistics.median(seconds), bench.peak_bytes(), replica.last_report
-    assert report is not None
+    step_s, peak = statistics.median(seconds), bench.peak_bytes()
     lengths = TrajectoryTotals.of(np.ones(count), np.full(count, float(tokens)))
     layout = snapshot_of(config, lengths, what_if=True)[0].training
     parts = memory_parts_bytes(load_shape(model), np.full(count, float(tokens)), 1, layout)
@@ -209,22 +202,15 @@ def step(bench: Bench, name: str) -> dict[str, Any]:
         f"step_{name}_peak_gib": figure(peak / 2**30, "GiB", "lower"),
         f"step_{name}_predicted_over_measured_peak": figure(planned / peak, "ratio", "lower"),
     }
-    facts = {
-        "step_s": seconds, "first_step_s": first_s, "forward_backward_s": report.forward_backward_s,
-        "optimizer_s": report.optimizer_s, "sequences": count, "tokens_each": tokens, "lora_rank": rank,
-        "measured_peak_bytes": peak, "predicted_peak_bytes": planned, "predicted_parts_bytes": parts,
-    }  # fmt: skip
     text = (
         f"{count} x {tokens} tokens in {step_s:.3f} s; peak {peak / 2**30:.2f} GiB, planned {planned / 2**30:.2f} GiB"
     )
     if (sheet := bench.sheet()) is not None:
-        flops = token_flops(shape, tokens, rank)
-        utilisation = flops * rate / sheet.flops_per_s
+        utilisation = token_flops(shape, tokens, rank) * rate / sheet.flops_per_s
         goal = baseline.mfu if bench.is_full else None
         figures[f"step_{name}_mfu"] = figure(utilisation, "of the peak", "higher", goal)
-        facts |= {"flops_per_token": flops, "peak_flops_per_s": sheet.flops_per_s, "peak_of": sheet.full_name}
         text += f"; {utilisation:.1%} of {sheet.flops_per_s / 1e12:.0f} TFLOP/s ({sheet.full_name})"
-    return {"figures": figures, "facts": facts, "text": text}
+    return {"figures": figures, "text": text}
 
 
 # ---------------------------------------------------------------- engines
@@ -251,8 +237,7 @@ def engine(bench: Bench) -> dict[str, Any]:
     def found() -> dict[str, Any]:
         figures = {f"engine_tokens_per_s_{many}": figure(rate, "tokens/s", "higher") for many, rate in rates.items()}
         text = ", ".join(f"{many} at once {rate:.0f}/s" for many, rate in rates.items())
-        facts = {"context_tokens": context, "new_tokens": new}
-        return {"figures": figures, "facts": facts, "text": f"{new} tokens each after {context}: {text}"}
+        return {"figures": figures, "text": f"{new} tokens each after {context}: {text}"}
 
     async def measure() -> None:
         served = _engine(bench, model, slots=batches[-1], max_context_tokens=context + new + 1)
@@ -286,18 +271,12 @@ def move_weights(replica: Replica) -> None:
     replica.content = None
 
 
-async def wall_s(work: Awaitable[object]) -> float:
-    began_s = time.perf_counter()
-    await work
-    return time.perf_counter() - began_s
-
-
 def weights(bench: Bench, name: str) -> dict[str, Any]:
     model, context = bench.model(name), 256
     replica = Replica(model, TrainSettings(), dtype="bfloat16", device=bench.device)
     store, reports = WeightStore(bench.place / f"weights-{name}"), list[Fact]()
     publish_checked(store, replica, 0, context)
-    times: dict[str, list[float]] = {each: [] for each in ("publish", "served", "sleep", "wake", "freed")}
+    served_s: list[float] = []
 
     async def newest() -> Any:
         return store.latest()
@@ -308,23 +287,9 @@ def weights(bench: Bench, name: str) -> dict[str, Any]:
     )  # fmt: skip
 
     def found() -> dict[str, Any]:
-        median = {each: statistics.median(values) for each, values in times.items() if values}
-        latest = store.latest()
-        figures = {f"publish_to_served_{name}_s": figure(median["served"], "s", "lower")}
-        figures |= {
-            f"{each}_{name}_s": figure(median[each], "s", "lower") for each in ("sleep", "wake") if each in median
-        }
-        facts = {
-            "trainer_stall_s": median["publish"], "bytes": latest.num_bytes if latest is not None else 0,
-            "freed_bytes": median.get("freed"), "seconds": times,
-        }  # fmt: skip
-        text = (
-            f"{facts['bytes'] / 1e9:.2f} GB served {median['served']:.2f} s after the publication began (the trainer's "
-            f"part {median['publish']:.2f} s)"
-        )
-        if "wake" in median:
-            text += f"; asleep in {median['sleep']:.2f} s, {median['freed'] / 1e9:.2f} GB freed, awake in {median['wake']:.2f} s"
-        return {"figures": figures, "facts": facts, "text": text}
+        median, latest = statistics.median(served_s), store.latest()
+        text = f"{(latest.num_bytes if latest else 0) / 1e9:.2f} GB served {median:.2f} s after the publication began"
+        return {"figures": {f"publish_to_served_{name}_s": figure(median, "s", "lower")}, "text": text}
 
     async def measure() -> None:
         await serving.start()
@@ -335,17 +300,12 @@ def weights(bench: Bench, name: str) -> dict[str, Any]:
                 bench.wait()
                 began_s = time.perf_counter()
                 publish_checked(store, replica, version, context)
-                times["publish"].append(time.perf_counter() - began_s)
                 serving.announced = version
                 await serving.pull()
-                times["served"].append(time.perf_counter() - began_s)
+                served_s.append(time.perf_counter() - began_s)
                 if not isinstance(reports[-1], VersionChecked):
                     raise LibraError(f"version {version} was not served: {reports[-1]}")
                 tell(found())
-            held = bench.allocated_bytes()
-            times["sleep"].append(await wall_s(serving.sleep()))
-            times["freed"].append(held - bench.allocated_bytes())
-            times["wake"].append(await wall_s(serving.wake()))
         finally:
             await serving.close()
 
@@ -380,7 +340,7 @@ def gap(bench: Bench) -> dict[str, Any]:
         "logprob_gap_max_nats": figure(report.mismatch_max_abs, "nats", "lower"),
     }
     text = f"{report.mismatch_tokens} tokens: mean {report.mismatch_mean_abs:.2g}, largest {report.mismatch_max_abs:.2g} nats"
-    return {"figures": figures, "facts": {"tokens": report.mismatch_tokens}, "text": text}
+    return {"figures": figures, "text": text}
 
 
 def quickstart(bench: Bench) -> dict[str, Any]:
@@ -388,17 +348,11 @@ def quickstart(bench: Bench) -> dict[str, Any]:
     iterations = bench.size(4, 1)
     given = [
         f"run.dir={bench.place}", "run.name=quickstart", f"run.iterations={iterations}", "cluster.dashboard_port=0",
+        f"cluster.device={bench.device.type}", "observe.progress=false", f"evaluation.prompts={bench.size(32, 4)}",
     ]  # fmt: skip
-    given += [
-        f"cluster.device={bench.device.type}",
-        "observe.progress=false",
-        f"evaluation.prompts={bench.size(32, 4)}",
-    ]
     given += [] if bench.is_full else ["trainer.prompts=2", "trainer.group_size=2", "checkpoint.every=0"]
     words = [sys.executable, "-c", "from libra.cli.main import main; main()", "run", "libra/quickstart", *given]
-    began_s = time.perf_counter()
     done = subprocess.run(words, capture_output=True, text=True)
-    wall_s = time.perf_counter() - began_s
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         raise LibraError(said[-1] if said else f"libra run ended with {done.returncode}")
@@ -406,9 +360,7 @@ def quickstart(bench: Bench) -> dict[str, Any]:
     rows = [row for row in map(json.loads, lines) if "iteration_s" in row]
     seconds = [row["iteration_s"] for row in rows[1:] or rows]
     figures = {"quickstart_iteration_s": figure(statistics.median(seconds), "s", "lower")}
-    facts = {"wall_s": wall_s, "iterations": len(rows), "rewards": [row["reward"] for row in rows]}
-    text = f"{len(rows)} iterations, {statistics.median(seconds):.2f} s each, {wall_s:.0f} s in all"
-    return {"figures": figures, "facts": facts, "text": text}
+    return {"figures": figures, "text": f"{len(rows)} iterations, {statistics.median(seconds):.2f} s each"}
 
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {

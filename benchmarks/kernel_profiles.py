@@ -29,24 +29,11 @@ KINDS: tuple[AttentionKind, ...] = ("decode", "prefill")
 
 _MS = 1e-3
 _GPU_WORDS = {
-    "a100-40": "A100-40G",
-    "a100-80": "A100-80G",
-    "a100": "A100-80G",
-    "a800": "A800-80G",
-    "h100": "H100-80G",
-    "h200": "H200-141G",
-    "h800": "H800-80G",
-    "gh-96": "GH200-96G",
-    "gh200": "GH200-96G",
-    "a40": "A40-48G",
-    "l40s": "L40S-48G",
-    "v100-16": "V100-16G",
-    "v100": "V100-16G",
-    "titan-rtx": "TITAN-RTX-24G",
-    "rtx-2080": "RTX-2080Ti-11G",
-    "rtx-3090": "RTX-3090-24G",
-    "rtx-4090": "RTX-4090-24G",
-}
+    "a100-40": "A100-40G", "a100-80": "A100-80G", "a100": "A100-80G", "a800": "A800-80G", "h100": "H100-80G",
+    "h200": "H200-141G", "h800": "H800-80G", "gh-96": "GH200-96G", "gh200": "GH200-96G", "a40": "A40-48G",
+    "l40s": "L40S-48G", "v100-16": "V100-16G", "v100": "V100-16G", "titan-rtx": "TITAN-RTX-24G",
+    "rtx-2080": "RTX-2080Ti-11G", "rtx-3090": "RTX-3090-24G", "rtx-4090": "RTX-4090-24G",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +90,7 @@ class AttentionProfile:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveProfile:
-    """Seconds over bytes of one collective of ``workers`` GPUs, ``workers_per_node`` on each
-    machine."""
+    """Seconds over bytes of a collective of ``workers`` GPUs, ``workers_per_node`` a machine."""
 
     source: str
     gpu: str | None
@@ -125,7 +111,6 @@ class TrainingProfile:
     points: Array  # (n, 2) sequences of a micro-batch, tensor-parallel degree
     forward_s: Array
     backward_s: Array
-    update_s: Array
 
 
 Profile = LinearProfile | AttentionProfile | CollectiveProfile | TrainingProfile
@@ -307,9 +292,7 @@ def _training(path: Path, label: str) -> Iterator[TrainingProfile]:
                 rows.sort(key=lambda row: row[:2])
                 times = np.stack([row[2] for row in rows])
                 points = np.array([row[:2] for row in rows])
-                yield TrainingProfile(
-                    label, gpu_in_path(gpu), f"{model}", points, times[..., 0], times[..., 1], times[..., 2]
-                )
+                yield TrainingProfile(label, gpu_in_path(gpu), f"{model}", points, times[..., 0], times[..., 1])
 
 
 def _layer_times(layers: object) -> Array | None:

@@ -5,7 +5,7 @@
 
 1. Profiles of several GPUs, or of an unnamed one, are never fitted together.
 2. A profile with a finding of `audit` is refused: a matrix product above peak FLOPS or a transfer
-   above the memory bandwidth; times off by one factor (units); another GPU's times.
+   above the memory bandwidth; times off by one factor (units, or another GPU).
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ from benchmarks.kernel_profiles import (
 )
 from benchmarks.report import command_parser
 from libra.errors import ConfigError
+<<<<<<< HEAD
 from libra.hardware.gpus import GPU, known_gpus, load_gpu
 from libra.hardware.layer_seconds import (
+=======
+from libra.hardware.gpus import GPU, load_gpu
+from libra.hardware.rooflines import (
+>>>>>>> h_b1
     GEMMS,
     MOVES,
     Efficiencies,
     all_reduce_s,
-    attention_decode_s,
     gemm_columns_inner,
     gemm_s,
     operator_s,
@@ -53,7 +57,6 @@ from libra.hardware.tables import (
     Tables,
     log_tokens,
     operator_sizes,
-    shipped_tables,
 )
 
 Array = NDArray[np.float64]
@@ -170,8 +173,7 @@ def linear_curves(gpu: GPU, eff: Efficiencies, profile: LinearProfile) -> list[R
 
 
 def attention_rows(gpu: GPU, eff: Efficiencies, profile: AttentionProfile, kind: AttentionKind) -> RatioRows | None:
-    """Ratios of a profile's attention to the roofline by sequences or chunk length; None without
-    points."""
+    """Ratios of attention to the roofline by sequences or chunk length; None without points."""
     points = profile.points(kind)
     if not len(points):
         return None
@@ -208,30 +210,23 @@ def all_reduce_table(profile: CollectiveProfile) -> AllReduceTable:
 
 def save_tables(tables: Tables, path: str | Path, *, source: str, points: int = 40) -> None:
     """Write tables with at most ``points`` along each axis; log ratios keep three decimals."""
+    linear = [
+        {"operator": each.operator, "sizes": list(each.sizes), **_thinned(each, "log_tokens", "log_ratio", points)}
+        for each in tables.linear
+    ]
+    all_reduce = [
+        {
+            "workers": each.workers, "workers_per_node": each.workers_per_node,
+            **_thinned(each, "log_bytes", "log_seconds", 2 * points),
+        }
+        for each in tables.all_reduce
+    ]  # fmt: skip
     document = {
-        "schema": SCHEMA,
-        "gpu": tables.gpu.name,
-        "source": source,
+        "schema": SCHEMA, "gpu": tables.gpu.name, "source": source,
         "efficiencies": {name: float(f"{value:.5g}") for name, value in asdict(tables.efficiencies).items()},
-        "linear": [
-            {
-                "operator": curve.operator,
-                "sizes": list(curve.sizes),
-                **_thinned(curve, "log_tokens", "log_ratio", points),
-            }
-            for curve in tables.linear
-        ],
-        "all_reduce": [
-            {
-                "workers": table.workers,
-                "workers_per_node": table.workers_per_node,
-                **_thinned(table, "log_bytes", "log_seconds", 2 * points),
-            }
-            for table in tables.all_reduce
-        ],
-        "decode": [_thinned_rows(rows, points) for rows in tables.decode],
+        "linear": linear, "all_reduce": all_reduce, "decode": [_thinned_rows(rows, points) for rows in tables.decode],
         "prefill": [_thinned_rows(rows, points) for rows in tables.prefill],
-    }
+    }  # fmt: skip
     text = json.dumps(document, separators=(",", ":"))
     Path(path).write_text(text.replace('{"operator"', '\n{"operator"').replace("]],[[", "]],\n[[") + "\n")
 
@@ -261,33 +256,21 @@ FASTEST_LINKS = 1.5
 """The same for links; in-network reduction makes an all-reduce seem faster than its links."""
 STRANGE_FACTOR = 4.0
 """Median of measured over predicted seconds (or inverse) from which unit or GPU must be wrong."""
-SAME_SPREAD = 0.08
-"""Two profiles are equal if the log of their ratio (5 % to 95 %) is within this distance of 0."""
-MIN_COMMON = 40
-"""Minimum number of common points for that comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An impossible property of a profile, and the GPU on which it was really measured, if known."""
+    """An impossible property of a profile."""
 
     source: str
     text: str
-    measured_on: str | None = None
 
 
-def audit(profile: Profile, gpu: GPU, others: Sequence[Tables] | None = None) -> list[Finding]:
-    """Impossible properties of ``profile`` on ``gpu``.
-
-    ``others`` are tables of GPUs that it may have been confused with, by default the package's.
-    """
-    references = [shipped_tables(name) for name in known_gpus()] if others is None else list(others)
+def audit(profile: Profile, gpu: GPU) -> list[Finding]:
+    """Impossible properties of ``profile`` on ``gpu``."""
     if isinstance(profile, LinearProfile):
         texts = _linear(profile, gpu)
     elif isinstance(profile, AttentionProfile):
-        twins = _twins(profile, gpu, [t for t in references if t is not None])
-        if twins:
-            return twins
         texts = _attention(profile, gpu)
     elif isinstance(profile, CollectiveProfile):
         texts = _collective(profile, gpu)
@@ -376,47 +359,6 @@ def _training(profile: TrainingProfile) -> list[str]:
             f"{profile.model}: backward takes {ratio:.2g} times the forward pass; 1 to 4 is plausible: are columns mixed up?"
         ]
     return []
-
-
-def _twins(profile: AttentionProfile, gpu: GPU, references: Sequence[Tables]) -> list[Finding]:
-    for tables in references:
-        expected = tables.gpu.memory_bytes_per_s / gpu.memory_bytes_per_s
-        if abs(np.log(expected)) < 2.5 * SAME_SPREAD:
-            continue
-        for rows in tables.decode:
-            log_ratio = _log_ratio_at_equal_bytes(profile, tables, rows)
-            if len(log_ratio) < MIN_COMMON:
-                continue
-            low, middle, high = np.quantile(log_ratio, [0.05, 0.5, 0.95])
-            if abs(middle) < SAME_SPREAD and high - low < 2.0 * SAME_SPREAD:
-                text = (
-                    f"decode attention takes {np.exp(middle):.2f} of what {tables.gpu.name} takes for the same bytes (5 to "
-                    f"95 %: {np.exp(low):.2f} to {np.exp(high):.2f}, {len(log_ratio)} points), where memory bandwidth implies "
-                    f"{expected:.2f}: it was measured on {tables.gpu.name}, not on {gpu.name}"
-                )
-                return [Finding(profile.source, text, tables.gpu.name)]
-    return []
-
-
-def _log_ratio_at_equal_bytes(profile: AttentionProfile, tables: Tables, rows: RatioRows) -> Array:
-    points = profile.decode
-    token_bytes = 4.0 * profile.kv_heads * profile.head_dim
-    reference_bytes = 4.0 * rows.key[1] * rows.key[2]
-    context = points[:, 1] * token_bytes / reference_bytes
-    longest = max(np.exp(at[-1]) for at, _ in rows.rows) - 64.0
-    read = points[:, 0] * points[:, 1] * token_bytes
-    common = (
-        (points[:, 0] >= np.exp(rows.log_x[0]) * 0.99)
-        & (points[:, 0] <= np.exp(rows.log_x[-1]) * 1.01)
-        & (context <= longest)
-        & (context >= 32)
-        & (read > 1e6)
-    )
-    num, context = points[common, 0], context[common]
-    if not len(num):
-        return np.zeros(0)
-    form = attention_decode_s(tables.gpu, tables.efficiencies, num, num * context, reference_bytes)
-    return np.asarray(np.log(points[common, 2] / form) - rows.log_ratio(num, context))
 
 
 # ---------------------------------------------------------------- command

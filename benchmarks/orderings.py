@@ -18,7 +18,6 @@ from libra.facts import (
     Fact,
     HomeForgotten,
     Prefer,
-    Priority,
     QuantumFinished,
     QuantumStarted,
     SetPriority,
@@ -31,7 +30,7 @@ from libra.policy import CMLFQ, Fifo, Mlfq
 from libra.policy.cmlfq import Objective
 from libra.policy.posterior.forecaster import Forecast
 from libra.policy.saved import Saved
-from libra.policy.trajectory_table import NUM_CLASSES, PATIENCE, TrajectoryStats, length_class
+from libra.policy.trajectory_table import PATIENCE, TrajectoryStats
 from libra.types import Phase, ToolStatus
 
 
@@ -169,53 +168,6 @@ class Paper(Saved):
         return sorted(seconds, key=lambda bucket: (-seconds[bucket], bucket))
 
 
-class SeerOrder(Saved):
-    """Seer's order (arXiv:2511.14617 v3): a probe of every group, then the groups expected to be
-    longest.
-
-    The first member of a group is its probe; probes with fewest tokens go first. A group's expected
-    length is its longest ended member, or the maximum before one has ended. Deviations: it has a
-    starvation guard, and the dispatcher places requests.
-    """
-
-    name: ClassVar[str] = "seer"
-    _members: dict[str, dict[str, int]]  # of each group, in order of arrival: tokens generated
-    _probe: dict[str, str]
-    _longest: dict[str, int]  # of its members that have ended
-    _group: dict[str, str]
-    _iteration: dict[str, int]
-    _arrival: dict[str, int]
-
-    def handle(self, event: Fact) -> tuple[SetPriority, ...]:
-        match event:
-            case TrajectoryParked(key=key, iteration=iteration, group=group):
-                if key not in self._group:
-                    self._group[key], self._iteration[key], self._arrival[key] = group, iteration, len(self._arrival)
-                    self._members.setdefault(group, {})[key] = 0
-                    self._probe.setdefault(group, key)
-                return (self._placed(key),)
-            case QuantumFinished(key=key, tokens=tokens) if key in self._group:
-                self._members[self._group[key]][key] += tokens
-            case TrajectoryEnded(key=key) if key in self._group:
-                group = self._group.pop(key)
-                members = self._members[group]
-                self._longest[group] = max(self._longest.get(group, 0), members.pop(key))
-                return tuple(self._placed(member) for member in members)
-        return ()
-
-    def _placed(self, key: str) -> SetPriority:
-        group = self._group[key]
-        longest = self._longest.get(group)
-        if longest is None and self._probe[group] == key:
-            place = Priority(self._iteration[key], 0, self._members[group][key])
-            return SetPriority(key, place, "seer: probe of its group")
-        level = 1 if longest is None else 1 + NUM_CLASSES - length_class(longest)
-        reason = (
-            "seer: nobody of its group has ended" if longest is None else f"seer: its group has up to {longest} tokens"
-        )
-        return SetPriority(key, Priority(self._iteration[key], level, self._arrival[key]), reason)
-
-
 OUTRUN_FRAC = 0.1
 """Forecast for a trajectory longer than its given length: this share of what it has generated."""
 
@@ -253,8 +205,7 @@ class Forecaster(Saved):
 
 
 class KnownLengths(Forecaster):
-    """Forecasts from given total tokens by key, exact or of a given accuracy; unknown keys have
-    skill 0."""
+    """Forecasts from given total tokens by key, of a given accuracy; unknown keys: skill 0."""
 
     _totals: dict[str, float]
     _generated: dict[str, int]

@@ -1,5 +1,4 @@
-"""docs/benchmarks.md, made from ``benchmarks/results/*.json``: figures with a claim, and missed
-goals."""
+"""docs/benchmarks.md from ``benchmarks/results/*.json``: figures with a claim, missed goals."""
 
 from __future__ import annotations
 

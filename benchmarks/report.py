@@ -54,10 +54,7 @@ _LOAD_AT_START = os.getloadavg()[0]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number; without ``goal`` it is only reported.
-
-    ValueError if a number is not finite, or ``better`` is another word.
-    """
+    """One measured number; without ``goal`` it is only reported. ValueError if one is not finite."""
 
     value: float
     unit: str
@@ -65,8 +62,6 @@ class Figure:
     goal: float | None = None
 
     def __post_init__(self) -> None:
-        if self.better not in ("higher", "lower"):
-            raise ValueError(f"Figure.better: got {self.better!r}; allowed are 'higher' and 'lower'")
         for name, number in (("value", self.value), ("goal", self.goal)):
             if number is not None and not math.isfinite(number):
                 raise ValueError(f"Figure.{name}: got {number}; a figure is a finite number")
@@ -126,28 +121,21 @@ def _too_few(pairs: int) -> ConfigError:
     )
 
 
-def alternate(
-    first: Callable[[], float],
-    second: Callable[[], float],
-    *,
-    pairs: int,
-    after_pair: Callable[[int, float, float], None] | None = None,
-) -> Pairs:
-    """Measure two sides in turns: first, second, first, second, ...
+def alternate(first: Callable[[], float], second: Callable[[], float], *, pairs: int) -> Pairs:
+    """Measure two sides in turns (first, second, first, second, ...), and print each pair.
 
-    A side does its work once, returns the measured quantity, and leaves nothing busy.
-    ``after_pair`` gets (pair index, first, second). ConfigError for fewer than ``MIN_PAIRS`` pairs.
+    A side does its work once, returns the measured quantity, and leaves nothing busy. ConfigError
+    for fewer than ``MIN_PAIRS`` pairs.
     """
     if pairs < MIN_PAIRS:
         raise _too_few(pairs)
-    firsts: list[float] = []
-    seconds: list[float] = []
-    for index in range(pairs):
-        firsts.append(first())
-        seconds.append(second())
-        if after_pair is not None:
-            after_pair(index, firsts[-1], seconds[-1])
-    return Pairs(tuple(firsts), tuple(seconds))
+    found = []
+    for number in range(1, pairs + 1):
+        found.append((first(), second()))
+        one, other = found[-1]
+        print(f"pair {number}: {one:.4g} and {other:.4g}, ratio {one / other:.3f}", flush=True)
+    firsts, seconds = zip(*found, strict=True)
+    return Pairs(firsts, seconds)
 
 
 def gap_se(first: Sequence[float], second: Sequence[float]) -> float:
@@ -185,11 +173,7 @@ def _cpu_model() -> str:
 
 
 def status_bytes(field: str) -> int:
-    """A field of this process's status in bytes (Linux): ``VmRSS`` is resident now, ``VmHWM`` the
-    peak.
-
-    getrusage's maximum would start at the parent's after a fork.
-    """
+    """A field of this process's status in bytes (Linux): ``VmRSS`` is resident now."""
     status = Path("/proc/self/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith(f"{field}:"))
     return 1024 * int(line.split()[1])
@@ -222,8 +206,7 @@ def emit(
     stream: TextIO | None = None,
     beside: Mapping[str, object] | None = None,
 ) -> None:
-    """Print one readable line per figure, with ``as_json`` the JSON object last; ``--save`` saves
-    it.
+    """Print one readable line per figure, with ``as_json`` the JSON object last; ``--save`` saves it.
 
     ``arguments`` default to the command line of this process; ``beside`` are further keys of the
     object.
@@ -245,8 +228,7 @@ def emit(
 
 
 def save(report: Mapping[str, Any], directory: Path = RESULTS) -> Path:
-    """Write a report to ``directory``; ``quiet`` if nothing else ran at its start, or time is
-    virtual."""
+    """Write a report; ``quiet`` if nothing else ran at its start, or time is virtual."""
     from benchmarks import BENCHMARKS, UNTIMED
 
     git = ["git", "-C", str(Path(__file__).parent)]

@@ -43,7 +43,6 @@ from libra.worker.training.batch_rows import without_stale
 from libra.worker.trajectory.trajectory_state import TrajectoryRules, TrajectoryState, generation_record
 
 ENGINES = ("engine-0", "engine-1")
-Key = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +52,16 @@ class LoopSettings:
     steps: int
     slots: int = 32
     step_ticks: int = 60
-    threads: int = 1
 
 
 @dataclass(slots=True)
 class LoopResult:
     """The outcome of a run."""
 
-    ended: list[tuple[int, float, int, TrajectoryId]] = field(default_factory=list)
+    ended: list[tuple[int, TrajectoryId]] = field(default_factory=list)
     published: list[int] = field(default_factory=list)
-    lags: list[float] = field(default_factory=list)
     trained_ids: list[list[TrajectoryId]] = field(default_factory=list)
     over_age: int = 0
-    final_reward: float = float("nan")
-
-    def ticks_to(self, reward: float, window: int) -> float:
-        """Ticks until the last ``window`` ended trajectories had this mean reward, or infinity."""
-        rewards = np.array([each[1] for each in self.ended])
-        if len(rewards) < window:
-            return float("inf")
-        means = np.convolve(rewards, np.full(window, 1 / window), "valid")
-        reached = np.flatnonzero(means >= reward - 1e-9)
-        return float(self.ended[int(reached[0]) + window - 1][0]) if len(reached) else float("inf")
 
 
 class Loop:
@@ -93,7 +80,7 @@ class Loop:
             for name in ENGINES
         }  # fmt: skip
         self.replica = Replica(
-            model_dir, TrainSettings.of_run(config), threads=settings.threads, seed=config.run.seed, base_dir=model_dir
+            model_dir, TrainSettings.of_run(config), threads=1, seed=config.run.seed, base_dir=model_dir
         )
         self.store = WeightStore(directory)
         self.replica.published = self.store.read
@@ -134,8 +121,7 @@ class Loop:
         self._evaluated: list[float] = []
         while self._waiting or self._running:
             await self._one_tick()
-        self.result.final_reward = float(np.mean(self._evaluated))
-        return self.result.final_reward
+        return float(np.mean(self._evaluated))
 
     # ---------------------------------------------------------------- time
 
@@ -255,7 +241,7 @@ class Loop:
         if state.tid.split == "eval":
             self._evaluated.append(made.reward)
             return
-        self.result.ended.append((self.tick, made.reward, made.num_action_tokens, state.tid))
+        self.result.ended.append((made.num_action_tokens, state.tid))
         place = (state.tid.iteration, state.tid.group)
         members = self._groups.setdefault(place, [])
         members.append(made)
@@ -277,9 +263,7 @@ class Loop:
                 if trains:
                     trained.append(without_stale(member, row))
         report = self.replica.step(trained, step)
-        versions = [step - each.weight_version[each.is_action] for each in trained]
         found = self.result
-        found.lags.append(float(np.concatenate(versions).mean()) if versions else 0.0)
         found.trained_ids.append([each.trajectory_id for each in trained])
         found.over_age += sum("over_age" in row for row in rows)
         self.store.publish(step + 1, self.replica.all_weights(), content=report.digest)

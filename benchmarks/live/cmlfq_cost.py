@@ -1,31 +1,26 @@
-"""Cost of a forecaster, or of an ordering with its forecaster, in the scheduler's event loop with
-many trajectories.
+"""Cost of C-MLFQ's posterior in the scheduler's event loop with many trajectories.
 
 ``tool_return_us_<n>``, ``finish_us_<n>``, ``memory_mb_<n>``, ``load_s_<n>`` for n of 1k, 10k, 100k
 trajectories of 40 turns, *all of them running at once* in groups of 16: the worst case for memory.
-``learn_ms_<n>`` is a call of ``learn``, ``snapshot_mb_<n>`` the JSON text.
 
 A tool return is the events of the finished generation and tool, two parkings, and ``remaining``. A
 finish is the last generation and the end. Times are CPU of the thread, medians over chunks of a
 thousand. Memory is the growth of the process; loading is ``json.loads`` and ``restore``.
-``--subject MODULE:NAME`` measures another forecaster or ordering, built without arguments.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from benchmarks.report import Figure, command_parser, emit, status_bytes
-from libra.errors import ConfigError
 from libra.facts import QuantumFinished, TrajectoryEnded, TrajectoryParked
+from libra.policy.posterior.forecaster import Posterior
 from libra.types import Phase, ToolStatus
 
 TURNS = 40
@@ -36,15 +31,6 @@ GOALS = {"tool_return_us_100k": 30.0, "finish_us_100k": 150.0, "memory_mb_100k":
 TOOLS = [f"tool_{number}" for number in range(30)]
 LEARN_EVERY = 64
 """Finishes between two calls of ``learn``."""
-SUBJECT = "libra.policy.posterior.forecaster:Posterior"
-
-
-def made_by(subject: str) -> Callable[[], Any]:
-    module, _, name = subject.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--subject: no {subject!r} ({error}); type MODULE:NAME, e.g. {SUBJECT}") from error
 
 
 def chunks(count: int) -> Iterator[range]:
@@ -61,14 +47,14 @@ class Load:
         self.pace = slow * np.exp(rng.normal(5.0, 0.4, count))  # tokens per turn, alike in a group
         self.rng = rng
 
-    def park(self, subject: Any) -> None:
+    def park(self, subject: Posterior) -> None:
         for i, key in enumerate(self.keys):
             subject.handle(
                 TrajectoryParked(key, 0, Phase.ROLLOUT, 0, f"prompt-{i // GROUP}", f"family-{i // GROUP % 8}")
             )
 
-    def turn(self, subject: Any, number: int) -> list[float]:
-        handle, remaining, found = subject.handle, getattr(subject, "remaining", None), []
+    def turn(self, subject: Posterior, number: int) -> list[float]:
+        handle, remaining, found = subject.handle, subject.remaining, list[float]()
         tokens = (self.pace * np.exp(self.rng.normal(0.0, 0.5, self.count)) + 1).astype(int).tolist()
         tools = self.rng.zipf(1.5, self.count) % len(TOOLS)
         failed = self.rng.random(self.count) < 0.1
@@ -92,35 +78,32 @@ class Load:
                 handle(parked)
                 handle(returned)
                 handle(again)
-                if remaining is not None:
-                    remaining(key)
+                remaining(key)
             found.append(1e6 * (time.thread_time() - started) / len(events))
         return found
 
-    def finish(self, subject: Any, which: Sequence[int]) -> tuple[float, list[float]]:
-        """Microseconds per finish without learning, and milliseconds of each ``learn``."""
-        spent, learned, learn = 0.0, [], getattr(subject, "learn", None)
+    def finish(self, subject: Posterior, which: Sequence[int]) -> float:
+        """Microseconds per finish, without learning."""
+        spent = 0.0
         for at, i in enumerate(which):
             last, ended = QuantumFinished(self.keys[i], Phase.ROLLOUT, 50, "", "", 1.0), TrajectoryEnded(self.keys[i])
             started = time.thread_time()
             subject.handle(last)
             subject.handle(ended)
             spent += time.thread_time() - started
-            if learn is not None and at % LEARN_EVERY == LEARN_EVERY - 1:
-                started = time.thread_time()
-                learn()
-                learned.append(1e3 * (time.thread_time() - started))
-        return 1e6 * spent / len(which), learned
+            if at % LEARN_EVERY == LEARN_EVERY - 1:
+                subject.learn()
+        return 1e6 * spent / len(which)
 
 
-def measure(make: Callable[[], Any], count: int) -> dict[str, Figure]:
+def measure(count: int) -> dict[str, Figure]:
     name = SIZES.get(count, str(count))
     rng = np.random.default_rng(0)
     warm = Load(1024, rng)  # something is learned before, so that every signal is in use
     load = Load(count, rng)
     gc.collect()
     before = status_bytes("VmRSS")
-    subject = make()
+    subject = Posterior()
     warm.keys = [f"warm-{key}" for key in warm.keys]
     warm.park(subject)
     for number in range(TURNS):
@@ -131,20 +114,15 @@ def measure(make: Callable[[], Any], count: int) -> dict[str, Figure]:
     gc.collect()
     grown = status_bytes("VmRSS") - before
     text = json.dumps(subject.snapshot(), allow_nan=False)
-    other = make()
+    other = Posterior()
     started = time.thread_time()
     other.restore(json.loads(text))
     loading = time.thread_time() - started
     del other
-    finishes, learned = [], []
-    for chunk in list(chunks(count))[:20]:
-        us, ms = load.finish(subject, chunk)
-        finishes.append(us)
-        learned += ms
+    finishes = [load.finish(subject, chunk) for chunk in list(chunks(count))[:20]]
     values = {
         "tool_return_us": (statistics.median(returns), "us"), "finish_us": (statistics.median(finishes), "us"),
-        "memory_mb": (grown / 1e6, "MB"), "load_s": (loading, "s"), "snapshot_mb": (len(text) / 1e6, "MB"),
-        **({"learn_ms": (statistics.median(learned), "ms")} if learned else {}),
+        "memory_mb": (grown / 1e6, "MB"), "load_s": (loading, "s"),
     }  # fmt: skip
     return {
         f"{figure}_{name}": Figure(value, unit, "lower", GOALS.get(f"{figure}_{name}"))
@@ -155,10 +133,8 @@ def measure(make: Callable[[], Any], count: int) -> dict[str, Figure]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_parser("cmlfq_cost", __doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="trajectories alive at once")
-    parser.add_argument("--subject", default=SUBJECT, help="MODULE:NAME of a forecaster or an ordering")
     options = parser.parse_args(arguments)
-    make = made_by(options.subject)
     figures: dict[str, Figure] = {}
     for count in options.sizes:
-        figures |= measure(make, count)
+        figures |= measure(count)
     emit("cmlfq_cost", figures, arguments=arguments, as_json=options.json)

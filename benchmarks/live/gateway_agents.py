@@ -1,6 +1,6 @@
-"""Agents of `benchmarks.live.gateway`: the quick start's task, and turns of a fixed length, each by
-the openai client and by the standard library. The latter are forks of a process with this module,
-so it imports little."""
+"""Agents of `benchmarks.live.gateway`: the quick start's task by the openai client and by the standard
+library, and turns of a fixed length by the former. Agents of the latter are forks of a process with
+this module, so it imports little."""
 
 from __future__ import annotations
 
@@ -95,14 +95,6 @@ def plain(messages: list[dict[str, Any]], base_url: str, seen: str) -> None:
             )
     if seen:
         Path(seen, f"{os.getpid()}-{uuid.uuid4().hex}.json").write_text(json.dumps(ids))
-
-
-def fixed(messages: list[dict[str, Any]], base_url: str, turns: int) -> None:
-    connection, said = Connection(base_url), list(messages)
-    for _ in range(turns):
-        choice = connection.ask(said)
-        assert choice is not None, "the context is full"
-        said += [choice["message"], {"role": "user", "content": OBSERVATION}]
 
 
 async def fixed_openai(messages: list[dict[str, Any]], turns: int) -> None:

@@ -15,27 +15,24 @@ Cells: ``two`` (one fast, one slow), ``five`` (one fast, four slow), ``alike`` (
 * ``cmlfq_over_fifo_worst``: the largest of the cells' median ratios; ``..._heterogeneous``: of
   ``five`` (``--vllm``: of that cell).
 * ``useless_moves_frac``: of C-MLFQ's dispatches, moves that by the true lengths delayed the end by
-  more than 5 % (`benchmarks.live.move_review`); ``worthwhile_moves_frac``: of the moves, those that
-  brought it forward by as much.
-* ``live_over_simulated``, ``live_moves_over_simulated``: makespan and moves of the C-MLFQ runs over
-  `libra simulate --from-run`.
+  more than 5 % (`benchmarks.live.move_review`).
+* ``live_over_simulated``: makespan of the C-MLFQ runs over `libra simulate --from-run`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distributed import Client
 
-from benchmarks.live.move_review import Moved, moves
+from benchmarks.live.move_review import moves
 from benchmarks.report import MIN_PAIRS, QUICKSTART, QUIET, Figure, alternate, command_parser, emit
 from libra.cluster.local import local_cluster
 from libra.config import load_config
@@ -58,17 +55,13 @@ CELLS: dict[str, tuple[float, ...]] = {"two": (FAST_S, SLOW_S), "five": (FAST_S,
 HETEROGENEOUS = "five"
 
 
-@dataclass(slots=True)
-class Cell:
-    """Median ratio of makespans, C-MLFQ's moves and dispatches, and live over simulated of each
-    run."""
+class Cell(NamedTuple):
+    """Median ratio of makespans, C-MLFQ's moves and dispatches, live over simulated by run."""
 
-    name: str
-    ratio: float = math.nan
-    moved: list[Moved] = field(default_factory=list)
-    dispatched: int = 0
-    over_simulated: list[float] = field(default_factory=list)
-    simulated_moves: int = 0
+    ratio: float
+    useless: int
+    dispatched: int
+    over_simulated: list[float]
 
 
 class TraceTurns(Environment):
@@ -77,19 +70,8 @@ class TraceTurns(Environment):
     Tools that failed fail again. It needs ``rollout.ignore_eos``. Rewards have no meaning.
     """
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        groups: int,
-        group_size: int,
-        seed: int = 0,
-        tokens_frac: float = 1.0,
-        payload_frac: float = 1.0,
-        tool_frac: float = 1.0,
-    ) -> None:
+    def __init__(self, *, path: str, groups: int, group_size: int, seed: int = 0) -> None:
         self.groups = groups
-        self._frac = tokens_frac, payload_frac, tool_frac
         drawn = draw(load_traces(Path(path)), num_groups=groups, group_size=group_size, seed=seed)
         self._plans = {(plan.group, plan.sample): plan for plan in drawn.trajectories}
         self.tools = (tool(self.replay),)
@@ -103,14 +85,12 @@ class TraceTurns(Environment):
 
     def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
         """The recorded turn, scaled."""
-        tokens_frac, payload_frac, tool_frac = self._frac
         turns = self._plans[prompt.facts["group"], tid.sample].turns
         plan = turns[turn]
-        seconds, failed = round(tool_frac * plan.tool_s, 6), plan.status not in (NO_TOOL, ToolStatus.OK)
-        call = ToolCall(
-            "replay", {"chars": round(payload_frac * plan.payload_tokens), "seconds": seconds, "fails": failed}
-        )
-        return ScriptedTurn(max(1, round(tokens_frac * plan.new_tokens)), (call,) if turn + 1 < len(turns) else ())
+        failed = plan.status not in (NO_TOOL, ToolStatus.OK)
+        chars, seconds = round(PAYLOAD_FRAC * plan.payload_tokens), round(TOOL_FRAC * plan.tool_s, 6)
+        call = ToolCall("replay", {"chars": chars, "seconds": seconds, "fails": failed})
+        return ScriptedTurn(max(1, round(TOKENS_FRAC * plan.new_tokens)), (call,) if turn + 1 < len(turns) else ())
 
     def grade(self, episode: Episode) -> float:
         return hashlib.blake2b(episode.answer.encode(errors="surrogatepass"), digest_size=1).digest()[0] / 256
@@ -146,10 +126,7 @@ class Bench:
         return f"[{', '.join(each)}]"
 
     def config(self, *changes: str, seed: int = 0) -> Any:
-        args = (
-            f"{{path: {self.data / TRACES}, groups: {self.groups}, group_size: {GROUP_SIZE}, seed: {seed}, "
-            f"tokens_frac: {TOKENS_FRAC}, payload_frac: {PAYLOAD_FRAC}, tool_frac: {TOOL_FRAC}}}"
-        )
+        args = f"{{path: {self.data / TRACES}, groups: {self.groups}, group_size: {GROUP_SIZE}, seed: {seed}}}"
         asked = (
             f"run.dir={self.directory}", "run.iterations=1", *QUIET, "rollout.ignore_eos=true",
             "environment.name=benchmarks.live.live_placement:TraceTurns", f"environment.args={args}", "rollout.max_turns=64",
@@ -176,73 +153,46 @@ def makespan_s(log: Sequence[Line]) -> float:
     return max(t_s for _, t_s, fact in log if isinstance(fact, TrajectoryEnded)) - begun
 
 
-def live_over_simulated(directory: Path) -> tuple[float, int]:
-    """Makespan of a run over its simulation on the same engines, from the first gate on; and the
-    simulated moves."""
+def live_over_simulated(directory: Path) -> float:
+    """Makespan of a run over its simulation on the same engines, from the first gate on."""
     setting = run_setting(directory)
     assert setting.realised is not None, "the run went through"
-    simulated = simulator_of_run(setting)[0].run()
-    return setting.realised.makespan_s / simulated.makespan_s, simulated.moves
+    return setting.realised.makespan_s / simulator_of_run(setting)[0].run().makespan_s
 
 
 def measured(bench: Bench, name: str) -> Cell:
-    cell, count = Cell(name), 0
+    count = useless = dispatched = 0
+    over_simulated: list[float] = []
     with local_cluster(bench.config(f"cluster.engines={bench.engines(name)}")) as cluster, Client(cluster) as client:
 
         def side(policy: str) -> float:
-            nonlocal count
+            nonlocal count, useless, dispatched
             seed, count = count // 2, count + 1
             directory = ran(bench, f"{name}_{policy}_{seed}", policy, seed, client)
             log = log_of(directory)
             if policy == "cmlfq":
-                found, dispatched = moves(log)
-                cell.moved += found
-                cell.dispatched += dispatched
-                over, simulated_moves = live_over_simulated(directory)
-                cell.over_simulated.append(over)
-                cell.simulated_moves += simulated_moves
+                found, of_run = moves(log)
+                useless += sum(moved.useless for moved in found)
+                dispatched += of_run
+                over_simulated.append(live_over_simulated(directory))
             return makespan_s(log)
 
-        def told(pair: int, ours: float, theirs: float) -> None:
-            print(
-                f"{name}, pair {pair + 1}: C-MLFQ {ours:.2f} s, FIFO {theirs:.2f} s ({ours / theirs:.3f})", flush=True
-            )
-
-        cell.ratio = alternate(lambda: side("cmlfq"), lambda: side("fifo"), pairs=bench.pairs, after_pair=told).ratio
-    useless = sum(moved.useless for moved in cell.moved)
-    print(
-        f"{name}: C-MLFQ over FIFO {cell.ratio:.3f}; {len(cell.moved)} of {cell.dispatched} generations moved, {useless} of them "
-        f"for nothing, {sum(moved.worth for moved in cell.moved)} worth it, {cell.simulated_moves} moves simulated; live over "
-        f"simulated {[round(x, 3) for x in cell.over_simulated]}",
-        flush=True,
-    )
+        ratio = alternate(lambda: side("cmlfq"), lambda: side("fifo"), pairs=bench.pairs).ratio
+    cell = Cell(ratio, useless, dispatched, over_simulated)
+    print(f"{name}: {cell}", flush=True)
     return cell
 
 
-def figures_of(cells: Sequence[Cell], heterogeneous: str) -> dict[str, Figure]:
-    ratios = {cell.name: cell.ratio for cell in cells}
-    dispatched = sum(cell.dispatched for cell in cells)
-    useless = sum(moved.useless for cell in cells for moved in cell.moved)
-    figures = {
-        "cmlfq_over_fifo_worst": Figure(max(ratios.values()), "ratio", "lower", 1.0),
-        "useless_moves_frac": Figure(useless / dispatched, "frac", "lower", 0.0),
-        "moves_frac": Figure(sum(len(cell.moved) for cell in cells) / dispatched, "frac", "lower"),
-        **{f"cmlfq_over_fifo_{name}": Figure(ratio, "ratio", "lower") for name, ratio in ratios.items()},
+def figures_of(cells: dict[str, Cell]) -> dict[str, Figure]:
+    heterogeneous = cells.get(HETEROGENEOUS, next(iter(cells.values())))
+    useless = sum(cell.useless for cell in cells.values()) / sum(cell.dispatched for cell in cells.values())
+    over = statistics.median(value for cell in cells.values() for value in cell.over_simulated)
+    return {
+        "cmlfq_over_fifo_worst": Figure(max(cell.ratio for cell in cells.values()), "ratio", "lower", 1.0),
+        "cmlfq_over_fifo_heterogeneous": Figure(heterogeneous.ratio, "ratio", "lower", 0.9),
+        "useless_moves_frac": Figure(useless, "frac", "lower", 0.0),
+        "live_over_simulated": Figure(over, "ratio", "lower", 1.1),
     }
-    if heterogeneous in ratios:
-        figures["cmlfq_over_fifo_heterogeneous"] = Figure(ratios[heterogeneous], "ratio", "lower", 0.9)
-    over = [value for cell in cells for value in cell.over_simulated]
-    if over:
-        figures["live_over_simulated"] = Figure(statistics.median(over), "ratio", "lower", 1.1)
-        off = statistics.median(abs(value - 1.0) for value in over)
-        figures["live_off_simulated_frac"] = Figure(off, "frac", "lower", 0.1)
-    moved = [moved for cell in cells for moved in cell.moved]
-    simulated_moves = sum(cell.simulated_moves for cell in cells)
-    if moved and simulated_moves:
-        worth = sum(each.worth for each in moved)
-        figures["worthwhile_moves_frac"] = Figure(worth / len(moved), "frac", "higher")
-        figures["live_moves_over_simulated"] = Figure(len(moved) / simulated_moves, "ratio", "lower")
-    return figures
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -251,14 +201,10 @@ def main(arguments: list[str] | None = None) -> None:
         "--cells", nargs="+", choices=list(CELLS), default=list(CELLS), help="cells to measure (default all)"
     )
     parser.add_argument("--groups", type=int, default=12, help=f"groups of {GROUP_SIZE} trajectories (default 12)")
-    parser.add_argument("--quick", action="store_true", help="the cell two alone, with 6 groups")
     parser.add_argument("--vllm", action="store_true", help="a cell of two vLLM engines, TP 1 and TP 2, instead")
     options = parser.parse_args(arguments)
-    names, groups = (["two"], 6) if options.quick else (options.cells, options.groups)
-    if options.vllm:
-        names = ["vllm"]
+    names = ["vllm"] if options.vllm else options.cells
     with tempfile.TemporaryDirectory(prefix="live_placement-") as directory:
-        bench = Bench(Path(directory), options.data.resolve(), groups, options.pairs, options.vllm)
-        cells = [measured(bench, name) for name in names]
-    heterogeneous = HETEROGENEOUS if HETEROGENEOUS in names else names[0]
-    emit("live_placement", figures_of(cells, heterogeneous), arguments=arguments, as_json=options.json)
+        bench = Bench(Path(directory), options.data.resolve(), options.groups, options.pairs, options.vllm)
+        cells = {name: measured(bench, name) for name in names}
+    emit("live_placement", figures_of(cells), arguments=arguments, as_json=options.json)

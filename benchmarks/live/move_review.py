@@ -13,8 +13,9 @@ then.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from libra.facts import HomeChanged, Line, QuantumDispatched, QuantumFinished, TrajectoryEnded
 from libra.policy.engine_loads import Loads
@@ -22,33 +23,22 @@ from libra.policy.engine_table import EXACT_NORM, EngineTable, Trajectory
 from libra.types import Phase
 
 NOISE_FRAC = 0.05
-"""A move that delays the end by less than this share is within noise and does not count as harmful.
-"""
+"""Delays by less than this share of the end are within noise."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """One move, with the seconds until both engines finish without and with it; None if unknown."""
+class Moved(NamedTuple):
+    """One move, with the seconds until both engines finish without and with it; NaN if unknown."""
 
-    key: str
-    t_s: float
-    home: str
-    worker: str
-    reason: str
-    stayed_s: float | None = None
-    moved_s: float | None = None
+    stayed_s: float = math.nan
+    moved_s: float = math.nan
 
     @property
     def useless(self) -> bool:
-        return (
-            self.stayed_s is not None and self.moved_s is not None and self.moved_s > (1.0 + NOISE_FRAC) * self.stayed_s
-        )
+        return self.moved_s > (1.0 + NOISE_FRAC) * self.stayed_s
 
     @property
     def worth(self) -> bool:
-        return (
-            self.stayed_s is not None and self.moved_s is not None and self.stayed_s > (1.0 + NOISE_FRAC) * self.moved_s
-        )
+        return self.stayed_s > (1.0 + NOISE_FRAC) * self.moved_s
 
 
 def moves(log: Iterable[Line]) -> tuple[list[Moved], int]:
@@ -59,7 +49,7 @@ def moves(log: Iterable[Line]) -> tuple[list[Moved], int]:
     found: list[Moved] = []
     done: dict[str, int] = {}
     dispatched = 0
-    for _, t_s, event in lines:
+    for _, _, event in lines:
         match event:
             case QuantumDispatched(key=key, worker=worker) if event.phase is Phase.ROLLOUT:
                 dispatched += 1
@@ -67,7 +57,7 @@ def moves(log: Iterable[Line]) -> tuple[list[Moved], int]:
                 if key in generated:
                     table.forecast(one, generated[key] - done.get(key, 0), final[key])
                 if one.home is not None and one.home.spec.worker != worker:
-                    found.append(_judged(t_s, event, one, table, loads, key in generated))
+                    found.append(_judged(event, one, table, loads, key in generated))
             case QuantumFinished(key=key, tokens=tokens):
                 done[key] = done.get(key, 0) + tokens
             case HomeChanged(num_bytes=num_bytes, took_s=took_s) if num_bytes:
@@ -89,13 +79,10 @@ def _lengths(lines: list[Line]) -> tuple[dict[str, int], dict[str, int]]:
     return {key: tokens[key] for key in final if tokens.get(key)}, final
 
 
-def _judged(
-    t_s: float, event: QuantumDispatched, one: Trajectory, table: EngineTable, loads: Loads, known: bool
-) -> Moved:
+def _judged(event: QuantumDispatched, one: Trajectory, table: EngineTable, loads: Loads, known: bool) -> Moved:
     home, target = one.home, table.engines.get(event.worker)
     assert home is not None
-    moved = Moved(event.key, t_s, home.spec.worker, event.worker, event.reason)
     if not known or target is None or not (home.declared and target.declared) or not one.has_forecast:
-        return moved
+        return Moved()
     home_s, moved_s = loads.moved_s(one, event.worker)
-    return Moved(event.key, t_s, moved.home, event.worker, event.reason, max(home_s, loads.over_s(target)), moved_s)
+    return Moved(max(home_s, loads.over_s(target)), moved_s)

@@ -1,5 +1,4 @@
-"""A started run that only generates, iteration after iteration, for benchmarks that compare
-throughputs."""
+"""A started run that only generates, for benchmarks that compare throughputs."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class OnlyRollouts:
         return self.session.client.gather(futures)  # type: ignore[no-any-return]
 
     def last(self) -> tuple[list[Event], float]:
-        """Finished quanta of the last iteration, and seconds from its first dispatch to its last
-        report."""
+        """Finished quanta of the last iteration, and its seconds from dispatch to report."""
         self.session.client.run_on_scheduler(flush_events)
         log, prefix = read_events(self.session.directory / "events.jsonl").events, f"trajectory-train-{self.k - 1}-"
         mine = [event for event in log if str(event.get("key", "")).startswith(prefix)]

@@ -1,12 +1,11 @@
 """Trajectories that wait on a real scheduler, with emulated work.
 
-Scheduler, plugin, policy, event log, messages and task states are real; a quantum only waits and
-reports. ``python -m benchmarks.live.parked_tasks ADDRESS ...`` is the process of the workers.
+Scheduler, plugin, policy, event log, messages and task states are real; a quantum only
+reports. ``python -m benchmarks.live.parked_tasks ADDRESS WORKERS`` is the process of the workers.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -35,7 +34,7 @@ from libra.worker.context import FactSender
 from libra.worker.dask_worker import priority_here
 
 RUN = "parked"
-GROUP_SIZE = 16
+GROUP_SIZE, SLOTS = 16, 16
 TOOLS = ("shell", "python", "edit", "search", "test")
 MAX_QUANTA = 80
 """Quanta of the longest trajectory: forty turns, each a generation and an action."""
@@ -71,8 +70,8 @@ class Stage:
         return sum(self.plugin.trajectories.dispatcher.num_waiting(phase) for phase in Phase)
 
 
-async def quantum(key: str, generation_s: float, tool_s: float, bare: bool = False, inline: bool = False) -> int:
-    """A task whose quanta wait, report and park; the key determines the numbers.
+async def quantum(key: str, bare: bool, inline: bool) -> int:
+    """A task whose quanta report and park; the key determines the numbers.
 
     ``inline``: tools run within generations, and the task keeps its slot as a real worker would.
     """
@@ -83,7 +82,7 @@ async def quantum(key: str, generation_s: float, tool_s: float, bare: bool = Fal
         length = 2 * chance.randint(4, MAX_QUANTA // 2)
         generates = inline or done % 2 == 0
         began_s = time.time()
-        await asyncio.sleep((generation_s if generates else tool_s) * chance.uniform(0.5, 1.5))
+        await asyncio.sleep(0)
         _DONE[key] = done + 1
         ends = done + 1 >= length
         following = "" if ends else str(Phase.TOOL if generates and not inline else Phase.ROLLOUT)
@@ -175,19 +174,10 @@ class BareLoop(SchedulerPlugin):
 
 @contextlib.asynccontextmanager
 async def parked(
-    directory: Path,
-    waiting: int,
-    *,
-    policy: str = "cmlfq",
-    workers: int = 0,
-    slots: int = 16,
-    generation_s: float = 0.0,
-    tool_s: float = 0.0,
-    bare: bool = False,
-    inline: bool = False,
+    directory: Path, waiting: int, *, workers: int = 0, bare: bool = False, inline: bool = False
 ) -> AsyncIterator[Stage]:
-    """A scheduler with ``waiting`` parked trajectories, then with ``workers`` of ``slots`` slots
-    per phase.
+    """A scheduler with ``waiting`` parked trajectories, then with ``workers`` of `SLOTS` slots per
+    phase.
 
     ``bare`` uses `BareLoop` instead of Libra's plugin. The workers are in another process, so that
     the CPU time of this thread belongs to the scheduler and a waiting client.
@@ -206,30 +196,27 @@ async def parked(
             await client.register_plugin(LibraPlugin())
             plugin = scheduler.plugins[LibraPlugin.name]
             sections = {
-                "policy": {"name": policy}, "environment": {"name": "parked"}, "trainer": {"prompts": 1},
+                "policy": {"name": "cmlfq"}, "environment": {"name": "parked"}, "trainer": {"prompts": 1},
                 "watchdog": {"timeout_s": None},
             }  # fmt: skip
             plugin.register_run(RunRegistration(RUN, 0, str(directory), sections))
         names = [
             keys.make("trajectory", (0, i // GROUP_SIZE, i % GROUP_SIZE), epoch=0, run=RUN) for i in range(waiting)
         ]
-        futures = client.map(
-            quantum, names, generation_s=generation_s, tool_s=tool_s, bare=bare, inline=inline, key=names,
-            resources={keys.PARK: 1}, pure=False,
-        )  # fmt: skip
+        futures = client.map(quantum, names, bare=bare, inline=inline, key=names, resources={keys.PARK: 1}, pure=False)
         stage = Stage(scheduler, client, plugin, directory, futures)
         while stage.num_waiting < waiting:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         if workers:
-            await stack.enter_async_context(_workers(scheduler, workers, slots))
+            await stack.enter_async_context(_workers(scheduler, workers))
         yield stage
         if isinstance(plugin, LibraPlugin):
             plugin.end_run(RUN)
 
 
 @contextlib.asynccontextmanager
-async def _workers(scheduler: Scheduler, count: int, slots: int) -> AsyncIterator[None]:
-    arguments = ("-m", "benchmarks.live.parked_tasks", scheduler.address, str(count), str(slots))
+async def _workers(scheduler: Scheduler, count: int) -> AsyncIterator[None]:
+    arguments = ("-m", "benchmarks.live.parked_tasks", scheduler.address, str(count))
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=dict(os.environ))
     try:
         while len(scheduler.workers) < count:  # noqa: ASYNC110
@@ -252,11 +239,11 @@ def _ranked(key: str, rank: Sequence[int], **extra: Any) -> None:
     _RANKS[key] = tuple(rank)
 
 
-async def _serve(address: str, count: int, slots: int) -> None:
+async def _serve(address: str, count: int) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        supply = {keys.ROLLOUT: slots, keys.TOOL: slots}
+        supply = {keys.ROLLOUT: SLOTS, keys.TOOL: SLOTS}
         for number in range(count):
-            worker = Worker(address, nthreads=2 * slots, name=f"worker-{number}", resources=supply, dashboard=False)
+            worker = Worker(address, nthreads=2 * SLOTS, name=f"worker-{number}", resources=supply, dashboard=False)
             worker.stream_handlers["libra-ahead"] = partial(_heard, worker.name)
             worker.stream_handlers["libra-rank"] = _ranked
             await stack.enter_async_context(worker)
@@ -264,16 +251,12 @@ async def _serve(address: str, count: int, slots: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("address")
-    parser.add_argument("workers", type=int)
-    parser.add_argument("slots", type=int)
-    options = parser.parse_args()
     # By its own name, so that what the scheduler unpickles and what runs here share one table of finished quanta.
     from benchmarks.live import parked_tasks
 
+    _, address, workers = sys.argv
     with dask.config.set(DASK_SETTINGS):
-        asyncio.run(parked_tasks._serve(options.address, options.workers, options.slots))
+        asyncio.run(parked_tasks._serve(address, int(workers)))
 
 
 if __name__ == "__main__":

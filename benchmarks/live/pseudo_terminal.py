@@ -23,7 +23,6 @@ import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _TOKEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+")
@@ -32,17 +31,10 @@ _TOKEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+")
 class Terminal:
     """A running command; a context manager."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        cwd: Path,
-        environment: Mapping[str, str] | None = None,
-        columns: int = 120,
-        rows: int = 40,
-    ) -> None:
+    def __init__(self, command: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
         self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        variables = {**os.environ, "TERM": "xterm", **(environment or {})}
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        variables = {**os.environ, "TERM": "xterm", **environment}
         variables.pop("COLUMNS", None)
         self.text, self.first_s = "", None
         self.began_s = time.monotonic()
@@ -56,9 +48,7 @@ class Terminal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def read(self, wait_s: float) -> bool:
@@ -74,8 +64,7 @@ class Terminal:
         return bool(data)
 
     def wait_for(self, condition: Callable[[], bool], limit_s: float) -> None:
-        """Read until ``condition`` is true; TimeoutError with the output if the command ends
-        before."""
+        """Read until ``condition``; TimeoutError with the output if the command ends before."""
         until_s = time.monotonic() + limit_s
         while not condition():
             if time.monotonic() > until_s or not self.read(0.02):
@@ -107,8 +96,7 @@ def _at_the_terminal() -> None:
 
 
 def screen(text: str) -> list[str]:
-    """The lines on a terminal of any height after ``text``: carriage return, cursor up, erased
-    lines."""
+    """The lines that a terminal shows after ``text``: carriage return, cursor up, erasure."""
     lines, row, col = [""], 0, 0
     for token in _TOKEN.findall(text):
         if token == "\r":

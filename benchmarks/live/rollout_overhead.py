@@ -7,15 +7,14 @@ the same prompts, seeds and observations:
 
 * *Libra*: the trajectories of an iteration graph on real worker processes; every generation and
   action is in the journal, every quantum is in the event log. The tool costs nothing and is inline,
-  and each trajectory keeps its slot between turns. With ``--tool-slot`` each action goes to a slot
-  of a tool worker. Seconds are from the first dispatch to the last quantum's report.
+  and each trajectory keeps its slot between turns. Seconds are from the first dispatch to the last
+  quantum's report.
 * *bare*: in the rollout worker, one coroutine per trajectory calls ``engine.generate`` for turn
   after turn. With ``--engine vllm`` it calls vLLM's own ``AsyncLLM.generate`` in AsyncLLM's event
   loop, without any code of Libra.
 
 Figures: ``throughput_ratio`` (64 tokens per turn), ``throughput_ratio_16``,
-``throughput_ratio_256``, ``throughput_ratio_tool_slot`` (64 tokens, actions on TOOL slots),
-``break_even_tokens`` (turn length at which the ratio falls below 0.90, interpolated), and
+``throughput_ratio_tool_slot`` (64 tokens, each action on a slot of a tool worker), and
 ``scheduler_us_per_quantum``: CPU of the scheduler's thread, less its idle CPU, over quanta at 16
 tokens. It is not given for longer turns: at 64 tokens an idle share that is wrong by 1 % of a core
 changes it by some 250 us.
@@ -25,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
 import statistics
 import tempfile
@@ -42,8 +40,8 @@ from libra.cluster.connection import present_workers
 from libra.config import config_from_dict
 from libra.keys import host_name
 
-GOAL, KEPT = 0.95, 0.90
-SPECIAL = {64: "throughput_ratio", 16: "throughput_ratio_16", 256: "throughput_ratio_256"}
+GOAL = 0.95
+SPECIAL = {64: "throughput_ratio", 16: "throughput_ratio_16"}
 GROUP_SIZE, SCHEDULER_TOKENS, IDLE_S = 8, 16, 1.5
 
 
@@ -103,8 +101,7 @@ def thread_seconds(dask_scheduler: Any) -> float:
 
 
 async def idle_share(dask_scheduler: Any) -> float:
-    """Share of a core that this thread takes when idle: heartbeats, Dask's system monitor,
-    samplers."""
+    """Share of a core that this thread takes when idle: heartbeats, monitors, samplers."""
     began_s, began_wall_s = time.thread_time(), time.perf_counter()
     await asyncio.sleep(IDLE_S)
     return (time.thread_time() - began_s) / (time.perf_counter() - began_wall_s)
@@ -159,19 +156,6 @@ async def bare_answer(llm: Any, name: str, context: Any, seed: int, rollout: Any
     return np.asarray(final.outputs[0].token_ids, np.int32)
 
 
-def break_even(ratios: dict[int, float], kept: float = KEPT) -> float:
-    """Turn length below which the ratio is under ``kept``, linear in log length, else extrapolated."""
-    lengths = sorted(ratios)
-    below = [n for n in lengths if ratios[n] < kept]
-    if not below:
-        return float(lengths[0])
-    low, above = max(below), [n for n in lengths if n > max(below)]
-    if not above:
-        return low * (1 / ratios[low] - 1) / (1 / kept - 1)
-    share = (kept - ratios[low]) / (ratios[min(above)] - ratios[low])
-    return math.exp(math.log(low) + share * (math.log(min(above)) - math.log(low)))
-
-
 def measure(place: Path, tokens: int, options: argparse.Namespace, *, inline: bool) -> tuple[float, float | None]:
     """Throughput ratio at one turn length, and scheduler CPU microseconds per quantum (median)."""
     with Side(place, tokens, options, inline=inline) as side:
@@ -179,14 +163,7 @@ def measure(place: Path, tokens: int, options: argparse.Namespace, *, inline: bo
         side.scheduler_us.clear()
         measured = alternate(side.bare_s, side.libra_s, pairs=options.pairs)
         scheduler_us = statistics.median(side.scheduler_us) if side.scheduler_us else None
-    total = options.concurrent * options.turns * tokens
-    bare, ours = (total / seconds for seconds in measured.medians)
-    print(
-        f"{tokens:4d} tokens per turn, {'inline tool' if inline else 'tool slots'}: Libra {ours:7,.0f} tok/s, bare "
-        f"{bare:7,.0f} tok/s, ratio {measured.ratio:.3f}"
-        + ("" if scheduler_us is None else f"; scheduler {scheduler_us:.0f} us per quantum"),
-        flush=True,
-    )
+    print(f"{tokens} tokens per turn, inline {inline}: bare over Libra {measured.ratio:.3f}", flush=True)
     return measured.ratio, scheduler_us
 
 
@@ -197,21 +174,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--concurrent", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads of the engine")
-    parser.add_argument("--tool-slot", action="store_true", help="run every action on a TOOL slot, not within its turn")
     options = parser.parse_args(arguments)
-    ratios: dict[int, float] = {}
     figures: dict[str, Figure] = {}
     with tempfile.TemporaryDirectory(prefix="rollout_overhead-") as name:
         place = Path(name)
         task.save_model(place / "model", positions=context_tokens(max(options.tokens), options.turns))
         for tokens in options.tokens:
-            ratios[tokens], scheduler_us = measure(place, tokens, options, inline=not options.tool_slot)
+            ratio, scheduler_us = measure(place, tokens, options, inline=True)
             if tokens in SPECIAL:
-                figures[SPECIAL[tokens]] = Figure(ratios[tokens], "ratio", "higher", GOAL)
+                figures[SPECIAL[tokens]] = Figure(ratio, "ratio", "higher", GOAL)
             if scheduler_us is not None:
                 figures["scheduler_us_per_quantum"] = Figure(scheduler_us, "us", "lower", 150)
-        if 64 in options.tokens and not options.tool_slot:
+        if 64 in options.tokens:
             ratio, _ = measure(place, 64, options, inline=False)
             figures["throughput_ratio_tool_slot"] = Figure(ratio, "ratio", "higher", GOAL)
-    figures["break_even_tokens"] = Figure(break_even(ratios), "tokens", "lower", 64)
     emit("rollout_overhead", figures, arguments=arguments, as_json=options.json)

@@ -47,8 +47,7 @@ def _refused(*lines: str) -> Attack:
 
 
 def _system_call(number: int, *arguments: str) -> Attack:
-    """A system call by its number on x86-64, which must fail; on other machines another call may have that number, so none
-    is made."""
+    """A system call by its number on x86-64, which must fail; none is made elsewhere."""
     words = ", ".join(f"ctypes.c_long({word})" if word.lstrip("-").isalnum() else word for word in arguments)
     return _refused(
         "import ctypes, os",
@@ -58,7 +57,7 @@ def _system_call(number: int, *arguments: str) -> Attack:
     )
 
 
-READS: Mapping[str, Attack] = {
+ATTACKS: Mapping[str, Attack] = {
     "reads the host's name": _refused("print(open('/etc/hostname').read())"),
     "reads the password file": _refused("print(open('/etc/shadow').read())"),
     "lists the home of root": _refused("import os; os.listdir('/root')"),
@@ -75,8 +74,7 @@ READS: Mapping[str, Attack] = {
     "makes a device": _refused("import os, stat; os.mknod('disk', stat.S_IFBLK | 0o600, os.makedev(8, 0))"),
     "runs a shell": _refused("import subprocess; subprocess.run(['/bin/sh', '-c', 'id'], check=True)"),
     "runs a program that is another user's": _refused("import os; os.execv('/usr/bin/su', ['su'])"),
-}
-NETWORK: Mapping[str, Attack] = {
+    # network
     "connects by TCP": _refused("import socket; socket.create_connection(('127.0.0.1', 22), timeout=1)"),
     "listens": _refused("import socket; socket.create_server(('0.0.0.0', 0))"),
     "sends by UDP": _refused(
@@ -88,8 +86,7 @@ NETWORK: Mapping[str, Attack] = {
     "makes a pair of sockets for another": _refused(
         "import socket; socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"
     ),
-}
-PRIVILEGES: Mapping[str, Attack] = {
+    # privileges
     "becomes root": _refused("import os; os.setuid(0)"),
     "joins root's group": _refused("import os; os.setgid(0)"),
     "joins more groups": _refused("import os; os.setgroups([0])"),
@@ -119,8 +116,7 @@ PRIVILEGES: Mapping[str, Attack] = {
     "reboots": _system_call(169, "0xfee1dead", "672274793", "0"),
     "sets the clock": _refused("import time; time.clock_settime(time.CLOCK_REALTIME, 0)"),
     "renames the machine": _refused("import socket; socket.sethostname('mine')"),
-}
-FILES: Mapping[str, Attack] = {
+    # files
     "changes the standard library": _refused("import os; open(os.__file__, 'a')"),
     "writes beside its folder": _refused("import os; os.mkdir('/made')"),
     "renames its folder": _refused("import os; os.rename(os.getcwd(), '/tmp/../other')"),
@@ -135,8 +131,7 @@ FILES: Mapping[str, Attack] = {
         "import os\nfor name in ('result', 'out.json'): os.mkfifo(name)", "ended"
     ),
     "links a result to the host": Attack("import os; os.symlink('/etc/passwd', 'result')", "ended"),
-}
-USES: Mapping[str, Attack] = {
+    # uses
     "takes memory": _refused("x = bytearray(1 << 30)"),
     "takes memory in processes": Attack(
         "import os\nfor _ in range(12):\n    if os.fork() == 0:\n        x = b'x' * (200 << 20)\n        os._exit(0)\n"
@@ -164,8 +159,7 @@ USES: Mapping[str, Attack] = {
         "import sys; sys.setrecursionlimit(10**9)\ndef f(): return f()\nf()", "refused or killed or cut off", 5.0
     ),
     "computes one huge number": Attack("x = 10 ** 10 ** 9", "refused or killed or cut off", 2.0),
-}
-PROCESSES: Mapping[str, Attack] = {
+    # processes
     "kills its supervisor": Attack("import os; os.kill(os.getppid(), 9)", "ended or cut off", 2.0),
     "stops its supervisor": Attack("import os, time; os.kill(os.getppid(), 19); time.sleep(60)", "cut off", 2.0),
     "interrupts its supervisor": Attack("import os; os.kill(os.getppid(), 2)", "ended or cut off", 2.0),
@@ -185,7 +179,6 @@ PROCESSES: Mapping[str, Attack] = {
     "is no program": Attack("1 +"),
     "returns from under its caller": Attack("import sys; sys.settrace(lambda *a: 1 / 0); sys.exit(7)"),
 }
-ATTACKS: Mapping[str, Attack] = {**READS, **NETWORK, **PRIVILEGES, **FILES, **USES, **PROCESSES}
 
 
 def end_of(finished: Finished) -> str:

@@ -1,15 +1,11 @@
-"""From the trainer's weights to an engine that serves them, checked: random models of 2.4 M, 135 M
-and 1 GB, ``--versions`` steps each.
+"""From the trainer's weights to an engine that serves them, checked: random models of 135 M
+parameters and of 1 GB, ``--versions`` steps each.
 
 * ``trainer_stall_s``, at 135 M: wall time in which the trainer can compute nothing, beside a
-  publication and the next step's passes. ``publication_s_135m``: the publication. Where it takes
-  longer than the passes, the rest is a stall.
-* ``published_to_served_s_135m``: from the announcement until an engine has loaded and checked it;
-  ``check_s_135m``: less the loading.
-* ``served_over_memcpy_1gb``: served over one copy in memory of the file's size, in pairs.
-
-Medians over the versions. Also printed: how long the engine stopped, and a fetch from another
-server over a loopback socket.
+  publication and the next step's passes. Where a publication takes longer than the passes, the rest
+  is a stall. Median over the versions.
+* ``served_over_memcpy_1gb``: from the announcement until an engine has loaded and checked it, over
+  one copy in memory of the file's size, in pairs.
 """
 
 from __future__ import annotations
@@ -29,28 +25,19 @@ from benchmarks.live.random_training import random_trajectories, save_random_mod
 from benchmarks.report import MIN_PAIRS, Figure, Pairs, command_parser, emit, seconds_of
 from libra.errors import ConfigError
 from libra.facts import Fact, VersionChecked
-from libra.rollout import RolloutEngine, TransformersEngine
+from libra.rollout import TransformersEngine
 from libra.train import Replica, TrainSettings
 from libra.types import Trajectory
 from libra.weights import WeightStore
-from libra.weights.transfer import WeightServer, fetch
 from libra.worker.engine.verified_engine import Serving
 from libra.worker.training.publications import Publications
 
 CONTEXT, SLOTS = 256, 4
 SEQUENCE = 64
-TOKENS = {"2m4": 2048, "135m": 512, "1gb": 128}
+TOKENS = {"135m": 512, "1gb": 128}
 """Tokens of the step beside a publication, in sequences of `SEQUENCE`."""
 STEP_SIZE = 1e-3
 SIZES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "2m4": (
-        "qwen3",
-        "float32",
-        {
-            "vocab_size": 4096, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
-            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True,
-        },
-    ),
     "135m": (
         "llama",
         "bfloat16",
@@ -79,20 +66,6 @@ def make_model(size: str, directory: Path) -> str:
     return dtype
 
 
-def build(engine: str, directory: Path, version: int, dtype: str, threads: int | None) -> RolloutEngine:
-    if engine == "transformers":
-        return TransformersEngine(
-            directory, slots=SLOTS, max_context_tokens=CONTEXT, dtype=dtype, threads=threads, version=version
-        )
-    try:
-        from libra.rollout.vllm.async_engine import VLLMEngine
-    except ImportError as error:
-        raise ConfigError(
-            f"--engine {engine}: vLLM is not there ({error}); type make setup-vllm, or --engine transformers"
-        ) from error
-    return VLLMEngine(directory, slots=SLOTS, max_context_tokens=CONTEXT, dtype=dtype, threads=threads, version=version)
-
-
 def take_step(replica: Replica, generator: torch.Generator) -> None:
     with torch.no_grad():
         for parameter in replica.model.parameters():
@@ -108,9 +81,7 @@ def passes(replica: Replica, batch: list[Trajectory], step: int) -> tuple[float,
     return began, time.perf_counter()
 
 
-async def measure(
-    size: str, engine: str, versions: int, threads: int | None, directory: Path
-) -> dict[str, list[float]]:
+async def measure(size: str, versions: int, threads: int | None, directory: Path) -> dict[str, list[float]]:
     """Seconds by name, one entry per version."""
     dtype = make_model(size, directory / "model")
     replica = Replica(directory / "model", TrainSettings(), dtype=dtype, threads=threads)
@@ -123,13 +94,14 @@ async def measure(
     async def newest() -> Any:
         return store.latest()
 
-    serving = Serving(
-        directory / "model", build=lambda path, version: build(engine, path, version, dtype, threads), newest=newest,
-        report=reports.append, store=store,
-    )  # fmt: skip
+    def build(path: Path, version: int) -> TransformersEngine:
+        return TransformersEngine(
+            path, slots=SLOTS, max_context_tokens=CONTEXT, dtype=dtype, threads=threads, version=version
+        )
+
+    serving = Serving(directory / "model", build=build, newest=newest, report=reports.append, store=store)
     num_bytes, times = publications.publish(0).num_bytes, defaultdict[str, list[float]](list)
     source, target = np.ones(num_bytes, np.uint8), np.full(num_bytes, 2, np.uint8)
-    server = WeightServer(store, "secret", "127.0.0.1")
     await serving.start()
     try:
         await serving.pull()
@@ -152,17 +124,10 @@ async def measure(
             if not isinstance(last, VersionChecked) or len(reports) != 2 * (version + 1):
                 raise ConfigError(f"{size}: version {version} was not served as it should: {last}")
             times["served"].append(served - announced)
-            times["check"].append(last.check_s)
-            times["stopped"].append(last.stopped_s)
             times["memcpy"].append(seconds_of(lambda: np.copyto(target, source)))
-            fetching = time.perf_counter()
-            await asyncio.to_thread(fetch, version, [server.address], directory / "fetched", secret="secret")
-            times["fetched"].append(time.perf_counter() - fetching)
             store.drop(keep_last=3)
-            WeightStore(directory / "fetched").drop(keep_last=1)
     finally:
         await serving.close()
-        server.close()
     medians = ", ".join(f"{name} {statistics.median(each):.3f} s" for name, each in times.items())
     print(
         f"{size}: {num_bytes / 1e6:.1f} MB, {TOKENS[size]} tokens; {medians}; the check said {last.method}", flush=True
@@ -172,7 +137,6 @@ async def measure(
 
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("weight_sync", __doc__)
-    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--versions", type=int, default=MIN_PAIRS, help=f"versions per model, at least {MIN_PAIRS}")
     parser.add_argument("--threads", type=int, help="torch threads; default: all cores")
     options = parser.parse_args(arguments)
@@ -181,18 +145,12 @@ def main(arguments: list[str] | None = None) -> None:
     measured = {}
     for size in SIZES:
         with tempfile.TemporaryDirectory(prefix="libra-weight-sync-") as directory:
-            measured[size] = asyncio.run(
-                measure(size, options.engine, options.versions, options.threads, Path(directory))
-            )
-    large, small = measured["1gb"], measured["135m"]
-    medians = {name: statistics.median(each) for name, each in small.items()}
+            measured[size] = asyncio.run(measure(size, options.versions, options.threads, Path(directory)))
+    large = measured["1gb"]
     figures = {
-        "trainer_stall_s": Figure(medians["stall"], "s", "lower", 0.1),
+        "trainer_stall_s": Figure(statistics.median(measured["135m"]["stall"]), "s", "lower", 0.1),
         "served_over_memcpy_1gb": Figure(
             Pairs(tuple(large["served"]), tuple(large["memcpy"])).ratio, "ratio", "lower", 10.0
         ),
-        "publication_s_135m": Figure(medians["publication"], "s", "lower"),
-        "published_to_served_s_135m": Figure(medians["served"], "s", "lower"),
-        "check_s_135m": Figure(medians["check"], "s", "lower"),
     }
     emit("weight_sync", figures, arguments=arguments, as_json=options.json)

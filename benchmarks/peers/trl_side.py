@@ -32,56 +32,36 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
-class TimedTrainer(GRPOTrainer):
-    """TRL's trainer with a clock around generation and scoring."""
+class CountingTrainer(GRPOTrainer):
+    """TRL's trainer, which counts the tokens that it generates."""
 
-    spent_s: dict[str, float]
     sampled_tokens: int
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        began_s = time.perf_counter()
         completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
-        self.spent_s["generate_s"] = time.perf_counter() - began_s
         self.sampled_tokens = sum(len(ids) for ids in completion_ids)
         return completion_ids, logprobs
 
-    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
-        began_s = time.perf_counter()
-        scored = super()._generate_and_score_completions(*args, **kwargs)
-        self.spent_s["score_s"] = time.perf_counter() - began_s - self.spent_s["generate_s"]
-        return scored
-
 
 class StepsOnCommand(TrainerCallback):
-    """Holds the trainer at the start of a step until a command requests steps; reports them when
-    done."""
+    """Holds the trainer at the start of a step until a command requests steps."""
 
     def __init__(self, commands: TextIO, answers: TextIO) -> None:
         self.commands, self.answers = commands, answers
-        self.trainer: TimedTrainer | None = None
+        self.trainer: CountingTrainer | None = None
         self.wanted = 0
         self.done: list[dict[str, float]] = []
         self.began_s: float | None = None
-        self.began_cpu_s = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.began_s is not None:
-            self._close(time.perf_counter() - self.began_s, time.process_time() - self.began_cpu_s)
+            assert self.trainer is not None
+            step_s = time.perf_counter() - self.began_s
+            self.done.append({"step_s": step_s, "completion_tokens": self.trainer.sampled_tokens})
+            self.wanted -= 1
         if self.wanted == 0:
             self._wait()
-        self.began_s, self.began_cpu_s = time.perf_counter(), time.process_time()
-
-    def _close(self, step_s: float, cpu_s: float) -> None:
-        trainer = self.trainer
-        assert trainer is not None
-        spent = trainer.spent_s
-        self.done.append(
-            {
-                "step_s": step_s, "cpu_s": cpu_s, **spent, "train_s": step_s - spent["generate_s"] - spent["score_s"],
-                "completion_tokens": trainer.sampled_tokens, "reward": trainer._metrics["train"]["reward"][-1],
-            }
-        )  # fmt: skip
-        self.wanted -= 1
+        self.began_s = time.perf_counter()
 
     def _wait(self) -> None:
         if self.done:
@@ -102,7 +82,7 @@ def even_words(completions: list[Any], **_: Any) -> list[float]:
     return [task.reward(completion[0]["content"]) for completion in completions]
 
 
-def make_trainer(options: argparse.Namespace, output_dir: str, callback: StepsOnCommand) -> TimedTrainer:
+def make_trainer(options: argparse.Namespace, output_dir: str, callback: StepsOnCommand) -> CountingTrainer:
     config = GRPOConfig(
         output_dir=output_dir, use_cpu=True, seed=options.seed, max_steps=1_000_000,
         per_device_train_batch_size=task.PROMPTS_PER_STEP * task.GROUP_SIZE, gradient_accumulation_steps=1,
@@ -116,11 +96,10 @@ def make_trainer(options: argparse.Namespace, output_dir: str, callback: StepsOn
         model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
     prompts = [[{"role": "user", "content": task.question(index)}] for index in range(64 * task.PROMPTS_PER_STEP)]
-    trainer = TimedTrainer(
+    trainer = CountingTrainer(
         model=options.model, reward_funcs=even_words, args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts}), callbacks=[callback],
     )  # fmt: skip
-    trainer.spent_s = {}
     trainer.sampled_tokens = 0
     callback.trainer = trainer
     return trainer

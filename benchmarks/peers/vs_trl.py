@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.peers import even_words as task
@@ -41,8 +40,6 @@ TORCH = "torch==2.13.0"
 TRL = "trl==1.16.*"
 FORBIDDEN = ("torchvision", "torchaudio")
 TOKENS_PER_STEP = task.PROMPTS_PER_STEP * task.GROUP_SIZE * task.NEW_TOKENS
-Step = dict[str, float]
-"""Numbers of one step by name, seconds where the name ends in ``_s``."""
 
 
 class SideError(LibraError, RuntimeError):
@@ -92,7 +89,6 @@ class TrlSide:
 
     def __init__(self, python: Path, model_dir: Path, log: Path, *, threads: int, seed: int) -> None:
         self.log = log
-        self.steps_taken: list[Step] = []
         with log.open("w") as errors:
             self._child = subprocess.Popen(
                 [
@@ -112,9 +108,7 @@ class TrlSide:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _answer(self) -> dict[str, Any]:
@@ -132,9 +126,8 @@ class TrlSide:
         assert self._child.stdin is not None
         self._child.stdin.write(json.dumps({"steps": steps}) + "\n")
         self._child.stdin.flush()
-        taken: list[Step] = self._answer()["steps"]
+        taken: list[dict[str, float]] = self._answer()["steps"]
         check_tokens("TRL", [step["completion_tokens"] for step in taken])
-        self.steps_taken += taken
         return statistics.fmean(step["step_s"] for step in taken)
 
     def close(self) -> None:
@@ -164,8 +157,7 @@ def say(text: str) -> None:
 GOAL = 1.25
 CONTEXT_TOKENS = 64
 ROW_TOKENS = 160
-"""Two sequences of 53 tokens to a packed row: masked attention grows with the square of its length.
-"""
+"""Two sequences of 53 tokens to a packed row, whose masked attention grows quadratically."""
 MICRO_BATCH_TOKENS = 2048
 """A smaller micro-batch than the default of 4,096 stays in the cache."""
 WARM_UP_STEPS = 2
@@ -198,7 +190,6 @@ class LibraSide:
             prompts=questions, reward=even_words, eval_prompts=[task.question(-1)], seed=seed
         )
         self.block = block
-        self.steps_taken: list[Step] = []
         self._session = Session(config, environment=environment)
         self._iterations: Iterator[dict[str, Any]] = iter(())
 
@@ -207,10 +198,8 @@ class LibraSide:
         self._iterations = self._session.iterations()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._session.__exit__(*error)
 
     def step_seconds(self, steps: int) -> float:
         if steps % self.block:
@@ -221,21 +210,11 @@ class LibraSide:
         taken = [next(self._iterations) for _ in range(steps)]
         spent_s = time.perf_counter() - began_s
         check_tokens("Libra", [step["generated_tokens"] for step in taken])
-        self.steps_taken += taken
         return spent_s / steps
 
 
 def even_words(completion: str) -> float:
     return task.reward(completion)
-
-
-def _median(steps: list[Step], name: str) -> float:
-    return statistics.median(step[name] for step in steps)
-
-
-def trl_split(steps: list[Step]) -> str:
-    parts = {"generate": "generate_s", "reward and advantage": "score_s", "loss and optimizer": "train_s"}
-    return ", ".join(f"{name} {_median(steps, column):.3f}" for name, column in parts.items())
 
 
 def compare(options: argparse.Namespace, python: Path, model_dir: Path, scratch: Path) -> dict[str, Figure]:
@@ -254,20 +233,8 @@ def compare(options: argparse.Namespace, python: Path, model_dir: Path, scratch:
         print(f"TRL's side: {trl.versions}")
         trl.step_seconds(max(WARM_UP_STEPS, block))
         libra.step_seconds(block)
-        trl.steps_taken.clear()
-        libra.steps_taken.clear()
-        measured = alternate(
-            lambda: trl.step_seconds(block), lambda: libra.step_seconds(block), pairs=options.pairs,
-            after_pair=lambda i, a, b: say(f"pair {i}: TRL {a:.3f} s, Libra {b:.3f} s, ratio {a / b:.3f}"),
-        )  # fmt: skip
-    trl_s, libra_s = measured.medians
-    print(
-        f"TRL: {trl_s:.3f} s per step ({trl_split(trl.steps_taken)}); reward {_median(trl.steps_taken, 'reward'):.3f}"
-    )
-    parts = [name for name in ("train_s", "publish_s", "store_s") if name in libra.steps_taken[0]]
-    split = ", ".join(f"{name.removesuffix('_s')} {_median(libra.steps_taken, name):.3f}" for name in parts)
-    print(f"Libra: {libra_s:.3f} s per step ({split}); reward {_median(libra.steps_taken, 'reward'):.3f}")
-    print(f"ratios of {len(measured.ratios)} pairs: {', '.join(f'{ratio:.3f}' for ratio in measured.ratios)}")
+        measured = alternate(lambda: trl.step_seconds(block), lambda: libra.step_seconds(block), pairs=options.pairs)
+    print("seconds per step, TRL {:.3f}, Libra {:.3f}".format(*measured.medians))
     return {"step_time_ratio": Figure(measured.ratio, "ratio", "higher", GOAL)}
 
 

@@ -1,5 +1,4 @@
-"""The table of `python -m benchmarks systems`: systems of a cell, each tuned and scored, beside the
-lower bound."""
+"""Systems of a cell, each tuned and scored, beside the lower bound."""
 
 from __future__ import annotations
 
@@ -16,9 +15,6 @@ from libra.errors import ConfigError
 TUNING_SEED = 101
 """Seed of the trajectories that systems are tuned on; scores use 0, 1, ..."""
 
-ORACLE = "oracle"
-"""Order of the systems that know what nobody can know: a yardstick."""
-
 Seconds = Callable[[str, Sequence[tuple[Setting, int]], float], Sequence[float]]
 """Seconds of a step by (setting, seed); infinite where they must exceed the last argument."""
 
@@ -27,10 +23,6 @@ FIRST = "turning_kv"
 """First of the non-static systems in a race, best in most cells; others start at its setting."""
 MARGIN = 1.02
 """In a race, a system that is slower by this factor where its search starts is not tuned."""
-
-
-def may_be_best(discipline: Discipline) -> bool:
-    return discipline.order != ORACLE
 
 
 class Scored(NamedTuple):
@@ -49,10 +41,14 @@ class Scored(NamedTuple):
     def discipline(self) -> Discipline:
         return DISCIPLINES[self.system]
 
+    @property
+    def may_be_best(self) -> bool:
+        """Whether it knows only what a system can know."""
+        return self.discipline.order != "oracle"
+
 
 class Comparison(NamedTuple):
-    """All systems of a cell; ``bound_s`` is the mean of `systems.tuning.lower_bound_s` over scored
-    seeds."""
+    """All systems of a cell; ``bound_s`` is the mean lower bound over scored seeds."""
 
     cell: Cell
     scored: tuple[Scored, ...]
@@ -64,9 +60,8 @@ class Comparison(NamedTuple):
 
     @property
     def ours(self) -> Scored:
-        """The best on the tuning seed among systems without oracle that train on every group in the
-        bound."""
-        return min((one for one in self.scored if may_be_best(one.discipline)), key=lambda one: one.tuning_s)
+        """The best on the tuning seed among systems without true lengths."""
+        return min((one for one in self.scored if one.may_be_best), key=lambda one: one.tuning_s)
 
     @property
     def ratio(self) -> float:
@@ -74,8 +69,7 @@ class Comparison(NamedTuple):
         return math.exp(float(np.mean(np.log(np.array(self.static.step_s) / np.array(self.ours.step_s)))))
 
     def interval(self, one: Scored) -> tuple[float, float]:
-        """Mean over seeds of steps per hour over the best static system, and half the 95 %
-        interval."""
+        """Steps per hour over the best static system: mean, and half the 95 % interval."""
         each = np.array(self.static.step_s) / np.array(one.step_s)
         return float(each.mean()), float(1.96 * each.std(ddof=1) / math.sqrt(len(each))) if len(each) > 1 else 0.0
 
@@ -100,16 +94,12 @@ class Comparison(NamedTuple):
             f"{self.ratio:.3f} times as fast"
         ]
         for one in self.scored:
-            row = rows.get(one.system)
-            if row is not None:
+            text = f"{_seconds(one.tuning_s)} on the tuning seed"
+            if (row := rows.get(one.system)) is not None:
                 text = (
                     f"{_seconds(float(np.mean(one.step_s)))}  {row['over_best_static']:.3f} +- {row['interval_95']:.3f} times the "
                     f"best static  {row['of_bound']:.2f} of the bound"
                 )
-            elif one.tuning_s < math.inf:
-                text = f"{_seconds(one.tuning_s)} on the tuning seed"
-            else:
-                text = f"        left out: slower by more than {MARGIN - 1.0:.0%}"
             per_gpu = f", {one.setting.per_gpu:.0f} per GPU" if one.discipline.streaming else ""
             found.append(f"  {one.system:21s}{text}  ({one.setting.core_gpus} train, TP {one.setting.tp}{per_gpu})")
         return found
@@ -120,8 +110,7 @@ def _seconds(value: float) -> str:
 
 
 def compare(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) -> Comparison:
-    """Tune each system on `TUNING_SEED`, then score it on ``seeds`` others; ConfigError without a
-    static one."""
+    """Tune each system on `TUNING_SEED`, and score it; ConfigError without a static one."""
     _yardsticks(cell, systems)
     return _scored(cell, [_tuned(cell, system, seconds) for system in systems], seeds, seconds, systems)
 
@@ -129,12 +118,12 @@ def compare(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) ->
 def race(cell: Cell, systems: Sequence[str], seeds: int, seconds: Seconds) -> Comparison:
     """`compare` in a fraction of the time: scores only the best static system and the best of all.
 
-    Systems that may not be best (`may_be_best`) are left out. Static ones and `FIRST` are tuned as
+    Systems with true lengths are left out. Static ones and `FIRST` are tuned as
     in `compare`; others start at the best setting so far with their roles and are left out if
     slower there by `MARGIN`. One more system could only increase the ratio.
     """
     static = _yardsticks(cell, systems)
-    others = [system for system in systems if not DISCIPLINES[system].static and may_be_best(DISCIPLINES[system])]
+    others = [system for system in systems if not DISCIPLINES[system].static and DISCIPLINES[system].order != "oracle"]
     tuned, raced = [_tuned(cell, system, seconds) for system in static], list[Scored]()
     for system in sorted(others, key=lambda system: system != FIRST):
         raced.append(_tuned(cell, system, seconds, sorted(raced, key=lambda one: one.tuning_s)))

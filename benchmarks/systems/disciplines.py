@@ -39,10 +39,9 @@ class Discipline:
     streaming: bool = False  # a group is trained on once its batch has taken it; False: when the batch is complete
     roles: Roles = Roles.SPLIT
     core_trainers: bool = True  # some GPUs always train; False: all generate, and train together
-    order: str = "fifo"  # of trajectories (`libra.policy.ORDERINGS`, ``oracle``, or ``seer``)
+    order: str = "fifo"  # of trajectories (`libra.policy.ORDERINGS`, or a name of `systems.tuning`)
     kv_moves: bool = False  # KV goes along through host memory; False: it is computed again
     static: bool = False  # a baseline of the table: no GPU does both
-    chunk_tokens: int | None = None  # of a quantum; None if a turn is one quantum
     preempts: bool = False  # engines do not reserve KV for whole turns, and compute contexts again
     changes_s: tuple[float, float] | None = None  # to training, and back; by default of `TurningRule`
 
@@ -54,10 +53,6 @@ DISCIPLINES: Final[Mapping[str, Discipline]] = MappingProxyType({
     "colocated_preempting": Discipline(
         "the same, engines start what fits and preempt when memory is full (vLLM)", (0,), roles=Roles.WHOLE_POOL,
         core_trainers=False, static=True, preempts=True,
-    ),
-    "seer": Discipline(
-        "colocated, generations in parts of 8,192 tokens with KV in host memory, probes first (Seer)", (0,),
-        roles=Roles.WHOLE_POOL, core_trainers=False, order="seer", chunk_tokens=8192, kv_moves=True,
     ),
     "split": Discipline("a fixed split with batches of their own iteration", (0, 2), static=True),
     "one_step_off": Discipline(
@@ -111,8 +106,7 @@ OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({
 
 
 def named(names: Sequence[str], eta: int) -> list[str]:
-    """Disciplines by name, with `OTHER_NAMES` resolved for a staleness bound; unknown names are
-    kept."""
+    """Disciplines by name, with `OTHER_NAMES` resolved; unknown names are kept."""
     found: list[str] = []
     for name in names:
         meant = [one for one in OTHER_NAMES.get(name, ()) if eta in DISCIPLINES[one].etas]

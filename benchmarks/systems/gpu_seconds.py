@@ -1,12 +1,11 @@
-"""Where the GPU-seconds of a run in virtual time go, the result of such a run, and the table of
-several."""
+"""Where the GPU-seconds of runs in virtual time go, and their table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +20,7 @@ class Cause(StrEnum):
     TRAINING = "training"
     """Gradients."""
     AGAIN = "computed again"
-    """Recomputed contexts (preemption, eviction, another engine, new weights), and idle waits for
-    their KV."""
+    """Recomputed contexts (preemption, eviction, another engine), and waits for their KV."""
     TOOLS = "tools"
     """An engine all of whose trajectories wait for tools."""
     STEP = "step"
@@ -62,19 +60,12 @@ class GpuSeconds:
         self.total[to] += gpu_s
 
 
-class TurnDone(NamedTuple):
-    """A change of role that began, and why."""
-
-    at_s: float
-    turn: Turn
-
-
 class PipelineResult(NamedTuple):
     """Result of a pipeline."""
 
     published_s: tuple[float, ...]
     gpu_s: Mapping[Cause, float]
-    turns: tuple[TurnDone, ...]
+    turns: tuple[Turn, ...]
     lags: tuple[int, ...]
     gave_up: bool = False
 
@@ -107,38 +98,19 @@ class Mean(NamedTuple):
         return cls(float(values.mean()), float(half))
 
 
-class Went(NamedTuple):
-    """Where a system's GPU-seconds went."""
-
-    gpu_frac: Mapping[Cause, Mean]
-    lag: Mean
-    most_lag: int
-
-    @classmethod
-    def of(cls, results: Sequence[PipelineResult]) -> Went:
-        return cls(
-            {cause: Mean.of(each.gpu_frac()[cause] for each in results) for cause in Cause},
-            Mean.of(float(np.mean(each.lags)) for each in results),
-            max(max(each.lags) for each in results),
-        )
-
-    def fields(self) -> dict[str, Any]:
-        return {
-            "gpu_frac": {cause: share.mean for cause, share in self.gpu_frac.items()},
-            "gpu_frac_95": {cause: share.half for cause, share in self.gpu_frac.items()},
-            "lag": self.lag.mean, "most_lag": self.most_lag,
-        }  # fmt: skip
+Shares = Mapping[Cause, Mean]
+"""Shares of a system's GPU-seconds."""
 
 
-def lines(systems: Mapping[str, Went]) -> list[str]:
+def shares_of(results: Sequence[PipelineResult]) -> Shares:
+    return {cause: Mean.of(each.gpu_frac()[cause] for each in results) for cause in Cause}
+
+
+def lines(systems: Mapping[str, Shares]) -> list[str]:
     """A header and a line per system, in percent of its GPUs x seconds, without unused causes."""
-    causes = [cause for cause in Cause if any(went.gpu_frac[cause].mean >= SHOWN_FROM for went in systems.values())]
-    columns = [*causes, "lag (most)"]
-    found = [f"  {'% of GPUs x seconds':21s}" + "".join(f"{column:>{WIDTH}s}" for column in columns)]
-    for system, went in systems.items():
-        cells = [
-            *(f"{100 * went.gpu_frac[cause].mean:.1f} +- {100 * went.gpu_frac[cause].half:.1f}" for cause in causes),
-            f"{went.lag.mean:.2f} ({went.most_lag})",
-        ]
+    causes = [cause for cause in Cause if any(shares[cause].mean >= SHOWN_FROM for shares in systems.values())]
+    found = [f"  {'% of GPUs x seconds':21s}" + "".join(f"{column:>{WIDTH}s}" for column in causes)]
+    for system, shares in systems.items():
+        cells = [f"{100 * shares[cause].mean:.1f} +- {100 * shares[cause].half:.1f}" for cause in causes]
         found.append(f"  {system:21s}" + "".join(f"{cell:>{WIDTH}s}" for cell in cells))
     return found

@@ -1,5 +1,4 @@
-"""A table of training systems on one batch size, each tuned, beside the lower bound: ``python -m
-benchmarks systems CONFIG``."""
+"""Training systems on one batch size, each tuned: ``python -m benchmarks systems CONFIG``."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.systems.against import TUNING_SEED, Comparison, compare
 from benchmarks.systems.disciplines import DISCIPLINES, disciplines, named
-from benchmarks.systems.gpu_seconds import Cause, PipelineResult, Went, lines
+from benchmarks.systems.gpu_seconds import PipelineResult, Shares, lines, shares_of
 from benchmarks.systems.tuning import DEGREES, STEPS, Cell, Setting, play, step_s
 from libra.config import load_config
 from libra.config.load import RunConfig
@@ -23,12 +22,8 @@ from libra.sim.from_run import run_setting
 from libra.sim.workload import Trace, Workload, load_traces
 
 ALL = "all"
-MOSTLY = 0.5
-"""Share of assumed seconds above which a note warns that the table is weak."""
 FEWEST = 1 + DEGREES[0]
 """GPUs of the smallest split: one that trains, and an engine."""
-UNUSED = ("layout", "policy", "slots", "train_s", "load_s", "tool_slots", "noise", "calibration", "objective")
-"""Keys of section `simulation` that every system of the table sets itself."""
 
 
 def simulate_against(
@@ -39,13 +34,8 @@ def simulate_against(
     seeds: int,
     from_run: Path | None,
     as_json: bool,
-    overrides: Sequence[str] = (),
 ) -> None:
-    """Compare and print; ConfigError for an unsuitable system, number of GPUs or setting."""
-    for override in overrides:
-        name = override.partition("=")[0].strip()
-        if name.removeprefix("simulation.") in UNUSED and name.startswith("simulation."):
-            raise ConfigError(f"--against: {name} has no effect, every system has its own; leave it out")
+    """Compare and print; ConfigError for an unsuitable system or number of GPUs."""
     base, source = cell_of(config, from_run)
     names = [] if against == ALL else named([name.strip() for name in against.split(",")], base.eta)
     if base.eta not in STEPS:
@@ -62,13 +52,8 @@ def simulate_against(
         if not as_json:
             comparison, went = found[-1]
             print("\n".join([*comparison.lines(), *lines(went)]))
-            if (share := assumed_frac(comparison, went)) > MOSTLY:
-                print(
-                    f"{100 * share:.0f} % of what {comparison.static.system} takes are the assumed seconds of updates and changes "
-                    "of roles: this model or batch is too small for the systems to differ; type e.g. model.path=Qwen3-8B"
-                )
     about = (
-        f"seconds of engines and gradients: {shown_model(base.model)} on {base.gpu} by the hardware model, nothing is fitted; "
+        f"seconds of engines and gradients: {Path(base.model).name} on {base.gpu} by the hardware model, nothing is fitted; "
         "seconds of updates, of changes of roles and of fetches from host memory are assumed; "
         f"trajectories {source}; each system is tuned (training GPUs, TP degree, rule of turning) on a seed that is not scored"
     )
@@ -76,8 +61,12 @@ def simulate_against(
         rows = [
             {
                 "gpus": each.cell.gpus, "eta": each.cell.eta, "bound_s": each.bound_s,
-                "assumed_frac": assumed_frac(each, went),
-                "systems": [row | went[row["system"]].fields() for row in each.rows()],
+                "systems": [
+                    row
+                    | {"gpu_frac": {cause: share.mean for cause, share in went[row["system"]].items()}}
+                    | {"gpu_frac_95": {cause: share.half for cause, share in went[row["system"]].items()}}
+                    for row in each.rows()
+                ],
             }
             for each, went in found
         ]  # fmt: skip
@@ -86,7 +75,7 @@ def simulate_against(
     print(about)
 
 
-def compared(cell: Cell, systems: Sequence[str], seeds: int) -> tuple[Comparison, Mapping[str, Went]]:
+def compared(cell: Cell, systems: Sequence[str], seeds: int) -> tuple[Comparison, Mapping[str, Shares]]:
     """The systems of one cell, and where the GPU-seconds of the scored simulations go."""
     played = dict[tuple[str, Setting, int], PipelineResult]()
 
@@ -98,22 +87,11 @@ def compared(cell: Cell, systems: Sequence[str], seeds: int) -> tuple[Comparison
 
     found = compare(cell, systems, seeds, seconds)
     went = {
-        one.system: Went.of([played[one.system, one.setting, seed] for seed in range(len(one.step_s))])
+        one.system: shares_of([played[one.system, one.setting, seed] for seed in range(len(one.step_s))])
         for one in found.scored
         if one.step_s
     }
     return found, went
-
-
-def assumed_frac(comparison: Comparison, went: Mapping[str, Went]) -> float:
-    """Share of assumed GPU-seconds (updates and role changes) in the best static system."""
-    found = went[comparison.static.system].gpu_frac
-    return float(sum(found[cause].mean for cause in (Cause.UPDATE, Cause.ROLES)))
-
-
-def shown_model(model: str) -> str:
-    name = Path(model).name
-    return model if name == "model" else name
 
 
 def cell_of(config: RunConfig, from_run: Path | None) -> tuple[Cell, str]:
@@ -170,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         simulate_against(
             load_config(given.config, given.overrides), against=given.against, gpus=given.gpus, seeds=given.seeds,
-            from_run=given.from_run, as_json=given.json, overrides=given.overrides,
+            from_run=given.from_run, as_json=given.json,
         )  # fmt: skip
     except ConfigError as error:
         parser.error(str(error))

@@ -1,5 +1,4 @@
-"""Additions of a run in virtual time to `Simulator`: options, GPUs of the trainer, streamed
-batches."""
+"""Options, GPUs of the trainer and streamed batches of a run in virtual time."""
 
 from __future__ import annotations
 
@@ -26,24 +25,15 @@ class GroupWork(NamedTuple):
     longest_s: float
 
 
-SampleId = tuple[int, int, int]
-"""Iteration, group and sample of a trajectory."""
-
-
-def sample_seconds(workload: Workload, gpu: GPU, model: ModelShape) -> Mapping[SampleId, float]:
-    """GPU-seconds of each trajectory's gradients, by the cost model of `libra.planner.cost`."""
-    plans = workload.trajectories
+def group_work(workload: Workload, gpu: GPU, model: ModelShape) -> Mapping[GroupId, GroupWork]:
+    """The work of each group, all of whose samples are trained on, by `libra.planner.cost`."""
+    plans, found = workload.trajectories, dict[GroupId, GroupWork]()
     lengths = np.array([float(plan.final_tokens) for plan in plans])
     each_s = PASSES * sequences_s(gpu, model, lengths, LAYOUT)
-    return {plan[:3]: seconds for plan, seconds in zip(plans, each_s.tolist(), strict=True)}
-
-
-def group_work(sample_s: Mapping[SampleId, float]) -> Mapping[GroupId, GroupWork]:
-    """The work of each group whose samples are all trained on."""
-    found: dict[GroupId, GroupWork] = {}
-    for (iteration, group, _), seconds in sample_s.items():
-        so_far = found.get((iteration, group), GroupWork(0.0, 0.0))
-        found[iteration, group] = GroupWork(so_far.gpu_s + seconds, max(so_far.longest_s, seconds))
+    for plan, seconds in zip(plans, each_s.tolist(), strict=True):
+        so_far = found.get((plan.iteration, plan.group), GroupWork(0.0, 0.0))
+        work = GroupWork(so_far.gpu_s + seconds, max(so_far.longest_s, seconds))
+        found[plan.iteration, plan.group] = work
     return found
 
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from benchmarks.systems.disciplines import Discipline, Roles
-from benchmarks.systems.gpu_seconds import Cause, GpuSeconds, PipelineResult, TurnDone
+from benchmarks.systems.gpu_seconds import Cause, GpuSeconds, PipelineResult
 from benchmarks.systems.training_gpus import GroupWork, PipelineOptions, StreamedBatches, TrainingGpus
 from libra.errors import ConfigError
 from libra.facts import OpenWave, Turn, Turned
@@ -53,7 +53,7 @@ class Pipeline(Simulator):
     ) -> None:
         options = checked_options(options, discipline)
         around = SimulationOptions(
-            eta=options.eta, load_s=options.load_s, chunk_tokens=discipline.chunk_tokens, preempts=discipline.preempts,
+            eta=options.eta, load_s=options.load_s, preempts=discipline.preempts,
             host=options.host if discipline.kv_moves else None, teacher_token_s=options.teacher_token_s,
         )  # fmt: skip
         super().__init__(workload, engines, ordering, seed=seed, options=around)
@@ -69,7 +69,7 @@ class Pipeline(Simulator):
         self._wave: OpenWave | None = None  # whose gradients are being computed
         self._arriving: set[str] = set()  # engines that train from the next wave on
         self._doing = dict.fromkeys(self._specs, Turned.ROLLOUT)
-        self._turns: list[TurnDone] = []
+        self._turns: list[Turn] = []
         self._gpu_s, self._trained_gpu_s = GpuSeconds(), 0.0
         self._trainers_idle = Cause.NO_WORK
         self._closing = self._merges = self._look = False
@@ -272,7 +272,7 @@ class Pipeline(Simulator):
     def _change(self, turn: Turn) -> None:
         name, rule, now_s = turn.worker, self._pipeline.rule, self.agenda.now_s
         gpus = self._specs[name].tp
-        self._turns.append(TurnDone(now_s, turn))
+        self._turns.append(turn)
         if turn.to is Turned.TRAINING:
             self._doing[name] = Turned.TO_TRAINING
             self.hand_over(name)
@@ -300,8 +300,7 @@ class Pipeline(Simulator):
             self._spread()
 
     def _spread(self) -> None:
-        """While engines return, others use fewer slots, so that trajectories wait for the returning
-        ones."""
+        """While engines return, others use fewer slots: trajectories wait for them."""
         returning = [name for name, doing in self._doing.items() if doing is Turned.TO_ROLLOUT]
         generating = [self._specs[name] for name, doing in self._doing.items() if doing is Turned.ROLLOUT]
         gpus = sum(self._specs[name].tp for name in returning) + sum(spec.tp for spec in generating)

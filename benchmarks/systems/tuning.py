@@ -9,17 +9,17 @@ what no system can be faster than without speculation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.orderings import CompletedCalls, Oracle, Paper, SeerOrder
+from benchmarks.orderings import CompletedCalls, Oracle, Paper
 from benchmarks.systems.disciplines import Discipline, Roles
 from benchmarks.systems.gpu_seconds import PipelineResult
-from benchmarks.systems.training_gpus import PipelineOptions, SampleId, group_work, sample_seconds
+from benchmarks.systems.training_gpus import PipelineOptions, group_work
 from benchmarks.systems.training_run import Pipeline
 from benchmarks.virtual.draws import draw_alike
 from libra.errors import ConfigError
@@ -36,11 +36,9 @@ DEGREES = (2, 4, 8)
 NODE = 8
 """Core trainers are whole nodes of so many GPUs, if there are two or more."""
 PER_GPU = (4.0, 6.0, 8.0)
-"""Values of `TurningRule.trajectories_per_gpu` to try, for each batch that may be open (``eta +
-1``)."""
+"""`TurningRule.trajectories_per_gpu` to try, for each open batch (``eta + 1``)."""
 HOST_BYTES_PER_GPU, FETCH_S, FETCH_BYTES_PER_S = 64e9, 0.3, 20e9
-"""Host memory for KV, and seconds and bytes per second of a fetch, of disciplines whose KV moves.
-"""
+"""Host memory for KV, and seconds and bytes per second of a fetch, where KV moves."""
 STEPS = {0: (5, 1), 1: (8, 2), 2: (9, 3)}
 """By staleness bound: steps that are simulated, and of those the first ones that are left out."""
 
@@ -79,10 +77,6 @@ def _sizes(gpu: str, model: str) -> tuple[GPU, ModelShape]:
     return load_gpu(gpu), load_shape(model)
 
 
-def _sample_s(cell: Cell, workload: Workload) -> Mapping[SampleId, float]:
-    return sample_seconds(workload, *_sizes(cell.gpu, cell.model))
-
-
 @cache
 def _tables(gpu: str, model: str, tp: int) -> EngineTables:
     return EngineTables(engine_seconds(*_sizes(gpu, model), tp))
@@ -103,17 +97,11 @@ def _degrees(gpu: str, model: str) -> tuple[int, ...]:
 
 
 def _ordering(name: str, workload: Workload) -> Ordering:
-    match name:
-        case "oracle":
-            return Oracle(workload.totals())
-        case "cmlfq":
-            return CMLFQ()
-        case "seer":
-            return SeerOrder()
-        case "paper":
-            return Paper()
-        case "completed_calls":
-            return CompletedCalls()
+    made = {"cmlfq": CMLFQ, "paper": Paper, "completed_calls": CompletedCalls}
+    if name == "oracle":
+        return Oracle(workload.totals())
+    if name in made:
+        return made[name]()
     return make_ordering(name)
 
 
@@ -137,7 +125,7 @@ def play(
         gives_up=(STEPS[cell.eta][1], limit_s) if limit_s < math.inf else None, causes=causes,
         teacher_token_s=cell.teacher_token_s,
     )  # fmt: skip
-    work = group_work(_sample_s(cell, workload))
+    work = group_work(workload, *_sizes(cell.gpu, cell.model))
     return Pipeline(
         workload, engines, _ordering(discipline.order, workload), discipline, work, options, seed=seed
     ).train()
@@ -215,7 +203,7 @@ class BoundParts(NamedTuple):
 def bound_parts(cell: Cell, seed: int = 0) -> BoundParts:
     workload, (steps, left_out) = cell.workload(seed), STEPS[cell.eta]
     options = PipelineOptions()
-    work = group_work(_sample_s(cell, workload))
+    work = group_work(workload, *_sizes(cell.gpu, cell.model))
     fastest, rows = _tables(cell.gpu, cell.model, _degrees(cell.gpu, cell.model)[-1]), []
     for iteration in range(left_out, steps):
         plans = [plan for plan in workload.trajectories if plan.iteration == iteration]

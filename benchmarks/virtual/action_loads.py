@@ -46,8 +46,7 @@ STOP_S = 0.05
 
 
 class Step(NamedTuple):
-    """One turn: seconds of generation and of its action on one core (0 without), tool, place in the
-    queue."""
+    """One turn: seconds of generation and of its action on a core (0: none), tool, place."""
 
     llm_s: float
     work_s: float
@@ -93,8 +92,7 @@ def read_steps(path: Path, *, seed: int = 0) -> Source | None:
 
 
 def drawn_load(source: Source, count: int, llm_factor: float, seed: int) -> list[tuple[Step, ...]]:
-    """``count`` trajectories of ``source`` in random order, with generations ``llm_factor`` times
-    as long."""
+    """``count`` trajectories of ``source`` in random order, generations scaled."""
     rng = np.random.default_rng([seed, 0x10AD])
     rounds = -(-count // len(source.trajectories))
     order = np.concatenate([rng.permutation(len(source.trajectories)) for _ in range(rounds)])[:count]
@@ -104,8 +102,7 @@ def drawn_load(source: Source, count: int, llm_factor: float, seed: int) -> list
 
 
 def drawn_tests(count: int, seed: int) -> list[tuple[Step, ...]]:
-    """``count`` trajectories of 40 turns of 20 s: actions of 2 s, one of 20 takes ``LONG_S``
-    seconds."""
+    """40 turns of 20 s each: actions of 2 s, one of 20 takes ``LONG_S`` seconds."""
     rng = np.random.default_rng([seed, 0x7E57])
     found = []
     for _ in range(count):
@@ -125,9 +122,6 @@ class Outcome:
 
     act_s: list[float] = field(default_factory=list)
     makespan_s: float = 0.0
-    core_s: float = 0.0
-    most_held: int = 0
-    stopped: int = 0
 
     @property
     def mean_act_s(self) -> float:
@@ -189,18 +183,12 @@ class ActionSimulation:
         if not step.work_s:
             self._next(index, now_s)
         elif self._way == "reserved":
-            waited_s = self._asked_s[index] if not self._outcome_begun(index) else 0.0
-            self._outcome.act_s.append(waited_s + step.work_s)
-            self._outcome.core_s += step.work_s
+            self._outcome.act_s.append(self._asked_s[index] + step.work_s)
+            self._asked_s[index] = 0.0
             self._at(now_s + step.work_s, "acted", index)
         else:
             self._asked_s[index] = now_s
             self._request(str(index), step.tool, index)
-
-    def _outcome_begun(self, index: int) -> bool:
-        begun = index in self._began_s
-        self._began_s[index] = 0.0
-        return begun
 
     def _request(self, holder: str, tool: str, index: int) -> None:
         elastic = tool if tool in self._curves else ""
@@ -214,17 +202,13 @@ class ActionSimulation:
 
     def _acted(self, index: int, now_s: float) -> None:
         if self._way != "reserved":
-            lease = self._table.release(str(index), now_s - self._began_s[index])
-            assert lease is not None
-            self._outcome.core_s += lease.resources.cores * (now_s - self._began_s[index])
+            self._table.release(str(index), now_s - self._began_s[index])
             self._stopped.discard(index)
             self._outcome.act_s.append(now_s - self._asked_s[index])
         self._next(index, now_s)
 
     def _revoked(self, index: int, now_s: float) -> None:
-        lease = self._table.release(str(index))
-        assert lease is not None
-        self._outcome.core_s += lease.resources.cores * (now_s - self._began_s[index])
+        self._table.release(str(index))
         self._request(str(index), self._load[index][self._turn[index]].tool, index)
 
     def _next(self, index: int, now_s: float) -> None:
@@ -240,7 +224,6 @@ class ActionSimulation:
                 index = int(lease.holder)
                 self._attempt[index] += 1
                 self._stopped.add(index)
-                self._outcome.stopped += 1
                 self._at(now_s + STOP_S, "revoked", index)
                 continue
             if self._way == "reserved":
@@ -254,5 +237,3 @@ class ActionSimulation:
             took_s = step.work_s / (curve.speed(cores) if curve is not None else 1.0)
             self._began_s[index] = now_s
             self._at(now_s + took_s, "acted", index)
-        held = sum(self._table.held(worker).cores for i, worker in enumerate(self._workers))
-        self._outcome.most_held = max(self._outcome.most_held, held)

@@ -7,25 +7,23 @@ on the same `LeaseTable` as live.
 * ``act_ratio_96``: mean completion time of actions on 96 cores, each trajectory with a core
   reserved for its life, over leases.
 * ``cores_saved_frac``: cores that leases do not need to finish within 5 % of one core for each
-  trajectory (``--saved`` are taken).
+  trajectory (`SAVED` are taken).
 * ``enlargement_gain``: by how much enlargement shortens completion where actions of a second and
   more are 90 % parallel. ``enlargement_worst``: the least ratio of arrival order over it, of three
   loads and curves that are steep and flat.
-* ``low_concurrency``: 32 trajectories, leases over one core each.
-* ``revocable_act_ratio``: on 8 cores, actions of 2 s beside some of 300 s on up to 8 cores:
-  completion where these may be stopped and begun again, over where not. ``revocable_worst``: the
-  largest, also with more trajectories and less parallel actions.
+* ``revocable_worst``: on 8 cores, actions of 2 s beside some of 300 s on up to 8 cores: completion
+  where these may be stopped and begun again, over where not; the largest median over loads and
+  curves.
 
-``--live`` adds, on two cores with real workers and processes: ``live_overhead_ms``,
-``live_overhead_bounded_ms`` (what is around an action, lease to report; with its memory bounded),
-``live_over_simulated`` (completion over the same actions in virtual time) and ``judge_hold_frac``
-(by how much longer a step takes whose judge needs two seconds and is late).
+``--live`` adds, on two cores with real workers and processes: ``live_overhead_ms`` (what is around
+an action, lease to report), ``live_over_simulated`` (completion over the same actions in virtual
+time) and ``judge_hold_frac`` (by how much longer a step takes whose judge needs two seconds and is
+late).
 """
 
 from __future__ import annotations
 
 import statistics
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,7 +44,7 @@ from libra.errors import ConfigError
 from libra.policy.leases.elastic import SpeedUp
 
 CORES, TRAJECTORIES, FACTORS = 96, 256, (1.0, 2.0)
-LONGER = 1.05
+LONGER, SAVED = 1.05, 0.75
 STEEP = {cores: 1 / (0.1 + 0.9 / cores) for cores in (1, 2, 4, 8)}
 WIDE = {cores: cores**0.9 for cores in range(1, 9)}
 FLAT = {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.3}
@@ -55,19 +53,6 @@ PARALLEL_S = 1.0
 """Actions of so many seconds on one core are parallel where a load has such."""
 
 Load = Sequence[Sequence[Step]]
-
-
-def arguments(given: Sequence[str] | None = None) -> Namespace:
-    parser = command_parser("actions", __doc__, data=True)
-    parser.add_argument("--seeds", type=int, default=5, help="loads that are drawn (default 5)")
-    parser.add_argument("--saved", type=float, default=0.75, help="share of cores to take away (default 0.75)")
-    parser.add_argument("--live", action="store_true", help="also measure a live run on two cores (two minutes)")
-    options = parser.parse_args(given)
-    if options.seeds < 1:
-        parser.error(f"--seeds {options.seeds}: type 1 or more")
-    if not 0 < options.saved < 1:
-        parser.error(f"--saved {options.saved}: type a share between 0 and 1, e.g. 0.75")
-    return options
 
 
 def source_of(data: Path) -> Source:
@@ -92,8 +77,7 @@ def gain(load: Load, curve: dict[int, float]) -> float:
     return simulated(load, CORES, "arrival", curve).mean_act_s / simulated(load, CORES, "leases", curve).mean_act_s
 
 
-def revocable_ratios(seeds: int) -> tuple[float, float]:
-    """The median where long actions are parallel, and the largest median of other loads and curves."""
+def revocable_worst(seeds: int) -> float:
     medians = []
     for count, curve in ((8, WIDE), (24, WIDE), (8, STEEP), (24, STEEP), (8, None), (24, None)):
         ratios = []
@@ -103,11 +87,16 @@ def revocable_ratios(seeds: int) -> tuple[float, float]:
             kept, may = (ActionSimulation(load, 8, way, each).run() for way, each in zip(WAYS, curves, strict=True))
             ratios.append(may.mean_act_s / kept.mean_act_s)
         medians.append(statistics.median(ratios))
-    return medians[0], max(medians)
+    return max(medians)
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(given)
+    parser = command_parser("actions", __doc__, data=True)
+    parser.add_argument("--seeds", type=int, default=5, help="loads that are drawn (default 5)")
+    parser.add_argument("--live", action="store_true", help="also measure a live run on two cores (two minutes)")
+    options = parser.parse_args(given)
+    if options.seeds < 1:
+        parser.error(f"--seeds {options.seeds}: type 1 or more")
     source = source_of(options.data)
     times = "measured" if source.measured else "drawn"
     print(f"{source.name}: {len(source.trajectories)} trajectories, seconds of tools {times}")
@@ -118,7 +107,7 @@ def main(given: Sequence[str] | None = None) -> None:
             load = drawn_load(source, TRAJECTORIES, factor, seed)
             leased, reserved = simulated(load, CORES, "leases"), simulated(load, CORES, "reserved")
             one_each = simulated(load, TRAJECTORIES, "reserved")
-            fewer = simulated(load, round(TRAJECTORIES * (1 - options.saved)), "leases")
+            fewer = simulated(load, round(TRAJECTORIES * (1 - SAVED)), "leases")
             rows.append((reserved.mean_act_s / leased.mean_act_s, fewer.makespan_s / one_each.makespan_s))
             print(
                 f"  x{factor:g}, seed {seed}: ACT {leased.mean_act_s:.2f} s leased, {reserved.mean_act_s:.2f} reserved",
@@ -128,20 +117,12 @@ def main(given: Sequence[str] | None = None) -> None:
         longer.append(statistics.median(makespan for _, makespan in rows))
     gains = [gain(drawn_load(source, TRAJECTORIES, 1.0, seed), STEEP) for seed in range(options.seeds)]
     worst = min(gain(drawn_load(source, n, 1.0, 0), curve) for n in (64, TRAJECTORIES, 384) for curve in (STEEP, FLAT))
-    low = drawn_load(source, 32, 1.0, 0)
-    low_ratio = simulated(low, CORES, "leases").mean_act_s / simulated(low, 32, "reserved").mean_act_s
-    revocable = revocable_ratios(max(options.seeds, 2))
     figures = {
         "act_ratio_96": Figure(statistics.mean(ratios), "ratio", "higher", 2.4),
-        "act_ratio_96_x1": Figure(ratios[0], "ratio", "higher"),
-        "act_ratio_96_x2": Figure(ratios[1], "ratio", "higher"),
-        "cores_saved_frac": Figure(options.saved if max(longer) <= LONGER else 0.0, "share", "higher", 0.75),
-        "makespan_with_fewer": Figure(max(longer), "ratio", "lower", LONGER),
+        "cores_saved_frac": Figure(SAVED if max(longer) <= LONGER else 0.0, "share", "higher", 0.75),
         "enlargement_gain": Figure(1 - 1 / statistics.median(gains), "share", "higher", 0.1),
         "enlargement_worst": Figure(worst, "ratio", "higher", 1.0),
-        "low_concurrency": Figure(low_ratio, "ratio", "lower", 1.02),
-        "revocable_act_ratio": Figure(revocable[0], "ratio", "lower", 1.0),
-        "revocable_worst": Figure(revocable[1], "ratio", "lower", 1.0),
+        "revocable_worst": Figure(revocable_worst(max(options.seeds, 2)), "ratio", "lower", 1.0),
     }
     if options.live:
         figures |= live_figures()

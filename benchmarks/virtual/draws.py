@@ -27,8 +27,7 @@ def agent_turn_files(data: Path, option: str = "--data") -> list[Path]:
 
 
 def cut(trace: Trace) -> Trace:
-    """The trace up to the turn whose end would pass `MAX_CONTEXT_TOKENS`; its last turn calls no
-    tool."""
+    """The trace up to the turn whose end would pass `MAX_CONTEXT_TOKENS`."""
     context, turns = trace.prompt_tokens, list[TurnPlan]()
     for turn in trace.turns:
         if turns and context + turn.new_tokens > MAX_CONTEXT_TOKENS:

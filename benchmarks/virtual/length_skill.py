@@ -1,43 +1,31 @@
-"""Skill of forecasts of the remaining length, on every ``DIR/agent_turns/*.csv`` (``--data DIR``;
-default: the excerpt).
+"""Skill of the posterior's forecasts of the remaining length, on every ``DIR/agent_turns/*.csv``
+(``--data DIR``; default: the excerpt), scored at every tool return with tokens left to generate.
 
-Two protocols, both scored at every tool return with tokens left to generate:
+Five folds by task: it learns from the trajectories of four folds, one after another, then forecasts
+the fifth without learning from it. In a set with groups (several samples per task) all siblings have
+finished; ``_alone``: without any; ``_together``: all run at once, and so did the training groups.
 
-five folds
-    by task: learn from the trajectories of four folds, one after another, then forecast the ones in
-    the fifth without learning from them. In a set with groups (several samples per task) also with
-    siblings: all others have finished, or ``_together`` (all run at once; the training groups ran
-    in the same way); ``_alone``: without any.
-replayed
-    in virtual time and prequentially: groups arrive in random order, all samples of one start
-    together, 32 trajectories in flight. Mean over ``--orders`` orders; the second half of the
-    returns is scored.
-
-Figures, for every predictor and set: ``<predictor>_{r2,spearman}_<set>`` from five folds,
-``..._alone``, ``..._together``, and ``..._replayed``. R2 is of the mean forecast on tokens,
-Spearman of the order.
+``posterior_{r2,spearman}_<set>``, ``..._alone``, ``..._together``: R2 is of the mean forecast on
+tokens, Spearman of the order.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import heapq
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.orderings import Forecaster
 from benchmarks.report import Figure, command_parser, emit
 from benchmarks.virtual.draws import agent_turn_files
 from libra.errors import ConfigError
-from libra.facts import Fact, QuantumFinished, TrajectoryEnded, TrajectoryParked
+from libra.facts import QuantumFinished, TrajectoryEnded, TrajectoryParked
 from libra.planner.agent_turns import AgentTurn, read_agent_turns
-from libra.policy.posterior.forecaster import Forecast, Posterior
+from libra.policy.posterior.forecaster import Posterior
 from libra.types import NO_TOOL, Phase, ToolOutcome
 
 KNOWN = ("mini_swe", "agentcgroup", "tau")
@@ -99,11 +87,11 @@ def read_traces(path: Path) -> list[Trace]:
     return [trace for trace in found if trace.tokens > 0]
 
 
-def start(forecaster: Forecaster, trace: Trace) -> None:
+def start(forecaster: Posterior, trace: Trace) -> None:
     forecaster.handle(TrajectoryParked(trace.key, 0, Phase.ROLLOUT, 0, trace.group, trace.family))
 
 
-def replay_turn(forecaster: Forecaster, trace: Trace, index: int) -> bool:
+def replay_turn(forecaster: Posterior, trace: Trace, index: int) -> bool:
     made = trace.turns[index]
     forecaster.handle(QuantumFinished(trace.key, Phase.ROLLOUT, made.tokens, "", NO_TOOL, 0.0))
     if made.status:
@@ -114,7 +102,7 @@ def replay_turn(forecaster: Forecaster, trace: Trace, index: int) -> bool:
     return bool(made.status)
 
 
-def train_on(forecaster: Forecaster, traces: Iterable[Trace]) -> None:
+def train_on(forecaster: Posterior, traces: Iterable[Trace]) -> None:
     for trace in traces:
         start(forecaster, trace)
         for index in range(len(trace.turns)):
@@ -124,29 +112,20 @@ def train_on(forecaster: Forecaster, traces: Iterable[Trace]) -> None:
 
 
 def replay(
-    forecaster: Forecaster,
-    groups: Sequence[Sequence[Trace]],
-    in_flight: int,
-    *,
-    learn: bool = True,
-    completed: bool = True,
+    forecaster: Posterior, group: Sequence[Trace], *, learn: bool = True, completed: bool = True
 ) -> list[ScoredForecast]:
-    """Replay groups in order; a group starts as soon as it fits into ``in_flight``.
+    """Replay a group whose members start together.
 
     ``learn=False`` learns nothing from ended trajectories; ``completed=False`` ignores them.
     """
-    scored: list[ScoredForecast] = []
-    heap: list[tuple[float, int, int]] = []
-    traces, done, ahead, now = list[Trace](), list[int](), list(reversed(groups)), 0.0
-    while ahead or heap:
-        while ahead and (not heap or len(heap) + len(ahead[-1]) <= in_flight):
-            for trace in ahead.pop():
-                start(forecaster, trace)
-                heapq.heappush(heap, (now + trace.turns[0].seconds, len(traces), 0))
-                traces.append(trace)
-                done.append(0)
+    scored, done = list[ScoredForecast](), [0] * len(group)
+    for trace in group:
+        start(forecaster, trace)
+    heap = [(trace.turns[0].seconds, number, 0) for number, trace in enumerate(group)]
+    heapq.heapify(heap)
+    while heap:
         now, number, index = heapq.heappop(heap)
-        trace = traces[number]
+        trace = group[number]
         done[number] += trace.turns[index].tokens
         left = trace.tokens - done[number]
         if replay_turn(forecaster, trace, index) and left > 0:
@@ -176,70 +155,11 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return (np.cumsum(counts) - (counts - 1) / 2.0)[inverse]
 
 
-FOLDS, MIN_ORDERS = 5, 5
+FOLDS = 5
 MODES = ("alone", "three", "together")
 GOALS: dict[str, float] = {
     "posterior_spearman_mini_swe": 0.58, "posterior_r2_mini_swe": 0.15, "posterior_spearman_agentcgroup": 0.40,
     "posterior_r2_tau": 0.33, "posterior_r2_tau_together": 0.157,
-}  # fmt: skip
-LAST_TURN, PRIOR_ROWS = 100, 20.0
-"""Turns from the first on share a mean; rows' worth of evidence that a turn is like all others."""
-
-
-class TurnIndex(Forecaster):
-    """The mean remaining length after as many turns, shrunk towards the global mean."""
-
-    prior_rows = PRIOR_ROWS
-
-    def __init__(self) -> None:
-        self._marks: dict[str, list[int]] = {}  # of running ones: tokens at the start and at each return, and so far
-        self._turns = [np.zeros(3) for _ in range(LAST_TURN + 1)]  # rows, tokens, logarithms
-        self._all = np.zeros(3)
-
-    def handle(self, event: Fact) -> None:
-        match event:
-            case QuantumFinished(key=key, tokens=tokens, status=status) if key in self._marks:
-                self._marks[key][-1] += tokens
-                if status:
-                    self._marks[key].append(self._marks[key][-1])
-            case TrajectoryParked(key=key):
-                self._marks.setdefault(key, [0, 0])
-            case TrajectoryEnded(key=key, completed=completed):
-                *marks, total = self._marks.pop(key, [0])
-                for turn, tokens in enumerate(marks if completed else ()):
-                    if (left := total - tokens) >= 1:
-                        row = np.array([1.0, left, math.log(left)])
-                        self._turns[min(turn, LAST_TURN)] += row
-                        self._all += row
-
-    def remaining(self, key: str) -> Forecast:
-        rows, tokens, logs = self._all
-        if not rows:
-            return Forecast(1.0, 1.0, 0.0)
-        here = self._turns[min(len(self._marks[key]) - 2, LAST_TURN)]
-        weight = 1.0 if math.isinf(self.prior_rows) else self.prior_rows / (here[0] + self.prior_rows)
-        of_turn = here[1:] / here[0] if here[0] else np.zeros(2)
-        mean, log = weight * np.array([tokens, logs]) / rows + (1.0 - weight) * of_turn
-        return Forecast(float(mean), math.exp(log), 0.0)
-
-
-class GlobalMean(TurnIndex):
-    """The mean remaining length over all returns so far."""
-
-    prior_rows = math.inf
-
-
-class ProgressOnly(Posterior):
-    """The posterior's reference: what it falls back to without skill."""
-
-    def learn(self) -> None:
-        super().learn()
-        for blend in (self._regression.order, self._regression.mean):
-            blend.factor = blend.skill = 0.0
-
-
-FORECASTERS: dict[str, Callable[[], Any]] = {
-    "global_mean": GlobalMean, "turn_index": TurnIndex, "progress": ProgressOnly, "posterior": Posterior,
 }  # fmt: skip
 
 
@@ -260,74 +180,52 @@ def folds_of(traces: Sequence[Trace]) -> list[list[list[Trace]]]:
     return folds
 
 
-def five_folds(
-    make: Callable[[], Forecaster], traces: Sequence[Trace], modes: Sequence[str]
-) -> dict[str, list[ScoredForecast]]:
+def five_folds(traces: Sequence[Trace], modes: Sequence[str]) -> dict[str, list[ScoredForecast]]:
     """Forecasts of all trajectories of each fold after training on the other four, by mode."""
     folds = folds_of(traces)
     scored: dict[str, list[ScoredForecast]] = {mode: [] for mode in modes}
     for held_out in range(FOLDS):
         groups = [group for at, fold in enumerate(folds) if at != held_out for group in fold]
         train, rng = [trace for group in groups for trace in group], np.random.default_rng(held_out)
-        one_by_one, together = make(), make()
+        one_by_one, together = Posterior(), Posterior()
         train_on(one_by_one, [train[i] for i in rng.permutation(len(train))])
         if "together" in modes:
             for at in np.random.default_rng(held_out).permutation(len(groups)):
-                replay(together, [groups[at]], 1)
+                replay(together, groups[at])
         for mode in modes:
             for group in folds[held_out]:
                 scored[mode] += ask(together if mode == "together" else one_by_one, group, mode)
     return scored
 
 
-def ask(learned: Forecaster, group: Sequence[Trace], mode: str) -> list[ScoredForecast]:
+def ask(learned: Posterior, group: Sequence[Trace], mode: str) -> list[ScoredForecast]:
     """Forecasts of a copy of ``learned`` for a new group; it learns from siblings only."""
     if mode == "together":
-        return replay(copy.deepcopy(learned), [group], 1, learn=False)
+        return replay(copy.deepcopy(learned), group, learn=False)
     scored: list[ScoredForecast] = []
     for trace in group:
         if mode == "alone":  # forgotten at once: no copy needed
-            scored += replay(learned, [[trace]], 1, learn=False, completed=False)
+            scored += replay(learned, [trace], learn=False, completed=False)
             continue
         forecaster = copy.deepcopy(learned)
         train_on(forecaster, [sibling for sibling in group if sibling is not trace])
-        scored += replay(forecaster, [[trace]], 1, learn=False)
+        scored += replay(forecaster, [trace], learn=False)
     return scored
 
 
-def replays(make: Callable[[], Forecaster], traces: Sequence[Trace], orders: int, in_flight: int) -> dict[str, float]:
-    groups, found = groups_of(traces), []
-    for order in range(orders):
-        arrivals = [groups[i] for i in np.random.default_rng(1000 + order).permutation(len(groups))]
-        scored = replay(make(), arrivals, in_flight)
-        found.append(scores(scored[len(scored) // 2 :]))
-    return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
-
-
-def measure(name: str, traces: Sequence[Trace], options: argparse.Namespace) -> dict[str, Figure]:
+def measure(name: str, traces: Sequence[Trace]) -> dict[str, Figure]:
     grouped = len(traces) >= 2 * len(groups_of(traces))
     values: dict[str, float] = {}
-    for predictor in options.predictors:
-        make, own = FORECASTERS[predictor], dict[str, float]()
-        for mode, scored in five_folds(make, traces, MODES if grouped else MODES[:1]).items():
-            suffix = "" if mode == ("three" if grouped else "alone") else f"_{mode}"
-            own |= {f"{score}_{name}{suffix}": value for score, value in scores(scored).items()}
-        mean = replays(make, traces, options.orders, options.in_flight)
-        own |= {f"{score}_{name}_replayed": value for score, value in mean.items()}
-        print(f"{predictor}:", ", ".join(f"{figure} {value:.3f}" for figure, value in own.items()), flush=True)
-        values |= {f"{predictor}_{figure}": value for figure, value in own.items()}
+    for mode, scored in five_folds(traces, MODES if grouped else MODES[:1]).items():
+        suffix = "" if mode == ("three" if grouped else "alone") else f"_{mode}"
+        values |= {f"posterior_{score}_{name}{suffix}": value for score, value in scores(scored).items()}
     return {figure: Figure(value, "ratio", "higher", GOALS.get(figure)) for figure, value in values.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_parser("length_skill", __doc__, data=True)
     parser.add_argument("--sets", nargs="+", help="names of sets; default: all that are there")
-    parser.add_argument("--predictors", nargs="+", choices=list(FORECASTERS), default=list(FORECASTERS))
-    parser.add_argument("--orders", type=int, default=MIN_ORDERS, help="random orders of arrival")
-    parser.add_argument("--in-flight", type=int, default=32, help="trajectories at once")
     options = parser.parse_args(arguments)
-    if options.orders < MIN_ORDERS:
-        raise ConfigError(f"--orders: got {options.orders}; type --orders {MIN_ORDERS} or more")
     sets = sets_in(options.data)
     if unknown := set(options.sets or ()) - set(sets):
         raise ConfigError(f"--sets: no {', '.join(sorted(unknown))} in {options.data}; there are {', '.join(sets)}")
@@ -335,5 +233,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.sets or sets:
         traces = read_traces(sets[name])
         print(f"{name}: {len(traces)} trajectories in {len(groups_of(traces))} groups")
-        figures |= measure(name, traces, options)
+        figures |= measure(name, traces)
     emit("length_skill", figures, arguments=arguments, as_json=options.json)

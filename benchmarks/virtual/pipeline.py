@@ -13,8 +13,8 @@ updates and merges are the defaults of `PipelineOptions` and `TurningRule`.
 * ``fraction_of_bound_eta0_mini_swe``, ``..._eta1_...``: `systems.tuning.lower_bound_s` over the
   seconds of ours.
 
-`systems.against.race` leaves out of the search what could only make a ratio larger; ``--whole``
-tunes and scores every system. By default 16 GPUs, nine cells. All 27, ``--gpus 16 48 96``, take
+`systems.against.race` leaves out of the search what could only make a ratio larger. By default 16
+GPUs, nine cells. All 27, ``--gpus 16 48 96``, take
 hours of CPU. ``r2e`` is made up: lognormal totals with a heavy tail (P99 over P50 about 4); nothing
 of R2E was seen.
 """
@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.report import Figure, command_parser, emit
-from benchmarks.systems.against import Comparison, compare, race
+from benchmarks.systems.against import Comparison, race
 from benchmarks.systems.disciplines import DISCIPLINES, disciplines
 from benchmarks.systems.tuning import Cell, Setting, play, step_s
 from benchmarks.virtual.draws import KINSHIP, agent_turn_files, cut
@@ -77,7 +77,6 @@ class CellJob(NamedTuple):
     eta: int
     seeds: int
     systems: Sequence[str]
-    whole: bool
 
     def cell(self) -> Cell:
         traces = traces_of(self.traces)
@@ -88,7 +87,7 @@ class CellJob(NamedTuple):
 
 
 def compared(job: CellJob) -> Comparison:
-    """The best static system and the best of all in a cell (with ``whole`` all), on untuned seeds."""
+    """The best static system and the best of all in a cell, on untuned seeds."""
     cell, done = job.cell(), dict[tuple[str, Setting, int], float]()
 
     def seconds(system: str, setting: Setting, seed: int, limit_s: float) -> float:
@@ -106,8 +105,7 @@ def compared(job: CellJob) -> Comparison:
     def seconds_of(system: str, tried: Sequence[tuple[Setting, int]], limit_s: float) -> list[float]:
         return [seconds(system, setting, seed, limit_s) for setting, seed in tried]
 
-    around = compare if job.whole else race
-    return around(cell, list(disciplines(job.systems, job.eta)), job.seeds, seconds_of)
+    return race(cell, list(disciplines(job.systems, job.eta)), job.seeds, seconds_of)
 
 
 def figures_of(ratios: dict[int, list[float]], fractions: dict[int, list[float]]) -> dict[str, Figure]:
@@ -129,12 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", nargs="*", type=int, default=list(GPUS), help="the whole table: 16 48 96")
     parser.add_argument("--etas", nargs="*", type=int, default=list(ETAS), choices=ETAS)
     parser.add_argument("--systems", nargs="*", default=[], choices=list(DISCIPLINES), help="default: all")
-    parser.add_argument("--whole", action="store_true", help="tune and score every system")
     parser.add_argument("--processes", type=int, default=1, help="cells at once")
     options = parser.parse_args(arguments)
     sets = [str(path) for path in agent_turn_files(options.data)] + ["r2e"]
     cells = [
-        CellJob(traces, gpus, eta, options.seeds, tuple(options.systems), options.whole)
+        CellJob(traces, gpus, eta, options.seeds, tuple(options.systems))
         for gpus in options.gpus
         for traces in sets
         if not options.sets or Path(traces).stem in options.sets

@@ -1,25 +1,14 @@
-"""The planner's time, the proven gap of its plans to the optimum, and the regret under a wrong cost
-model.
+"""The planner's time, and the proven gap of its plans to the optimum.
 
 Qwen3-14B on A800 nodes of eight, batches of 256 and 4,096 agent trajectories drawn with replacement
 from the mini-SWE-agent trace and cut at 40,960 tokens (the limit of the Libra paper), staleness
-bound 1.
-
-``python -m benchmarks planner --json``; figures, for each number of GPUs and of requests:
+bound 1. For each number of GPUs and of requests:
 
 ``wall_s_<gpus>_<requests>``
     Median of three, from trajectories to costs, layout and proof, without caches between them.
-    ``cpu_s_...`` are CPU seconds, which are steadier on a shared machine.
 ``gap_<gpus>_<requests>``
     Step found over proven lower bound, less 1. The bound holds for every split, every layout and
     every assignment of whole trajectories, without binning.
-``search_s_<gpus>_<requests>``, ``binning_<gpus>_<requests>``
-    Its search part; and the largest error of the programs over classes against the trajectories
-    themselves.
-``regret_<side>_<gpus>_<requests>``
-    The step of a plan with seconds that are 20 % off on that side, evaluated with the true ones
-    (same split and engines, trajectories placed again), over the best step, less 1: the worse of
-    both signs. ``tp`` is off by opposite signs for degrees above and below 2.
 """
 
 from __future__ import annotations
@@ -29,21 +18,18 @@ import time
 from collections.abc import Sequence
 
 import cvxpy  # noqa: F401  (imported before anything is timed)
-import numpy as np
 
 from benchmarks.report import Figure, command_parser, emit
 from libra.hardware import load_gpu, load_shape
 from libra.planner.agent_turns import read_agent_turns
 from libra.planner.cost import Layout, TrajectoryTotals
 from libra.planner.cost.rollout_cost import TRACE_COLUMNS, totals_of_trace
-from libra.planner.engine_packing import filled
 from libra.planner.planning_problem import Problem
 from libra.planner.search import search
 from libra.planner.snapshot import PlanningSnapshot, formulate
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 10_000)
 REQUESTS = (256, 4096)
-REGRET_GPUS = (16, 64, 256, 1024)
 MAX_CONTEXT_TOKENS = 40_960
 TOOL_S = 0.5
 """Assumed seconds of a tool call: the trace has none."""
@@ -64,57 +50,21 @@ def posed(workload: TrajectoryTotals, num_gpus: int) -> Problem:
 
 def measure(workload: TrajectoryTotals, num_gpus: int, repeats: int) -> dict[str, Figure]:
     name = f"{num_gpus}_{len(workload)}"
-    walls, searches, cpus = [], [], []
+    walls = []
     for _ in range(repeats):
-        started, cpu = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
         problem = posed(workload, num_gpus)
-        between = time.perf_counter()
         found = search(problem)
-        searches.append(time.perf_counter() - between)
         walls.append(time.perf_counter() - started)
-        cpus.append(time.process_time() - cpu)
-    counts = {str(kind): int(n) for kind, n in zip(problem.kinds, found.layout.counts(len(problem.kinds)), strict=True)}
     print(
-        f"{num_gpus:6d} GPUs, {len(workload)} requests: {found.train_gpus} train, {counts}; step {found.step_s:.1f} s "
-        f"(training {found.train_s:.1f}, rollout {found.rollout_s:.1f}, longest trajectory alone {found.longest_s:.1f}, "
-        f"proven >= {found.lower_s:.1f}); {found.num_programs} programs, {found.num_splits} splits",
+        f"{num_gpus:6d} GPUs, {len(workload)} requests: {found.train_gpus} train; step {found.step_s:.1f} s, proven >= "
+        f"{found.lower_s:.1f}; {found.num_programs} programs, {found.num_splits} splits",
         flush=True,
     )
     return {
         f"wall_s_{name}": Figure(statistics.median(walls), "s", "lower", goal_s(num_gpus)),
         f"gap_{name}": Figure(found.gap_frac, "fraction", "lower", GOAL_GAP),
-        f"cpu_s_{name}": Figure(statistics.median(cpus), "s", "lower"),
-        f"search_s_{name}": Figure(statistics.median(searches), "s", "lower"),
-        f"binning_{name}": Figure(found.binning_frac, "fraction", "lower"),
     }
-
-
-def wrong(problem: Problem, side: str, sign: int) -> Problem:
-    factor = 1.0 + 0.2 * sign
-    if side == "train":
-        return problem.having(train_s=problem.train_s * factor)
-    factors = np.full(len(problem.kinds), factor)
-    if side == "tp":
-        factors = np.where(problem.tp > 2, factor, 2.0 - factor)
-    return problem.having(load_s=problem.load_s * factors[:, None], alone_s=problem.alone_s * factors[:, None])
-
-
-def carried_out(problem: Problem, believed: Problem) -> float:
-    """Seconds of a step with the split and engines planned for ``believed``, spare GPUs used as in
-    plans."""
-    plan = search(believed)
-    counts = filled(believed, plan.layout, plan.rollout_gpus).counts(len(problem.kinds))
-    engines = {kind.tp: int(number) for kind, number in zip(problem.kinds, counts, strict=True)}
-    return search(problem.having(fixed_train_gpus=plan.train_gpus, fixed_engines=engines)).step_s
-
-
-def regret(problem: Problem, name: str) -> dict[str, Figure]:
-    best_s = search(problem).step_s
-    figures = {}
-    for side in ("train", "rollout", "tp"):
-        steps = [carried_out(problem, wrong(problem, side, sign)) for sign in (-1, 1)]
-        figures[f"regret_{side}_{name}"] = Figure(max(max(steps) / best_s - 1.0, 0.0), "fraction", "lower")
-    return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -133,6 +83,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         workload = trace.resampled(requests, options.seed, MAX_CONTEXT_TOKENS)
         for num_gpus in options.gpus:
             figures |= measure(workload, num_gpus, options.repeats)
-            if num_gpus in REGRET_GPUS:
-                figures |= regret(posed(workload, num_gpus), f"{num_gpus}_{requests}")
     emit("planner", figures, arguments=arguments, as_json=options.json)

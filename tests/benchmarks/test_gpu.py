@@ -49,7 +49,7 @@ def test_the_quick_start_runs_as_a_part(tmp_path):
     found = gpu.run_part("quickstart", HERE, 380, tmp_path)
     assert "error" not in found, found
     assert found["figures"]["quickstart_iteration_s"]["value"] > 0
-    assert found["facts"]["iterations"] == 1
+    assert found["text"].startswith("1 iterations")
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_true_profiles_pass_the_audit(gpu, linear_profile, attention_profile):
 @pytest.mark.parametrize(("factor", "text"), [(1 / 8, "impossible"), (8.0, "other units"), (1000.0, "other units")])
 def test_units_that_are_off_are_refused(gpu, linear_profile, attention_profile, factor, text):
     for profile in (linear_profile(factor=factor), attention_profile(factor=factor)):
-        (finding,) = audit(profile, gpu, [])
+        (finding,) = audit(profile, gpu)
         assert text in finding.text
         with pytest.raises(ConfigError, match=profile.source):
             calibrate([profile])

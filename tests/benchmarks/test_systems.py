@@ -62,8 +62,8 @@ def test_the_thin_end_turns_hands_over_what_it_has_and_returns(engines, workload
     work = workload(*turns, iterations=2)
     pipeline, found = trained(work, engines(2, slots=2), "turning", 30.0)
     split, still = trained(work, engines(2, slots=2), "streaming", 30.0)
-    turned = [done for done in found.turns if done.turn.to is Turned.TRAINING]
-    assert turned and any(done.turn.to is Turned.ROLLOUT for done in found.turns)
+    turned = [turn for turn in found.turns if turn.to is Turned.TRAINING]
+    assert turned and any(turn.to is Turned.ROLLOUT for turn in found.turns)
     assert found.published_s[-1] < 0.9 * still.published_s[-1]
     assert len(pipeline.record.ended_s) == len(split.record.ended_s) == 8
     generated = sum(counters.generated_tokens for _, counters in pipeline._all_counters())
