@@ -33,13 +33,8 @@ from benchmarks.kernel_profiles import (
 )
 from benchmarks.report import command_parser
 from libra.errors import ConfigError
-<<<<<<< HEAD
-from libra.hardware.gpus import GPU, known_gpus, load_gpu
-from libra.hardware.layer_seconds import (
-=======
 from libra.hardware.gpus import GPU, load_gpu
-from libra.hardware.rooflines import (
->>>>>>> h_b1
+from libra.hardware.layer_seconds import (
     GEMMS,
     MOVES,
     Efficiencies,

@@ -12,15 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.live.sandbox_attacks import ATTACKS, containable, why_not_contained
-<<<<<<< HEAD
-from benchmarks.report import Figure, command_parser, emit
-from libra.envs.sandbox import BUBBLEWRAP, MEGABYTE, NONE, Limits, Session
-from libra.envs.sandbox.confined import can_make_groups
-=======
 from benchmarks.report import Figure, command_parser, emit, seconds_of
 from libra.envs.sandbox import BUBBLEWRAP, MEGABYTE, Limits, Session
-from libra.envs.sandbox.cgroups import can_make_groups
->>>>>>> h_b1
+from libra.envs.sandbox.confined import can_make_groups
 
 LIMITS = Limits(memory_bytes=256 * MEGABYTE)
 

@@ -39,15 +39,11 @@ from benchmarks.kernel_profiles import (
 from benchmarks.kernel_tables import all_reduce_table, attention_rows, audit, fit_attention, fit_linear, linear_curves
 from benchmarks.report import DATA, Figure, command_parser, emit
 from libra.hardware import GPU, Efficiencies, load_gpu
-<<<<<<< HEAD
-from libra.hardware.layer_seconds import GEMMS
-=======
-from libra.hardware.rooflines import GEMMS, LAYER_COUNTS, operator_s
+from libra.hardware.layer_seconds import GEMMS, LAYER_COUNTS, operator_s
 from libra.hardware.run_calibration import fit_positive
 from libra.hardware.tables import RatioCurve, Tables
 
 Array = NDArray[np.float64]
->>>>>>> h_b1
 
 EXCERPT = DATA / "hardware"
 GOALS = {"decode_mape": 8.0, "training_mape": 15.0, "transfer_model_mape": 5.0}

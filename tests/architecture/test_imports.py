@@ -29,8 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "policy": FOUNDATION,
     "planner": FOUNDATION,
     "rollout": FOUNDATION | {"model_loader", "tensors", "projections", "heads", "experts"},
-    "train": FOUNDATION
-    | {"model_loader", "named_parts", "transport", "tensors", "tensor_files", "heads", "experts"},
+    "train": FOUNDATION | {"model_loader", "named_parts", "transport", "tensors", "tensor_files", "heads", "experts"},
     "weights": FOUNDATION | {"transport", "tensors", "tensor_files", "projections"},
     "store": FOUNDATION | {"tensors", "tensor_files"},
     "transport": FOUNDATION,

@@ -112,10 +112,9 @@ def test_an_engine_of_two_workers_is_refused_or_outlives_the_death_of_either(mak
 
 def until_settled(session, count):
     """Wait until so many workers that can change roles are there and have one."""
-    run = session.spec.run
 
     async def wait(dask_scheduler):
-        state = dask_scheduler.plugins["libra"].roles._runs[run]
+        state = dask_scheduler.plugins["libra"].roles._run
         while [row["stage"] for row in state.roles.rows()] != ["resupplied"] * count:
             await state.news.wait()
 
