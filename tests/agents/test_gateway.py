@@ -91,18 +91,15 @@ def test_token_ids_in_and_out():
     run(test)
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"n": 2}, "n"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"strict": True}}}, "response_format"),
-        ({"tools": "calc"}, "tools"),
-        ({"tools": [{"type": "function"}]}, "tools[0]"),
-        ({"stop": [""]}, "stop"),
-    ],
-)
+@pytest.mark.parametrize(("change", "param"), [
+    ({"n": 2}, "n"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"strict": True}}}, "response_format"),
+    ({"tools": "calc"}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"stop": [""]}, "stop"),
+])  # fmt: skip
 def test_what_is_refused_names_its_field(change, param):
     async def test(here):
         answer = await here.post("/v1/chat/completions", CHAT | change)

@@ -70,14 +70,11 @@ def test_workers_are_asked_for_of_the_scheduler(repository):
     assert not found, f"type present_workers(client): {found}"
 
 
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("import time\ntime.sleep(delay)", 1),
-        ("import asyncio\nasync def f():\n    await asyncio.sleep(0.1)", 1),
-        ("from time import sleep as nap\nnap(2)", 1),
-        ("import asyncio\nasync def f():\n    await asyncio.sleep(0)", 0),
-    ],
-)
+@pytest.mark.parametrize(("source", "count"), [
+    ("import time\ntime.sleep(delay)", 1),
+    ("import asyncio\nasync def f():\n    await asyncio.sleep(0.1)", 1),
+    ("from time import sleep as nap\nnap(2)", 1),
+    ("import asyncio\nasync def f():\n    await asyncio.sleep(0)", 0),
+])  # fmt: skip
 def test_a_sleep_is_found(source, count):
     assert len(sleeps(source)) == count

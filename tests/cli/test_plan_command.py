@@ -68,12 +68,9 @@ def test_a_layout_that_cannot_be_run_is_refused_by_plan_and_run(repository, tmp_
         snapshot_of(config, None, what_if=False)
     snapshot_of(config, None, what_if=True)
     tiny = (
-        "model.path=libra/tiny-arithmetic",
-        "planner.replan=advise",
-        "planner.num_gpus=8",
-        f"planner.{wrong}",
+        "model.path=libra/tiny-arithmetic", "planner.replan=advise", "planner.num_gpus=8", f"planner.{wrong}",
         f"run.dir={tmp_path}",
-    )
+    )  # fmt: skip
     with pytest.raises(PlanError, match=field), Session(load_config(str(repository / "configs/quickstart.yaml"), tiny)):
         pass
     assert not any(tmp_path.iterdir())  # before anything was started

@@ -24,12 +24,8 @@ import pytest
 
 PACKAGES = "python3,python3-venv,make,ca-certificates"
 SMALL = [
-    "run.iterations=1",
-    "trainer.prompts=2",
-    "trainer.group_size=2",
-    "evaluation.prompts=0",
-    "cluster.dashboard_port=0",
-]
+    "run.iterations=1", "trainer.prompts=2", "trainer.group_size=2", "evaluation.prompts=0", "cluster.dashboard_port=0",
+]  # fmt: skip
 NOT_RUN = "setup-vllm-cuda"
 
 

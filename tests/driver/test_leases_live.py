@@ -122,15 +122,12 @@ def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(make_config, 
     assert differences(log, {n: replace(e, waiting=0) for n, e in orders.items()})
 
 
-@pytest.mark.parametrize(
-    ("environment", "cluster", "word"),
-    [
-        ({"args": {"cores": 4096}, "quotas": {"search": "20/s"}}, {}, "4096 cores"),
-        ({"quotas": {}}, {}, r"environment\.quotas\.search"),
-        ({"quotas": {"search": "often"}}, {}, "often"),
-        ({"name": f"{__name__}:WithSession"}, {"tool_workers_most": 2}, "sessions"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "cluster", "word"), [
+    ({"args": {"cores": 4096}, "quotas": {"search": "20/s"}}, {}, "4096 cores"),
+    ({"quotas": {}}, {}, r"environment\.quotas\.search"),
+    ({"quotas": {"search": "often"}}, {}, "often"),
+    ({"name": f"{__name__}:WithSession"}, {"tool_workers_most": 2}, "sessions"),
+])  # fmt: skip
 def test_what_can_never_run_is_refused_before_anything_does(make_config, tmp_path, environment, cluster, word):
     named = {"name": f"{__name__}:Leased"} | environment
     config = make_config(environment=named, cluster={"tool_supply": {"cores": 1}} | cluster)

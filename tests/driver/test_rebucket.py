@@ -52,11 +52,9 @@ def test_two_vllm_engines_become_one_of_two_ranks_and_two_again(make_config):
     assert len(rows) == 6 and all(row["mismatch_max_abs"] < 1e-2 for row in rows if row["mismatch_tokens"])
     fields = ("worker", "generation", "from_role", "from_tp", "to_role", "to_tp")
     assert {tuple(event[name] for name in fields) for event in named(events, "role_changed")} == {
-        ("rollout-0", there, "rollout", 1, "rollout", 2),
-        ("rollout-1", there, "rollout", 1, "lent", 1),
-        ("rollout-0", back, "rollout", 2, "rollout", 1),
-        ("rollout-1", back, "lent", 1, "rollout", 1),
-    }
+        ("rollout-0", there, "rollout", 1, "rollout", 2), ("rollout-1", there, "rollout", 1, "lent", 1),
+        ("rollout-0", back, "rollout", 2, "rollout", 1), ("rollout-1", back, "lent", 1, "rollout", 1),
+    }  # fmt: skip
     check_places(events, there, back)
     assert not named(events, "engine_quarantined", "role_change_failed")
 

@@ -86,17 +86,14 @@ def test_a_service_that_fails_is_a_failure_of_the_reward_and_no_reward(make_conf
         assert np.isnan(store.columns("trajectory")["reward"]).all()
 
 
-@pytest.mark.parametrize(
-    ("reward", "judge", "kind", "word"),
-    [
-        ({"service": "judg"}, {}, ConfigError, "did you mean 'judge'"),
-        ({"service": "judge", "late": True}, {}, ConfigError, r"trainer\.late=correct"),
-        ({"service": "judge"}, {"function": f"{HERE}:lengths", "args": {"mor": 1}}, ConfigError, "mor"),
-        ({"service": "judge"}, {"model": "MODEL", "function": "score"}, ModelError, "reward model"),
-        ({"service": "judge"}, {"model": "MODEL", "function": "teach"}, ConfigError, r"distil\.teacher"),
-        ({"service": "judge"}, {"model": "/no/where"}, LibraError, "judge"),
-    ],
-)
+@pytest.mark.parametrize(("reward", "judge", "kind", "word"), [
+    ({"service": "judg"}, {}, ConfigError, "did you mean 'judge'"),
+    ({"service": "judge", "late": True}, {}, ConfigError, r"trainer\.late=correct"),
+    ({"service": "judge"}, {"function": f"{HERE}:lengths", "args": {"mor": 1}}, ConfigError, "mor"),
+    ({"service": "judge"}, {"model": "MODEL", "function": "score"}, ModelError, "reward model"),
+    ({"service": "judge"}, {"model": "MODEL", "function": "teach"}, ConfigError, r"distil\.teacher"),
+    ({"service": "judge"}, {"model": "/no/where"}, LibraError, "judge"),
+])  # fmt: skip
 def test_what_can_never_be_asked_is_refused_before_anything_runs(
     make_config, random_model, tmp_path, reward, judge, kind, word
 ):

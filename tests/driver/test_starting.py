@@ -77,20 +77,17 @@ def test_without_a_gpu_seconds_are_measured_ones_or_of_a_gpu_that_was_named():
     assert "A800-80G, not this machine" in layout.rests_on
 
 
-@pytest.mark.parametrize(
-    ("sections", "machine", "setting"),
-    [
-        ({"planner": {"num_gpus": 8}}, NODE, "planner.num_gpus"),
-        ({"planner": {"gpu": "A800-80G"}}, NODE, "planner.gpu"),
-        ({}, Machine("Unheard Of", 4, 8), "planner.gpu"),
-        ({}, Machine("H100-80G", 1, 8), "planner.layout=configured"),
-        ({"planner": {"gpu": "A800-80G"}, "cluster": {"threads": 8}}, LAPTOP, "planner.num_gpus=2"),
-        ({"planner": {"gpu": "A800-80G", "num_gpus": 33}}, LAPTOP, "planner.num_gpus=32"),
-        ({"planner": {"tp": [2]}}, NODE, "planner.tp"),
-        ({"cluster": {"device": "cuda"}}, LAPTOP, "cluster.device"),
-        ({"model": {"path": "Llama-2-70b"}}, NODE, "planner.tp"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "machine", "setting"), [
+    ({"planner": {"num_gpus": 8}}, NODE, "planner.num_gpus"),
+    ({"planner": {"gpu": "A800-80G"}}, NODE, "planner.gpu"),
+    ({}, Machine("Unheard Of", 4, 8), "planner.gpu"),
+    ({}, Machine("H100-80G", 1, 8), "planner.layout=configured"),
+    ({"planner": {"gpu": "A800-80G"}, "cluster": {"threads": 8}}, LAPTOP, "planner.num_gpus=2"),
+    ({"planner": {"gpu": "A800-80G", "num_gpus": 33}}, LAPTOP, "planner.num_gpus=32"),
+    ({"planner": {"tp": [2]}}, NODE, "planner.tp"),
+    ({"cluster": {"device": "cuda"}}, LAPTOP, "cluster.device"),
+    ({"model": {"path": "Llama-2-70b"}}, NODE, "planner.tp"),
+])  # fmt: skip
 def test_a_plan_that_cannot_be_started_here_names_the_setting_to_change(sections, machine, setting):
     given = {**sections, "planner": {"layout": "auto", **sections.get("planner", {})}}
     with pytest.raises((PlanError, ConfigError), match=re.escape(setting)):

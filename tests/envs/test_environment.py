@@ -48,20 +48,17 @@ def test_a_factory_of_ones_own_is_found_by_module_and_attribute(module):
     assert made.prompt("train", 0).messages[0]["content"] == "3x"
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "says"),
-    [
-        ("TOOL-ARITHMETIK", {}, "'tool_arithmetic'"),
-        ("tool_arithmetic", {"timeout_rat": 0.1}, "environment.args.timeout_rat"),
-        ("tool_arithmetic", {"timeout_rate": 2}, "environment.args.timeout_rate"),
-        ("no_such_module_anywhere:thing", {}, "no_such_module_anywhere"),
-        ("an_own_module:owm", {}, "'own'"),
-        ("an_own_module:untold", {}, "libra.tool"),
-        ("an_own_module:exits", {}, "SystemExit"),
-        ("an_own_module:own", {}, "'level'"),
-        ("an_own_module:seven", {}, "int"),
-    ],
-)
+@pytest.mark.parametrize(("name", "args", "says"), [
+    ("TOOL-ARITHMETIK", {}, "'tool_arithmetic'"),
+    ("tool_arithmetic", {"timeout_rat": 0.1}, "environment.args.timeout_rat"),
+    ("tool_arithmetic", {"timeout_rate": 2}, "environment.args.timeout_rate"),
+    ("no_such_module_anywhere:thing", {}, "no_such_module_anywhere"),
+    ("an_own_module:owm", {}, "'own'"),
+    ("an_own_module:untold", {}, "libra.tool"),
+    ("an_own_module:exits", {}, "SystemExit"),
+    ("an_own_module:own", {}, "'level'"),
+    ("an_own_module:seven", {}, "int"),
+])  # fmt: skip
 def test_what_cannot_be_made_is_a_config_error_that_names_it(module, name, args, says):
     with pytest.raises(ConfigError, match=says):
         make_environment(name, args, 0)

@@ -135,17 +135,14 @@ def test_a_broken_model_is_named_with_its_file(change, value, typed, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("path", "typed"),
-    [
-        ("./gone", "Qwen/Qwen3-0.6B"),
-        ("~/no/such/model", "Qwen/Qwen3-0.6B"),
-        ("libra/big-arithmetic", "libra/tiny-arithmetic"),
-        ("a b", "Qwen/Qwen3-0.6B"),
-        ("Qwen/Qwen3-0.6B-none", "hf download Qwen/Qwen3-0.6B-none"),
-        ("http://example.com/x", "Qwen/Qwen3-0.6B"),
-    ],
-)
+@pytest.mark.parametrize(("path", "typed"), [
+    ("./gone", "Qwen/Qwen3-0.6B"),
+    ("~/no/such/model", "Qwen/Qwen3-0.6B"),
+    ("libra/big-arithmetic", "libra/tiny-arithmetic"),
+    ("a b", "Qwen/Qwen3-0.6B"),
+    ("Qwen/Qwen3-0.6B-none", "hf download Qwen/Qwen3-0.6B-none"),
+    ("http://example.com/x", "Qwen/Qwen3-0.6B"),
+])  # fmt: skip
 def test_a_model_that_is_nowhere_is_named(path, typed):
     message = refused(path)
     assert "model.path" in message and repr(path) in message and typed in message
@@ -157,15 +154,12 @@ def test_a_checkpoint_that_is_nowhere_is_named():
         assert "run.from_checkpoint" in message and repr(path) in message and "RUN/checkpoints/best" in message
 
 
-@pytest.mark.parametrize(
-    ("scaling", "positions"),
-    [
-        (None, 1024),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
-        ({"rope_type": "dynamic", "factor": 2.0}, 1024),
-        ({"type": "longrope", "factor": 4.0, "original_max_position_embeddings": 256}, 256),
-    ],
-)
+@pytest.mark.parametrize(("scaling", "positions"), [
+    (None, 1024),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+    ({"rope_type": "dynamic", "factor": 2.0}, 1024),
+    ({"type": "longrope", "factor": 4.0, "original_max_position_embeddings": 256}, 256),
+])  # fmt: skip
 def test_scaled_positions_count(tmp_path, scaling, positions):
     shutil.copytree(SHIPPED, tmp_path / "model")
     with_json("config.json", rope_scaling=scaling)(tmp_path / "model")

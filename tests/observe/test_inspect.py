@@ -68,19 +68,16 @@ def _ids(run_dir, **choice):
     return [json.loads(line)["trajectory"] for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
-        ({}, ["train-0-0-0", "train-0-0-1", "train-1-0-0", "train-1-0-1", "eval-1-0-0"]),
-        ({"iteration": 1, "split": "train"}, ["train-1-0-0", "train-1-0-1"]),
-        ({"sample": 1}, ["train-0-0-1", "train-1-0-1"]),
-        ({"failed": True}, ["train-1-0-0"]),
-        ({"index": -1}, ["eval-1-0-0"]),
-        ({"limit": 1}, ["train-0-0-0"]),
-        ({"order": "best"}, ["train-0-0-1", "eval-1-0-0", "train-0-0-0", "train-1-0-1", "train-1-0-0"]),
-        ({"order": "worst", "iteration": 1}, ["train-1-0-1", "eval-1-0-0", "train-1-0-0"]),
-    ],
-)
+@pytest.mark.parametrize(("choice", "expected"), [
+    ({}, ["train-0-0-0", "train-0-0-1", "train-1-0-0", "train-1-0-1", "eval-1-0-0"]),
+    ({"iteration": 1, "split": "train"}, ["train-1-0-0", "train-1-0-1"]),
+    ({"sample": 1}, ["train-0-0-1", "train-1-0-1"]),
+    ({"failed": True}, ["train-1-0-0"]),
+    ({"index": -1}, ["eval-1-0-0"]),
+    ({"limit": 1}, ["train-0-0-0"]),
+    ({"order": "best"}, ["train-0-0-1", "eval-1-0-0", "train-0-0-0", "train-1-0-1", "train-1-0-0"]),
+    ({"order": "worst", "iteration": 1}, ["train-1-0-1", "eval-1-0-0", "train-1-0-0"]),
+])  # fmt: skip
 def test_filters_and_order_choose_what_is_shown(made_run, choice, expected):
     assert _ids(made_run, **choice) == expected
 

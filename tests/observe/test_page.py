@@ -105,15 +105,12 @@ def cells(html, name):
     return [unescape(cell) for cell in re.findall("<td>(.*?)</td>", row)]
 
 
-@pytest.mark.parametrize(
-    ("changes", "stage", "under_way"),
-    [
-        ({}, "taking_up", "rollout TP 2 → train"),
-        ({"role": "rollout", "from_role": "lent"}, "taking_up", "lent → rollout TP 2"),
-        ({"role": "rollout"}, "taking_up", "back to rollout TP 2"),
-        ({"stage": "resupplied"}, "resupplied", ""),
-    ],
-)
+@pytest.mark.parametrize(("changes", "stage", "under_way"), [
+    ({}, "taking_up", "rollout TP 2 → train"),
+    ({"role": "rollout", "from_role": "lent"}, "taking_up", "lent → rollout TP 2"),
+    ({"role": "rollout"}, "taking_up", "back to rollout TP 2"),
+    ({"stage": "resupplied"}, "resupplied", ""),
+])  # fmt: skip
 def test_a_row_of_roles_says_from_what_to_what_while_a_change_goes_on(changes, stage, under_way):
     shown = cells(workers_html({"roles": [role(**changes)]}), "role-rollout-0")
     assert (shown[2], shown[4]) == (stage, under_way)

@@ -21,12 +21,8 @@ async def fetch(scheduler, path):
 def drawn(page):
     """Columns of every source of a page, as lists."""
     sources = (
-        page.outcomes.source,
-        page.steps.source,
-        page.time.samples,
-        page.rewards.rewards,
-        page.rewards.evaluations,
-    )
+        page.outcomes.source, page.steps.source, page.time.samples, page.rewards.rewards, page.rewards.evaluations,
+    )  # fmt: skip
     sources += (page.lag.source,)
     return {s.name: {column: list(values) for column, values in s.data.items()} for s in sources}
 

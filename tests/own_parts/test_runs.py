@@ -102,16 +102,13 @@ def test_a_callback_that_raises_ends_the_run_and_it_can_be_resumed(make_config, 
     assert [row["iteration"] for row in summary.iterations] == [1]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("trainer.advantage", "own_loss:missing"),
-        ("trainer.lr_schedule", "own_loss:one_sided"),
-        ("rollout.engine", "own_loss:cosine"),
-        ("observe.callbacks.on_batch", "own_loss:cosine"),
-        ("model.loader", "own_loss:cosine"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [
+    ("trainer.advantage", "own_loss:missing"),
+    ("trainer.lr_schedule", "own_loss:one_sided"),
+    ("rollout.engine", "own_loss:cosine"),
+    ("observe.callbacks.on_batch", "own_loss:cosine"),
+    ("model.loader", "own_loss:cosine"),
+])  # fmt: skip
 def test_a_part_of_the_wrong_shape_is_one_line_before_anything_starts(make_config, field, value, tmp_path):
     section, key, *inner = field.split(".")
     with pytest.raises(ConfigError) as caught:

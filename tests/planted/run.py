@@ -67,14 +67,8 @@ class Copy:
     def failed(self, *arguments: str) -> list[str]:
         """Run pytest; ids of the tests that failed, or errors of the collection."""
         fixed = (
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--ignore=tests/planted",
-            "--tb=no",
-            "--durations=0",
-            "--durations-min=999",
-        )
+            "-q", "-p", "no:cacheprovider", "--ignore=tests/planted", "--tb=no", "--durations=0", "--durations-min=999",
+        )  # fmt: skip
         done = self.python("-m", "pytest", *fixed, *arguments)
         if done.returncode not in (0, 1, 2, 5):
             raise RuntimeError(f"pytest {' '.join(arguments)}: {done.stdout[-4000:]}{done.stderr[-4000:]}")

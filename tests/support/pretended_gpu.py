@@ -28,15 +28,9 @@ DEVICE = torch.device("meta")
 ``meta`` for its own purposes, as transformers does when it loads a model, has to do so outside."""
 _aten = torch.ops.aten
 _MIXES = {
-    _aten.copy_.default,
-    _aten._to_copy.default,
-    _aten.to.other,
-    _aten.index.Tensor,
-    _aten.index_put_.default,
-    _aten.index_put.default,
-    _aten._index_put_impl_.default,
-    _aten.set_.source_Storage,
-}
+    _aten.copy_.default, _aten._to_copy.default, _aten.to.other, _aten.index.Tensor, _aten.index_put_.default,
+    _aten.index_put.default, _aten._index_put_impl_.default, _aten.set_.source_Storage,
+}  # fmt: skip
 """Operations that CUDA does with tensors of both sides."""
 
 

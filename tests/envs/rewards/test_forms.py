@@ -137,17 +137,14 @@ def test_names_functions_and_weights_add_up(monkeypatch):
     assert graded([{"name": "gsm8k", "weight": 0.5}, "gsm8k"], answer="42", turns=turns) == 1.5
 
 
-@pytest.mark.parametrize(
-    "reward",
-    [
-        "nowhere:reward",
-        {"function": len, "scale": 2},
-        {"function": annotated, "form": "tlr"},
-        {"function": annotated, "weight": "1"},
-        [annotated, 3],
-        lambda states, completions: [0.0],
-    ],
-)
+@pytest.mark.parametrize("reward", [
+    "nowhere:reward",
+    {"function": len, "scale": 2},
+    {"function": annotated, "form": "tlr"},
+    {"function": annotated, "weight": "1"},
+    [annotated, 3],
+    lambda states, completions: [0.0],
+])  # fmt: skip
 def test_what_cannot_be_is_told_before_a_run(reward):
     with pytest.raises(ConfigError):
         graded(reward, answer="42")

@@ -41,20 +41,17 @@ def test_an_argument_may_contain_the_closing_tag(call_text):
     assert call.arguments == {"code": code}
 
 
-@pytest.mark.parametrize(
-    ("inside", "reason"),
-    [
-        ("{'name': 'f'}", "not valid JSON"),
-        ('{"name": "f", "arguments": {"x": 1}', "not valid JSON"),
-        ("", "not valid JSON"),
-        ("9" * 10_000, "not valid JSON"),
-        ('{"name": "f", "arguments": {}} and more', "not closed"),
-        ('{"arguments": {}}', '"name"'),
-        ("[1]", '"name"'),
-        ('{"name": "f"}', '"arguments"'),
-        ('{"name": "f", "arguments": "x"}', '"arguments"'),
-    ],
-)
+@pytest.mark.parametrize(("inside", "reason"), [
+    ("{'name': 'f'}", "not valid JSON"),
+    ('{"name": "f", "arguments": {"x": 1}', "not valid JSON"),
+    ("", "not valid JSON"),
+    ("9" * 10_000, "not valid JSON"),
+    ('{"name": "f", "arguments": {}} and more', "not closed"),
+    ('{"arguments": {}}', '"name"'),
+    ("[1]", '"name"'),
+    ('{"name": "f"}', '"arguments"'),
+    ('{"name": "f", "arguments": "x"}', '"arguments"'),
+])  # fmt: skip
 def test_a_malformed_call_says_what_is_wrong_and_the_next_one_is_still_read(inside, reason, call_text):
     bad, good = parse_hermes(f"<tool_call>{inside}</tool_call>{call_text('g', y=2)}")
     assert reason in bad.error

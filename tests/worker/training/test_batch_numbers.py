@@ -25,17 +25,14 @@ def numbers(*rewards, advantage=0.0, trains=True):
     return signal_numbers(members, rows)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "without", "equal_frac", "cause"),
-    [
-        ([[0.0, 1.0], [1.0, 1.0]], 1, 0.5, "no group has rewards that differ (0 to 1 between groups)"),
-        ([[0.5, 0.5], [0.5, 0.5]], 2, 1.0, "all 4 rewards are 0.5"),
-        ([[1.0, NAN], [NAN, NAN]], 2, 0.0, "no group has two valid trajectories to compare; the first failure: tool:"),
-        ([[NAN], [NAN]], 0, 0.0, "none of 2 trajectories is valid; the first failure: tool: no such host x"),
-        ([[0.0], [1.0]], 0, 0.0, "no group has two valid trajectories to compare"),
-        ([], 0, 0.0, "none of 0 trajectories is valid"),
-    ],
-)
+@pytest.mark.parametrize(("rewards", "without", "equal_frac", "cause"), [
+    ([[0.0, 1.0], [1.0, 1.0]], 1, 0.5, "no group has rewards that differ (0 to 1 between groups)"),
+    ([[0.5, 0.5], [0.5, 0.5]], 2, 1.0, "all 4 rewards are 0.5"),
+    ([[1.0, NAN], [NAN, NAN]], 2, 0.0, "no group has two valid trajectories to compare; the first failure: tool:"),
+    ([[NAN], [NAN]], 0, 0.0, "none of 2 trajectories is valid; the first failure: tool: no such host x"),
+    ([[0.0], [1.0]], 0, 0.0, "no group has two valid trajectories to compare"),
+    ([], 0, 0.0, "none of 0 trajectories is valid"),
+])  # fmt: skip
 def test_groups_without_signal_and_the_cause(rewards, without, equal_frac, cause):
     found = numbers(*rewards)
     assert (found["groups_without_signal"], found["frac_reward_zero_std"]) == (without, equal_frac)
