@@ -43,9 +43,8 @@ def test_the_configured_number_of_training_workers_is_compared_with_the_planned_
     assert values["training"]["gpus"] == planned
     assert [why["choice"] for why in values["why"]] == [f"cluster.train_workers={planned + 2}"]
     assert values["why"][0]["train_gpus"] == planned + 2
-    assert "cluster.train_workers=1 cannot be planned" in _run(
-        repository, "cluster.train_workers=1", "trainer.layout=ddp"
-    )
+    said = _run(repository, "cluster.train_workers=1", "trainer.layout=ddp")
+    assert "cluster.train_workers=1 cannot be planned" in said
 
 
 @pytest.mark.live

@@ -82,10 +82,8 @@ def test_a_trajectory_is_followed_by_any_of_its_names(libra, run_dir):
         code, out, _ = libra("replay", run_dir, "--key", name)
         assert code == 0
         story = out[out.index("Trajectory-train-0-0-1") :]
-        assert (
-            "waits for ROLLOUT after 0 quanta" in story
-            and "has priority 0, 0, 1: fifo: place of first arrival" in story
-        )
+        assert "waits for ROLLOUT after 0 quanta" in story
+        assert "has priority 0, 0, 1: fifo: place of first arrival" in story
         assert "gets a ROLLOUT slot on rollout-0" in story
         assert "waits for TOOL after 1 quanta" in story
         assert KEY.format(0) not in story

@@ -72,9 +72,8 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(make_config, clien
     assert taken == {(iteration, group, sample): 1 for iteration in range(3) for group in (0, 1) for sample in range(4)}
     after = grpo(torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64), torch.zeros(4, dtype=torch.int64), eps=1e-6)
     for batch, facts in enumerate(late):
-        assert [(row["iteration"], row["delay"]) for row in facts["rows"]] == [(batch - 2, 2)] * (
-            2 if batch >= 2 else 0
-        )
+        groups = 2 * (batch >= 2)
+        assert [(row["iteration"], row["delay"]) for row in facts["rows"]] == [(batch - 2, 2)] * groups
         for row in facts["rows"]:  # before, three rewards were equal and the fourth was missing: no advantage
             np.testing.assert_allclose(row["advantages"], age_weight(2, LATE_TAU) * after.numpy(), atol=1e-6)
             assert row["trains"] == [True] * 4 and row["counts"] == [False, False, False, True]
@@ -110,9 +109,8 @@ def dies_in_a_step(run, first, dask_worker):
 
 
 def test_a_run_that_was_stopped_and_whose_trainer_is_killed_takes_each_of_twenty_rewards_once(make_config, client):
-    config = make_config(
-        run={"iterations": 4}, trainer={"late": "correct", "prompts": 5, "group_size": 4}, checkpoint={"every": 2}
-    )
+    trainer = {"late": "correct", "prompts": 5, "group_size": 4}
+    config = make_config(run={"iterations": 4}, trainer=trainer, checkpoint={"every": 2})
     with Session(config, environment=Judged(), client=client) as session:
         directory, iterations = session.directory, session.iterations()
         first = [next(iterations)["iteration"], next(iterations)["iteration"]]

@@ -34,10 +34,8 @@ from libra.worker.training.worker_trainer import recover
 
 
 def trajectory(iteration, sample):
-    name = TrajectoryId(iteration, 0, sample)
-    return factories.trajectory(
-        name, lengths=(5, 7), version=iteration, seed=10 * iteration + sample, reward=float(sample)
-    )
+    made = {"version": iteration, "seed": 10 * iteration + sample, "reward": float(sample)}
+    return factories.trajectory(TrajectoryId(iteration, 0, sample), lengths=(5, 7), **made)
 
 
 STEPS = 4
@@ -168,9 +166,7 @@ def test_a_stopped_run_that_was_moved_goes_on_without_losing_or_repeating_anythi
 
 
 @pytest.mark.live
-def test_metrics_of_a_step_that_died_between_its_checkpoint_and_its_line_are_written_by_the_next_start(
-    make_config, client, monkeypatch
-):
+def test_metrics_of_a_step_that_died_before_its_line_are_written_by_the_next_start(make_config, client, monkeypatch):
     # Records of groups go after the line is written.
     monkeypatch.setattr(submitted_graphs, "prune_groups", lambda spec, first, before: before)
     config = make_config(run={"iterations": 2}, checkpoint={"every": 2})

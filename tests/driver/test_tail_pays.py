@@ -75,9 +75,7 @@ def test_an_engine_trains_in_the_tail_where_it_pays_and_returns(make_config, tmp
     turned = [(each.worker, each.to) for each in found if isinstance(each, facts.Turn)]
     assert turned[:2] == [("rollout-0", "training"), ("rollout-0", "rollout")]
     waves = [each for each in found if isinstance(each, facts.WaveTrained)]
-    price_s = {
-        helped: min(w.train_s / w.groups for w in waves if bool(w.hybrids) == helped) for helped in (False, True)
-    }
-    assert price_s[True] < 0.8 * price_s[False]
+    alone_s, helped_s = (min(w.train_s / w.groups for w in waves if bool(w.hybrids) == h) for h in (False, True))
+    assert helped_s < 0.8 * alone_s
     assert sum(row["hybrids_lost"] for row in rows) == 0
     check_whole(session.directory, 3, config)

@@ -117,9 +117,7 @@ def test_the_engine_that_the_tail_does_not_need_trains_and_returns_and_loses_not
     make_config, slow_client, tmp_path, until, monkeypatch
 ):
     """With parts of turns, a pool of KV, and another old policy; in the second tail it is killed, and the core has its slice."""
-    monkeypatch.setattr(
-        tail, "price_s", lambda stage_s: 0.0
-    )  # changes count as free: engines turn whatever the backlog
+    monkeypatch.setattr(tail, "price_s", lambda stage_s: 0.0)  # free: engines turn whatever the backlog
     keep_groups(monkeypatch)
     config = make_config(
         run={"iterations": 4},

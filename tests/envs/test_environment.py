@@ -28,16 +28,11 @@ def module(monkeypatch):
     return made.__name__
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted(ENVIRONMENTS),
-)
+@pytest.mark.parametrize("name", sorted(ENVIRONMENTS))
 def test_every_registered_name_makes_an_environment_whose_seed_counts(name, tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(f'{{"prompt": "{i} + 1?", "answer": {i + 1}}}\n' for i in range(30)))
-    args = {
-        "jsonl": {"path": str(path), "reward": "gsm8k"},
-    }.get(name, {})
+    args = {"path": str(path), "reward": "gsm8k"} if name == "jsonl" else {}
     one, same, other = (make_environment(name, args, seed) for seed in (1, 1, 2))
     shown = [[made.prompt("train", index) for index in range(20)] for made in (one, same, other)]
     assert shown[0] == shown[1] != shown[2]

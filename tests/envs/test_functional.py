@@ -38,9 +38,8 @@ def test_each_pass_shows_every_training_prompt_once_and_never_a_held_out_one(cou
     shown = texts(environment, "train", 3 * size)
     for turn in range(3):
         assert Counter(shown[turn * size : (turn + 1) * size]) == Counter(set(map(str, range(count))) - held_out)
-    assert shown == texts(
-        FunctionEnvironment(prompts=map(str, range(count)), reward=constant, seed=seed), "train", 3 * size
-    )
+    again = FunctionEnvironment(prompts=map(str, range(count)), reward=constant, seed=seed)
+    assert shown == texts(again, "train", 3 * size)
     if held_out:
         assert set(texts(environment, "eval", 2 * len(held_out))) == held_out
 

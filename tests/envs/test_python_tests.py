@@ -95,9 +95,7 @@ def test_one_hidden_test_is_seen_at_a_time_and_none_is_in_the_prompt(make_episod
 
 
 def test_splits_share_no_task_and_number_whatever_the_seed():
-    environments = [
-        PythonTests(seed=0), PythonTests(seed=1),
-    ]  # fmt: skip
+    environments = [PythonTests(seed=0), PythonTests(seed=1)]
     pairs = {}
     for split in ("train", "eval"):
         facts = [environment.prompt(split, index).facts for environment in environments for index in range(300)]

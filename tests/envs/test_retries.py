@@ -50,18 +50,16 @@ def always(tmp_path):
 
 
 def environment(api, **resources):
-    return FunctionEnvironment(
-        prompts=["a"] * 3, reward=lambda completion: float(api.look_up()), tools=[tool(api.look_up, **resources)]
-    )
+    tools = [tool(api.look_up, **resources)]
+    return FunctionEnvironment(prompts=["a"] * 3, reward=lambda completion: float(api.look_up()), tools=tools)
 
 
 def acted(api, **resources):
     made = environment(api, **resources)
     processes, call = processes_for(made, [0]), ToolCall("look_up", {})
+    how = {"processes": processes, "cores": 1, "back_off": QUICK}
     try:
-        return asyncio.run(
-            run_action(made, PROMPT, call, action_id="t/0/0", processes=processes, cores=1, back_off=QUICK)
-        )
+        return asyncio.run(run_action(made, PROMPT, call, action_id="t/0/0", **how))
     finally:
         if processes is not None:
             processes.close()

@@ -67,12 +67,9 @@ def test_sandboxes_that_are_closed_leave_nothing(tmp_path, monkeypatch):
 
     def held():
         tasks = Path("/proc/self/task").glob("*/children")
+        children = {child for task in tasks for child in task.read_text().split()}
         groups = sorted(str(path) for path in Path("/sys/fs/cgroup").glob(f"**/libra-{os.getpid()}-*"))
-        return (
-            len(list(Path("/proc/self/fd").iterdir())),
-            {child for task in tasks for child in task.read_text().split()},
-            groups,
-        )
+        return len(list(Path("/proc/self/fd").iterdir())), children, groups
 
     with Session(Limits()):
         pass  # starts the thread that starts supervisors

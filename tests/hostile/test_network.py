@@ -301,8 +301,7 @@ def seen_by_another(session, pids, workers):
         "pids": sorted(pids),
         "roots": [str(session.directory), *{worker["local_directory"] for worker in workers.values()}],
     }
-    found = subprocess.run(
-        [sys.executable, "-c", AS_ANOTHER], input=json.dumps(asked), capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", AS_ANOTHER]
+    found = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]
     return dict(json.loads(found.stdout))

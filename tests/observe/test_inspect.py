@@ -135,9 +135,7 @@ def test_json_holds_the_same_and_is_json(made_run):
 def test_keys_step_through_the_selection_and_turn_tokens_on_and_off(made_run):
     keys = iter("nnxptq")
     page = _shown(made_run, split="train", read_key=lambda: next(keys))
-    assert re.findall(r"trajectory +(\S+)", page) == [
-        f"train-{i}" for i in ("0-0-0", "0-0-1", "1-0-0", "0-0-1", "0-0-1")
-    ]
+    assert re.findall(r"trajectory +train-(\S+)", page) == ["0-0-0", "0-0-1", "1-0-0", "0-0-1", "0-0-1"]
     assert page.count("log-prob") == 1
     assert next(keys, None) is None
 

@@ -189,9 +189,8 @@ def test_an_iteration_says_how_far_it_is_on_a_terminal():
         progress.message("drawn anew")
     shown = screen(console.file.getvalue())
     assert any("iteration 0: 32 of 128 trajectories have ended, " in line for line in shown)
-    assert any(
-        "0 of 4 iterations in 0:10, about 2:30 to go" in line for line in shown
-    )  # a sixteenth of the run is done
+    # A sixteenth of the run is done.
+    assert any("0 of 4 iterations in 0:10, about 2:30 to go" in line for line in shown)
 
 
 def test_the_rate_is_of_the_last_seconds():

@@ -54,11 +54,7 @@ def test_runs_are_listed_with_state_iterations_and_rewards(runs, libra):
     lines = out.splitlines()
     assert code == 0
     assert lines[0].split()[:3] == ["run", "state", "iterations"]
-    assert [line.split()[0] for line in lines[1:]] == [
-        "fresh",
-        "done",
-        "stopped",
-    ]  # a new run has no metrics: its start
+    assert [line.split()[0] for line in lines[1:]] == ["fresh", "done", "stopped"]  # a new run by its start
     assert max(map(len, lines)) <= 80
     code, out, _ = libra("runs", runs, "--json")
     assert [json.loads(line)["state"] for line in out.splitlines()] == ["new", "finished", "stopped"]

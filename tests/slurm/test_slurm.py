@@ -37,9 +37,8 @@ class Slurm:
     environment: dict[str, str]
 
     def libra(self, *arguments):
-        return subprocess.run(
-            [*LIBRA, *arguments], env=self.environment, cwd=self.directory, capture_output=True, text=True, check=False
-        )
+        where = {"env": self.environment, "cwd": self.directory}
+        return subprocess.run([*LIBRA, *arguments], **where, capture_output=True, text=True)
 
     def jobs(self):
         return dict(json.loads((self.directory / "slurm" / "jobs.json").read_text()))
@@ -131,11 +130,8 @@ def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm, mine):
 
     with _client(mine) as client:
         client.wait_for_workers(4, timeout=120)
-    until(
-        lambda: slurm.jobs().get("rollout-1") not in (None, first["rollout-1"]),
-        "it was not submitted again",
-        slurm.queue,
-    )
+    before = (None, first["rollout-1"])
+    until(lambda: slurm.jobs().get("rollout-1") not in before, "it was not submitted again", slurm.queue)
     status = slurm.libra("cluster", "slurm", "my.yaml", "status")
     assert "2 rollout, 1 train, 1 tool workers connected" in status.stdout
     assert slurm.jobs()["train-0"] == first["train-0"]

@@ -117,9 +117,8 @@ class Case:
         if len(seeds) == 1:
             return cls.of_seed(seeds[0], turning=turning)
         cases = [cls.of_seed(seed, turning=turning) for seed in seeds]
-        moments = [
-            replace(m, nth=1 + (m.nth - 1) % max(1, OFTEN.get(m.stage, 1) // 4)) for c in cases for m in c.moments
-        ]
+        moments = [moment for case in cases for moment in case.moments]
+        moments = [replace(m, nth=1 + (m.nth - 1) % max(1, OFTEN.get(m.stage, 1) // 4)) for m in moments]
         eta = 0 if turning else (seeds[0] // len(seeds) + 1) % 2
         iterations = 4 + 3 * len(moments) // 2
         return cls(seeds[0], tuple(moments), eta, _apart(moments), iterations, turning=turning)

@@ -22,18 +22,9 @@ def _turn(rng, turn):
 
 
 def _make(
-    iteration=0,
-    group=0,
-    sample=0,
-    split="train",
-    *,
-    seed=0,
-    num_tokens=20,
-    num_turns=2,
-    scored=None,
-    experts=None,
+    iteration=0, group=0, sample=0, split="train", *, seed=0, num_tokens=20, num_turns=2, scored=None, experts=None,
     **changes,
-):
+):  # fmt: skip
     rng = np.random.default_rng([seed, iteration, group, sample])
     action = rng.random(num_tokens) < 0.5
     values = {

@@ -223,10 +223,7 @@ def test_writers_and_readers_in_any_order_agree_with_a_dict(tmp_path_factory, st
 
 
 def agree_with_a_dict(root, steps):
-    writers, readers = (
-        [Journal(root, one_machine=n > 0) for n in range(3)],
-        [Journal(root, one_machine=n > 0) for n in range(2)],
-    )
+    writers, readers = ([Journal(root, one_machine=n > 0) for n in range(count)] for count in (3, 2))
     model = {}
     for writer, sample, size in steps:
         name = f"train-0-0-{sample}"

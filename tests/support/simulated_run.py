@@ -87,9 +87,8 @@ def _events(simulator, engines, steps) -> Iterator[Ranked]:
         if spec.name in steps:
             measured = {name: getattr(steps[spec.name], name) for name in StepSeconds.__dataclass_fields__}
             kv = spec.tables.kv_capacity_tokens
-            fact = EngineDeclared(
-                spec.name, "transformers", spec.bucket, "emulated", kv, 0, 0, spec.slots, spec.tp, **measured
-            )
+            kind = (spec.name, "transformers", spec.bucket, "emulated")
+            fact = EngineDeclared(*kind, kv, 0, 0, spec.slots, spec.tp, **measured)
             yield _line(1, 0.0, fact)
     yield _line(2, 0.0, VersionPublished(0))
     for iteration, at_s in record.gate_s.items():

@@ -32,9 +32,8 @@ values = st.one_of(
 @given(st.lists(st.tuples(names, st.dictionaries(names, values, max_size=3)), max_size=4))
 def test_calls_come_back_as_they_were_written(calls):
     text = "I will.\n" + "\n".join(written(name, arguments) for name, arguments in calls)
-    assert [(call.name, call.arguments, call.error) for call in parse_qwen3_coder(text)] == [
-        (name, arguments, None) for name, arguments in calls
-    ]
+    found = [(call.name, call.arguments, call.error) for call in parse_qwen3_coder(text)]
+    assert found == [(name, arguments, None) for name, arguments in calls]
 
 
 pieces = st.sampled_from(
