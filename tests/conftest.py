@@ -116,7 +116,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """Root of the repository."""
     return Path(__file__).resolve().parent.parent
 
 
@@ -164,7 +163,6 @@ def client(cluster: Cluster) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def client_wide(cluster_wide: Cluster) -> Iterator[Client]:
-    """A client of `cluster_wide`."""
     from distributed import Client
 
     with Client(cluster_wide) as connected:
@@ -173,7 +171,6 @@ def client_wide(cluster_wide: Cluster) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def needs_sandbox() -> None:
-    """Skips where bubblewrap does not work."""
     from libra.envs.sandbox import unavailable
 
     if reason := unavailable():

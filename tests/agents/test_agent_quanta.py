@@ -53,7 +53,6 @@ def bare_venv(tmp_path_factory):
 
 
 async def ended(pid):
-    """Wait until a process, of whatever parent, has ended."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         try:

@@ -126,11 +126,8 @@ async def left_at(processes, mark, then):
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere what leaves its session leaves its agent")
 def test_what_an_agent_leaves_ends_with_it_and_not_with_another_one(tmp_path):
     pauses = "signal.pause()"
-    ways = {  # what it does last, and whether that ends it
-        "it ends": ("", True),
-        "it fails": ("raise SystemExit(3)", True),
-        "it is stopped": (pauses, False),
-    }
+    # What it does last, and whether that ends it.
+    ways = {"it ends": ("", True), "it fails": ("raise SystemExit(3)", True), "it is stopped": (pauses, False)}
 
     async def test(processes):
         _, others_end, other = await left_at(processes, tmp_path / "other", pauses)

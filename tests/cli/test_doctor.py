@@ -17,16 +17,11 @@ from libra.errors import LibraError
 def failed(config):
     """What fails, by its name: detail and advice."""
     _, environment = environment_check(config)
-    checks = start_checks(config, environment, local_cluster=True)
-    return {
-        check.name: "; type ".join(filter(None, (check.detail, check.advice)))
-        for check in checks
-        if check.state == "fail"
-    }
+    found = [check for check in start_checks(config, environment, local_cluster=True) if check.state == "fail"]
+    return {check.name: "; type ".join(filter(None, (check.detail, check.advice))) for check in found}
 
 
 def refused(config):
-    """What `libra run` would say."""
     with ExitStack() as exits, ExitStack() as start, pytest.raises(LibraError) as caught:
         prepare(RunRequest(config), exits, start)
     return " ".join(str(caught.value).split())

@@ -154,14 +154,8 @@ def test_a_reader_that_stops_reading_gets_no_traceback(repository):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as nobody:
-        done = subprocess.run(
-            [sys.executable, "-m", "libra", "config", "libra/quickstart"],
-            stdout=nobody,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=repository,
-            check=False,
-        )
+        command = [sys.executable, "-m", "libra", "config", "libra/quickstart"]
+        done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, text=True, cwd=repository)
     assert done.stderr == ""
 
 

@@ -89,7 +89,6 @@ class Instruction:
 
 
 def instructions(text):
-    """The lines of a Dockerfile but for comments."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [Instruction(*line.split(maxsplit=1)) for line in lines]
 
@@ -106,7 +105,6 @@ def copied(repository, target):
 
 
 def reachable(address):
-    """Whether an index answers."""
     try:
         with urllib.request.urlopen(address, timeout=10):
             return True

@@ -32,7 +32,6 @@ def stored(summary: RunSummary) -> dict[str, np.ndarray]:
 
 
 def calm(make_config: Any, client: Any) -> RunSummary:
-    """The run of one iteration that nothing disturbs."""
     return run(make_config(**ONE_ITERATION | {"run": {"iterations": 1, "name": "calm"}}), client=client)
 
 

@@ -39,7 +39,6 @@ def add_worker(cluster, name, like, broken=None):
 
 
 def libra(scheduler):
-    """Libra's plugin there."""
     return scheduler.plugins[LibraPlugin.name]
 
 
@@ -180,7 +179,6 @@ def test_a_joiner_that_cannot_be_set_up_is_left_out_and_takes_part_once_it_is_me
 
 
 def process(scheduler, name):
-    """Process id of the worker of that name; None where there is none."""
     return next((ws.pid for ws in scheduler.workers.values() if ws.name == name), None)
 
 

@@ -29,8 +29,6 @@ from libra.worker.training.worker_trainer import make_replica, recover
 
 
 class Judged(FixedTurns):
-    """The reward of `FixedTurns` is provisional."""
-
     def grade(self, episode):
         return Late(fast=FixedTurns.grade(self, episode))
 
@@ -56,11 +54,8 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(make_config, clien
                 libra.deliver(f"train-{int(iteration) - 2}-{group}-{sample}", float(sample == "0"))
             return Late(fast=None if sample == "3" else 0.5)
 
-    config = make_config(
-        run={"iterations": 5},
-        trainer={"late": "correct", "group_size": 4, "lr": 1e-3, "dispatch": "peer"},
-        checkpoint={"every": 3},
-    )
+    trainer = {"late": "correct", "group_size": 4, "lr": 1e-3, "dispatch": "peer"}
+    config = make_config(run={"iterations": 5}, trainer=trainer, checkpoint={"every": 3})
     with Session(config, environment=Later(), client=client) as session:
         rows = list(session.iterations())
     spec, late = session.spec, late_of(session, 5)
@@ -126,16 +121,9 @@ def test_a_run_that_was_stopped_and_whose_trainer_is_killed_takes_each_of_twenty
         libra.deliver("train-0-3-1", 0.5, run=directory)
 
 
-@pytest.mark.parametrize(
-    ("trajectory", "value"),
-    [
-        ("train-0-0", 1.0),
-        ("train-0-2-0", 1.0),  # groups are 0 and 1
-        ("train-0-0-2", 1.0),
-        ("train-0-0-0", float("nan")),
-        ("train-0-0-0", 2e9),
-    ],
-)
+@pytest.mark.parametrize(("trajectory", "value"), [
+    ("train-0-0", 1.0), ("train-0-2-0", 1.0), ("train-0-0-2", 1.0), ("train-0-0-0", float("nan")), ("train-0-0-0", 2e9),
+])  # fmt: skip
 def test_what_cannot_be_a_late_reward_is_refused(trajectory, value, make_config, tmp_path):
     directory = tmp_path / "demo"
     directory.mkdir()

@@ -187,8 +187,6 @@ class Two(Scheduler):
 
 
 class Growing:
-    """A run whose contexts or lengths grow."""
-
     def __init__(self, two, ratio=0.8):
         run = RunFacts(1, 0, 16, 4096, lambda engine, tp: "", lambda *_: (ratio, "a datasheet"))
         self.two, self.forecast, self.k = two, StepForecast(), 0

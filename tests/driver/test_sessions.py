@@ -75,12 +75,8 @@ for _sent in (Shell, Shells):
 
 def configured(make_config: Callable[..., RunConfig]) -> RunConfig:
     """A run of trajectories of four turns, three of them with an action."""
-    return make_config(
-        run={"iterations": ITERATIONS},
-        rollout={"max_turns": 4},
-        trainer={"prompts": 2, "group_size": 4},
-        cluster={"tool_workers": 2},
-    )
+    sections = {"rollout": {"max_turns": 4}, "trainer": {"prompts": 2, "group_size": 4}}
+    return make_config(run={"iterations": ITERATIONS}, cluster={"tool_workers": 2}, **sections)
 
 
 def check_begins_again(directory: Path, notes: dict[str, list[list[str]]]) -> None:

@@ -116,8 +116,6 @@ def test_a_machine_without_bubblewrap_is_refused_and_told_what_to_type(monkeypat
 
 
 class Elsewhere(Session):
-    """A user's own sandbox."""
-
     def call(self, *_, **__):
         return Finished(0, "", "7")
 

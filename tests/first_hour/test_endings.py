@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def libra_run(make_config, tmp_path):
-    """The command of a run that goes on for ever."""
     config = make_config(run={"iterations": 100_000, "dir": "runs"}, observe={"progress": False, "trackers": []})
     (tmp_path / "run.yaml").write_text(dump_config(config))
     return [sys.executable, "-m", "libra", "run", "run.yaml"]
@@ -36,7 +35,6 @@ def terminal(command, directory, repository):
 
 
 def logged(events, name):
-    """Whether the run's event log has an event of this name."""
     return events.exists() and f'"{name}"' in events.read_text()
 
 

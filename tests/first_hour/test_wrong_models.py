@@ -20,17 +20,14 @@ SHIPPED = Path(libra.__file__).parent / "assets" / "tiny_arithmetic"
 
 
 def without(name):
-    """Remove a file."""
     return lambda model: (model / name).unlink()
 
 
 def holds(name, content):
-    """Replace a file's content."""
     return lambda model: (model / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def cut(name, num_bytes):
-    """Cut a file after its first bytes."""
     return lambda model: (model / name).write_bytes((model / name).read_bytes()[:num_bytes])
 
 
@@ -67,10 +64,8 @@ def more_tokens(model):
 
 def index_of_two(model):
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
-    weights = {
-        "model.norm.weight": "model-00001-of-00002.safetensors",
-        "lm_head.weight": "model-00002-of-00002.safetensors",
-    }
+    names = {1: "model.norm.weight", 2: "lm_head.weight"}
+    weights = {name: f"model-0000{number}-of-00002.safetensors" for number, name in names.items()}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
 
@@ -89,11 +84,7 @@ DIRECTORIES = (
     (cut("model.safetensors", 0), "model.safetensors", SAVE_AGAIN),
     (holds("model.safetensors", "<html>404</html>" * 9), "model.safetensors", SAVE_AGAIN),
     (holds("model.safetensors", "version https://git-lfs.github.com/spec/v1\nsize 9\n"), "git-lfs", "git lfs pull"),
-    (
-        with_header(lambda header: header.update(lost=header.pop("model.embed_tokens.weight"))),
-        "model.embed_tokens.weight",
-        SAVE_AGAIN,
-    ),
+    (with_header(lambda h: h.update(lost=h.pop("model.embed_tokens.weight"))), "model.embed_tokens.weight", SAVE_AGAIN),
     (with_json("config.json", num_hidden_layers=2, layer_types=None), "model.layers.2", SAVE_AGAIN),
     (with_json("config.json", num_hidden_layers=4, layer_types=None), "model.layers.3", SAVE_AGAIN),
     (with_json("config.json", hidden_size=64), "hidden_size", SAVE_AGAIN),

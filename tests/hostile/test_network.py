@@ -43,7 +43,6 @@ OTHER_UID = 61_234
 
 
 def client_hello():
-    """How a TLS connection begins."""
     outgoing = ssl.MemoryBIO()
     wrapped = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="libra")
     with contextlib.suppress(ssl.SSLWantReadError):
@@ -199,17 +198,12 @@ def digest_of(directory):
 
 
 def published(directory):
-    """Digest of each version that the trainer published."""
     return [e["digest"] for e in read_events(directory / "events.jsonl").events if e["name"] == "version_published"]
 
 
 def config_of(directory, model, name):
-    sections = {
-        "run": {"name": name, "iterations": ITERATIONS},
-        "trainer": {"dispatch": "peer"},
-        "weights": {"transfer": "peer"},
-        "evaluation": {"prompts": 0},
-    }
+    sections = {"run": {"name": name, "iterations": ITERATIONS}, "evaluation": {"prompts": 0}}
+    sections |= {"trainer": {"dispatch": "peer"}, "weights": {"transfer": "peer"}}
     return config_from_dict(factories.run_settings(directory, model, **sections))
 
 

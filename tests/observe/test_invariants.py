@@ -119,7 +119,6 @@ CASES = {
 
 
 def printed(act, capsys):
-    """Exit code and lines of a command."""
     code = 0
     try:
         act()

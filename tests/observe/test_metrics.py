@@ -77,7 +77,6 @@ with MetricsLog(directory, trackers) as log:
 
 
 def written_by(name, directory):
-    """Have a tracker write into ``directory``."""
     done = subprocess.run(
         [sys.executable, "-c", WRITE, name, directory, json.dumps(CONFIG), TEXT],
         capture_output=True, text=True, check=False,

@@ -100,7 +100,6 @@ def test_names_from_outside_cannot_inject_markup(make_snapshot):
 
 
 def cells(html, name):
-    """Text of the cells of one row."""
     (row,) = re.findall(f'<tr data-libra="{name}"[^>]*>(.*?)</tr>', html)
     return [unescape(cell) for cell in re.findall("<td>(.*?)</td>", row)]
 

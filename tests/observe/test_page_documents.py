@@ -19,7 +19,6 @@ async def fetch(scheduler, path):
 
 
 def drawn(page):
-    """Columns of every source of a page, as lists."""
     sources = [page.outcomes.source, page.steps.source, page.time.samples]
     sources += [page.rewards.rewards, page.rewards.evaluations, page.lag.source]
     return {s.name: {column: list(values) for column, values in s.data.items()} for s in sources}

@@ -105,7 +105,6 @@ class Page:
             raise AssertionError(f"never became true: {condition}; JavaScript exceptions: {self.exceptions}") from None
 
     async def shown(self, name):
-        """Text of the element that carries ``data-libra=name``, as rendered."""
         return await self.until(f"deepQuery('[data-libra=\"{name}\"]')[0].innerText")
 
     async def open(self, url, folder, name):
@@ -160,7 +159,6 @@ async def chromium(profile):
 
 
 def number(text):
-    """The number in a text as shown."""
     return float(re.search(r"-?[\d,]+(\.\d+)?", text)[0].replace(",", ""))
 
 

@@ -50,7 +50,6 @@ def check_time(row, events, trainers):
 
 
 def say(run, told):
-    """Task that sends what workers of a run report."""
     get_worker().batched_send({"op": STREAM_OP, "run": run, "epoch": 0, "packed": pack(told)})
 
 

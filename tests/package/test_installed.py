@@ -30,7 +30,6 @@ def output_of(command, directory):
 
 @pytest.fixture(name="sdist", scope="module")
 def _sdist(tmp_path_factory):
-    """The sdist, unpacked."""
     pytest.importorskip("hatchling", reason="the package is built with hatchling: pip install hatchling")
     place = tmp_path_factory.mktemp("sdist")
     output_of([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(place)], CHECKOUT)

@@ -56,7 +56,6 @@ class Copy:
         return copy
 
     def python(self, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run Python on the copy."""
         path = os.pathsep.join(map(str, (self.root, self.root.parent / "site")))
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": ""}
         command, where = [sys.executable, *arguments], cwd or self.root

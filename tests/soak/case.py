@@ -125,7 +125,6 @@ class Case:
 
     @property
     def prompts(self) -> int:
-        """Of a batch."""
         return WIDE if self.turning else PROMPTS
 
     @property

@@ -63,7 +63,6 @@ def serve_nanny(scheduler: str, name: str, options: dict[str, Any], settings: di
 
 
 def main() -> None:
-    """Start scheduler and workers."""
     config, directory, apart = load_config(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     tail.price_s = lambda stage_s: 0.0  # where engines turn they do so in every tail, whatever a change costs
     local.Nanny = lambda scheduler, name, **options: (NannyProcess if name in apart else Nanny)(

@@ -47,7 +47,6 @@ class Cluster:
         }  # fmt: skip
 
     def ensure(self) -> None:
-        """Start it where it is not running."""
         if self._process is not None and self._process.poll() is None:
             return
         self._kill()  # workers whose scheduler is gone
@@ -97,7 +96,6 @@ class Cluster:
             self._process.wait()
 
     def stop(self) -> None:
-        """End it, workers included."""
         self._kill()
         shutil.rmtree(self.directory, ignore_errors=True)
 

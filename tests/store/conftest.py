@@ -75,18 +75,15 @@ def _assert_same(got, expected):
 
 @pytest.fixture(scope="session")
 def make_trajectory():
-    """Makes a trajectory of a position; ``changes`` replace fields."""
     return _make
 
 
 @pytest.fixture(scope="session")
 def assert_same():
-    """Asserts that two trajectories are equal in every field, arrays and NaN included."""
     return _assert_same
 
 
 @pytest.fixture
 def store(tmp_path):
-    """An empty store, open for its committer."""
     with TrajectoryStore.create(tmp_path / "trajectories.zarr", {"run": "demo"}) as made:
         yield made

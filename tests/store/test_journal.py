@@ -35,7 +35,6 @@ def names(directory):
 
 
 def open_logs(directory):
-    """Files in a directory that this process has open."""
     held = (str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
     return sum(path.startswith(f"{directory}/") for path in held)
 

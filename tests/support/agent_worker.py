@@ -72,8 +72,6 @@ def logprobs_of(ids):
 
 
 class AgentWorker:
-    """One worker of a run; see `agent_worker`."""
-
     def __init__(self, runner, agents, engine, environment):
         self.runner, self.agents, self.engine, self.environment = runner, agents, engine, environment
         self.given_back = 0

@@ -75,7 +75,6 @@ class EmulatedEngine:
         self._timer: int | None = None
 
     async def generate(self, key: str, context_tokens: int, new_tokens: int) -> None:
-        """One emulated turn."""
         future = asyncio.get_running_loop().create_future()
         self._turns[key] = future, context_tokens + new_tokens
         group, prompt_tokens = self._group_of(key)
@@ -99,7 +98,6 @@ class EmulatedEngine:
         self._arm()
 
     def forget(self, key: str) -> None:
-        """Free the KV kept for a trajectory."""
         self._virtual.forget(key)
         self._computed.pop(key, None)
 
@@ -238,5 +236,4 @@ async def _live(plugin: LibraPlugin, scene: Scene, clock: VirtualClock) -> None:
 
 
 def plugin_events(directory: Path) -> list[dict[str, Any]]:
-    """The event log of a run."""
     return list(read_events(directory / "events.jsonl").events)

@@ -75,7 +75,6 @@ def an_iteration() -> list[Line]:
 
 
 def timeline_of(log, trainers=(), **options):
-    """The timeline of a whole log."""
     timeline = Timeline(trainers, **options)
     for line in log:
         timeline.add(line)
@@ -83,5 +82,4 @@ def timeline_of(log, trainers=(), **options):
 
 
 def worker_times(log, trainers=()):
-    """The states of all workers over a whole log."""
     return timeline_of(log, trainers).workers

@@ -109,7 +109,6 @@ def _events(simulator, engines, steps) -> Iterator[Ranked]:
 
 
 def _told(simulator: RecordedSimulator) -> Iterator[Ranked]:
-    """What the policy was told."""
     where = {(given.key, given.quantum): given.worker for given in simulator.record.dispatched}
     quanta: dict[str, int] = {}
     homes: dict[str, str] = {}

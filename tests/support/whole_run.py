@@ -92,7 +92,6 @@ def journal_records(directory: Path) -> dict[str, str]:
 
 
 def address_of(client, name: str) -> str:
-    """Address of the worker of that name."""
     (address,) = (address for address, worker in present_workers(client).items() if worker["name"] == name)
     return str(address)
 

@@ -106,11 +106,8 @@ def test_a_rubric_is_its_functions_times_their_weights_with_its_parser():
     async def turns(state):
         return float(state["turn"])
 
-    rubric = types.SimpleNamespace(
-        funcs=[correct, turns],
-        weights=[1.0, 0.1],
-        class_objects={"parser": lambda messages: messages[-1]["content"][-2:]},
-    )
+    parser = {"parser": lambda messages: messages[-1]["content"][-2:]}
+    rubric = types.SimpleNamespace(funcs=[correct, turns], weights=[1.0, 0.1], class_objects=parser)
     assert graded(rubric, answer="42") == pytest.approx(1.2)
     rubric.weights = [1.0]
     with pytest.raises(ConfigError):

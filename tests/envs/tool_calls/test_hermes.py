@@ -15,12 +15,10 @@ json_values = st.recursive(
 
 @given(st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), json_values, max_size=3)), max_size=4))
 def test_calls_written_as_json_come_back_as_they_were(calls):
-    text = "thinking... " + "\n".join(
-        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in calls
-    )
-    assert [(call.name, dict(call.arguments), call.error) for call in parse_hermes(text)] == [
-        (name, arguments, None) for name, arguments in calls
-    ]
+    written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    text = "thinking... " + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
+    found = [(call.name, dict(call.arguments), call.error) for call in parse_hermes(text)]
+    assert found == [(name, arguments, None) for name, arguments in calls]
 
 
 pieces = st.sampled_from([*'{}[]",:ae1 \n\\', "<tool_call>", "</tool_call>"])

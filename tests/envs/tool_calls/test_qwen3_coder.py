@@ -15,18 +15,15 @@ def tool(**types):
     return Tool("f", print, {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}})
 
 
+def ends(value):
+    text = "".join((value + "</parameter>").split())
+    return "</parameter></fun" in text or "</parameter><par" in text
+
+
 names = st.text(st.characters(exclude_characters="<>\n", exclude_categories=("Z", "C")), min_size=1, max_size=9)
 # Any text, and much of what looks like the format; no value may hold the two marks that end it, one after the other.
-values = st.one_of(
-    st.text(),
-    st.lists(
-        st.sampled_from(["</parameter>", "</function>", "</tool_call>", "<tool_call>", "<function=", "x", "\n"])
-    ).map("".join),
-).filter(
-    lambda value: (
-        not any(end in "".join((value + "</parameter>").split()) for end in ("</parameter></fun", "</parameter><par"))
-    )
-)
+marks = st.sampled_from(["</parameter>", "</function>", "</tool_call>", "<tool_call>", "<function=", "x", "\n"])
+values = st.one_of(st.text(), st.lists(marks).map("".join)).filter(lambda value: not ends(value))
 
 
 @given(st.lists(st.tuples(names, st.dictionaries(names, values, max_size=3)), max_size=4))
