@@ -29,12 +29,8 @@ if TYPE_CHECKING:
 
     from libra.config import RunConfig
 
-for _name, _value in {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-}.items():
+_DEFAULTS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+for _name, _value in _DEFAULTS.items():
     os.environ.setdefault(_name, _value)
 
 platform.processor()  # the first call starts `uname`, which Dask would do within a test

@@ -14,13 +14,11 @@ SHOWS_IT = ("test_files.py", "test_next_run.py")
 def sleeps(source):
     """Lines that wait for time to pass: ``time.sleep``, ``asyncio.sleep`` of anything but 0, under any imported name."""
     tree = ast.parse(source)
-    names = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in ("time", "asyncio")
-        for alias in node.names
-        if alias.name == "sleep"
-    }
+    imports = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in ("time", "asyncio")
+    ]
+    aliases = [alias for node in imports for alias in node.names if alias.name == "sleep"]
+    names = {alias.asname or alias.name for alias in aliases}
     lines = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

@@ -160,7 +160,8 @@ MACHINE: tuple[Row, ...] = (
     ("rollout.kv_host_gib=0.0001", "rollout.kv_host_gib", "0.0001", "rollout.kv_host_gib="),
     ("rollout.kv_host_gib=1000000", "rollout.kv_host_gib", "1e+06", "rollout.kv_host_gib="),
     ("rollout.max_context_tokens=40", "rollout.max_context_tokens", "40", "rollout.max_context_tokens="),
-    ("trainer.algorithm=opd distil.teacher=libra/tiny-arithmetic distil.tokens=1000000", "1000000", "1000000", "type distil.tokens="),
+    ("trainer.algorithm=opd distil.teacher=libra/tiny-arithmetic distil.tokens=1000000",
+     "distil.tokens", "1000000", "type distil.tokens="),
     ("trainer.algorithm=opd distil.teacher=no/where/here", "distil.teacher", "no/where/here", "there is no directory"),
 )  # fmt: skip
 

@@ -91,10 +91,8 @@ def test_nobody_without_the_key_gets_in(slurm, mine):
     assert Path(contact.key_file).stat().st_mode & 0o077 == mine.stat().st_mode & 0o077 == 0
     with pytest.raises(ClusterError):
         connect(contact.address)
-    for address, security in (
-        (contact.address.replace("tls://", "tcp://"), None),
-        (contact.address, Security.temporary()),
-    ):
+    unencrypted = contact.address.replace("tls://", "tcp://")
+    for address, security in ((unencrypted, None), (contact.address, Security.temporary())):
         with pytest.raises((OSError, TimeoutError)):
             Client(address, security=security, timeout=3)
     again = slurm.libra("cluster", "slurm", "my.yaml", "up")
@@ -143,11 +141,8 @@ def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm, mine):
 
 
 def test_each_kind_of_engine_has_jobs_of_its_own_and_a_run_is_told_where_they_are_not_what_it_lists(slurm):
-    kinds = {
-        "extends": "my.yaml",
-        "rollout": {"engine": "vllm"},
-        "cluster": {"engines": [{"tp": 1, "slots": 16}, {"tp": 2, "slots": 4}], "dashboard_port": 0, "threads": 1},
-    }
+    cluster = {"engines": [{"tp": 1, "slots": 16}, {"tp": 2, "slots": 4}], "dashboard_port": 0, "threads": 1}
+    kinds = {"extends": "my.yaml", "rollout": {"engine": "vllm"}, "cluster": cluster}
     (slurm.directory / "kinds.yaml").write_text(yaml.safe_dump(kinds))
     up = slurm.libra("cluster", "slurm", "kinds.yaml", "up")
     assert up.returncode == 0, up.stderr
@@ -223,11 +218,11 @@ def _quick_pools(slurm, file):
     with (directory / "quick.log").open("wb") as log:
         process = subprocess.Popen(command, env=slurm.environment, stdout=log, stderr=log)
     try:
-        until(
-            lambda: process.poll() is not None or (contact.exists() and (directory / "jobs.json").exists()),
-            "the cluster did not start",
-            lambda: _pause(process),
-        )
+
+        def there():
+            return process.poll() is not None or (contact.exists() and (directory / "jobs.json").exists())
+
+        until(there, "the cluster did not start", lambda: _pause(process))
         assert process.poll() is None, (directory / "quick.log").read_text()
         yield process
     finally:

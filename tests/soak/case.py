@@ -133,11 +133,9 @@ class Case:
         return any(moment.victim == "disk" for moment in self.moments)
 
     def __str__(self) -> str:
-        struck = "; ".join(
-            f"{m.victim} {f'stopped {m.stop_s} s' if m.stop_s else ''} {m.moment} {m.stage} {m.nth}"
-            for m in self.moments
-        )
-        return f"{self.seed}: {' '.join(struck.split())} (eta {self.eta})"
+        stops = [f"{m.victim} stopped {m.stop_s} s" if m.stop_s else m.victim for m in self.moments]
+        struck = [f"{who} {m.moment} {m.stage} {m.nth}" for who, m in zip(stops, self.moments, strict=True)]
+        return f"{self.seed}: {'; '.join(struck)} (eta {self.eta})"
 
 
 def _apart(moments: list[Moment]) -> tuple[str, ...]:

@@ -163,9 +163,8 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=350, help="iterations before the first sample that counts")
     parser.add_argument("--trace", action="store_true", help="say which lines of code allocated what was kept")
     parser.add_argument("--samples", type=Path, help="a file to which the samples are added, a line each")
-    parser.add_argument(
-        "--keep", type=Path, help="a directory for the run, which goes on if there is one; otherwise it is removed"
-    )
+    kept = "a directory for the run, which goes on if there is one; otherwise it is removed"
+    parser.add_argument("--keep", type=Path, help=kept)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="long-run-") as name:
         directory = asked.keep or Path(name)

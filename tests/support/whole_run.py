@@ -85,9 +85,8 @@ def journal_records(directory: Path) -> dict[str, str]:
     found, journal = {}, Journal(directory / "journal")
     for name in journal.trajectories():
         for quantum, record in enumerate(journal.read(name)):
-            found[f"{name}.{quantum}"] = json.dumps(
-                msgspec.to_builtins(record, enc_hook=lambda array: array.tolist()), sort_keys=True
-            )
+            plain = msgspec.to_builtins(record, enc_hook=lambda array: array.tolist())
+            found[f"{name}.{quantum}"] = json.dumps(plain, sort_keys=True)
     return found
 
 

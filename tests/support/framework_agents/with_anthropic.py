@@ -5,13 +5,8 @@ import sys
 
 import anthropic
 
-TOOLS = [
-    {
-        "name": "calc",
-        "description": "Compute.",
-        "input_schema": {"type": "object", "properties": {"expression": {"type": "string"}}},
-    }
-]
+SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}}
+TOOLS = [{"name": "calc", "description": "Compute.", "input_schema": SCHEMA}]
 
 
 def ask(client, mode, said):
