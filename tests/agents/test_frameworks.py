@@ -87,9 +87,6 @@ def test_an_agent_that_rewrites_the_models_turns_has_a_sequence_for_each(convers
     check_tokens(state, engine)
 
 
-# ---------------------------------------------------------------- verifiers: rollouts are agents, the rubric gives the reward
-
-
 ROOT = Path(__file__).parents[2]
 FOLDERS = [str(ROOT / "workflows"), str(ROOT / "tests" / "support")]
 

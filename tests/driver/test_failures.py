@@ -95,9 +95,6 @@ def test_a_worker_that_dies_three_times_under_a_quantum_ends_that_attempt(make_c
     assert columns["attempt"][0] == summary.iterations[0]["resampled/worker"] == resample
 
 
-# ------------------------------------------------------------------------------------------------ tried again
-
-
 class ToolThat(FixedTurns):
     """Its one tool does what ``how`` says at the first draw of samples 1, and answers everybody else."""
 

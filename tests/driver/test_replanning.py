@@ -147,8 +147,6 @@ def test_nothing_is_asked_for_while_a_change_goes_on_and_no_plan_waits_for_a_wor
     assert len(run.scheduler.asked) == 2
 
 
-# ---------------------------------------------------------------- engines of two workers, slots, boundaries
-
 STEPS = StepSeconds(0.02, 0.001, 1e-6, 1e-5, 500, 0.02)
 
 

@@ -30,8 +30,6 @@ from libra.worker.run_spec import RunSpec
 from libra.worker.training.checkpoint_writer import CheckpointWriter
 from libra.worker.training.worker_trainer import recover
 
-# ------------------------------------------------------------------------------------------------ the same weights
-
 
 def trajectory(iteration, sample):
     made = {"version": iteration, "seed": 10 * iteration + sample, "reward": float(sample)}
@@ -111,9 +109,6 @@ def test_weights_that_were_published_otherwise_are_taken_and_said(committed, cap
         recovered(trainer, 1)
     assert all(torch.equal(other[name], tensor) for name, tensor in trainer.replica.weights().items())
     assert "the published ones are taken" in caplog.text
-
-
-# ------------------------------------------------------------------------------------------------ a run that was stopped
 
 
 def stopped(config, client, iterations, **given):
@@ -225,9 +220,6 @@ def test_a_finished_run_is_left_as_it_is_and_may_get_more_iterations(make_config
     assert [values["iteration"] for values in run(more, client=client, resume=True).iterations] == [2]
     assert [row["step"] for row in read_metrics(directory) if "reward" in row] == [0, 1, 2]
     assert (summary_row(directory).iterations, summary_row(directory).of_iterations) == (3, 3)
-
-
-# ------------------------------------------------------------------------------------------------ refused
 
 
 def test_a_directory_without_a_run_is_refused(make_config, tmp_path):

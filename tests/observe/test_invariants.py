@@ -1,5 +1,4 @@
-"""`libra inspect RUN --invariants`: each promise is seen to be broken, and plain zarr counts the
-same."""
+"""`libra inspect RUN --invariants`: each promise is seen to be broken, and plain zarr counts the same."""
 
 import json
 import shutil

@@ -13,8 +13,6 @@ from libra.observe.page_document import overview_html, summary_html, workers_htm
 from libra.observe.page_snapshots import Feed, numbers, tokens_per_s
 from libra.observe.panels import log_ticks
 
-# -- figures ---------------------------------------------------------------------------------------------------------
-
 
 def test_tokens_per_s_is_taken_over_the_window_only():
     history = [(0.0, 0, 0, 0, 0, 0), (10.0, 0, 0, 0, 0, 1000), (15.0, 0, 0, 0, 0, 1100), (20.0, 0, 0, 0, 0, 1500)]

@@ -24,9 +24,6 @@ def drawn(page):
     return {s.name: {column: list(values) for column, values in s.data.items()} for s in sources}
 
 
-# -- feed and documents ----------------------------------------------------------------------------------------------
-
-
 def test_many_readers_cost_one_snapshot_per_interval(make_snapshot):
     now, calls = [0.0], []
     feed = Feed(lambda: calls.append(1) or [make_snapshot()], max_age_s=0.4, clock_s=lambda: now[0])
@@ -112,9 +109,6 @@ def test_choosing_a_run_or_starting_it_anew_replaces_the_samples(make_snapshot):
     page.update()
     assert not page.summary.visible
     assert not page.plots.visible
-
-
-# -- serving ---------------------------------------------------------------------------------------------------------
 
 
 def test_json_and_page_are_served_once_below_the_prefix_from_the_latest_source(make_snapshot, live_scheduler):

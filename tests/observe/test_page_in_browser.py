@@ -85,8 +85,7 @@ class Page:
         return answer["result"].get("value")
 
     async def until(self, condition):
-        """Value of a JavaScript expression once it is truthy; asked anew every 20 ms in the page,
-        across loads."""
+        """Value of a JavaScript expression once it is truthy; asked anew every 20 ms in the page, across loads."""
         waiting = (
             "new Promise(resolve => { const ask = () => {"
             " let value; try { value = CONDITION } catch (_) { value = null }"
@@ -108,8 +107,7 @@ class Page:
         return await self.until(f"deepQuery('[data-libra=\"{name}\"]')[0].innerText")
 
     async def open(self, url, folder, name):
-        """Open a page in both colour schemes, each checked; pictures to look at: pytest keeps the
-        last three."""
+        """Open a page in both colour schemes, each checked; pictures to look at: pytest keeps the last three."""
         await self.call("Page.navigate", url=url)
         for scheme in ("light", "dark"):
             media = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -163,8 +161,7 @@ def number(text):
 
 
 def generating_s(named):
-    """Seconds in which an engine had a trajectory and was not stopped by new weights, of a run with
-    one engine."""
+    """Seconds in which an engine had a trajectory and was not stopped by new weights, of a run with one engine."""
     changes = [(e["t_s"], 1, 0) for e in named["quantum_dispatched"] if e["phase"] == "ROLLOUT"]
     changes += [(e["t_s"], 1, 0) for e in named.get("quantum_continued", ()) if e["phase"] == "ROLLOUT"]
     changes += [(e["t_s"], -1, 0) for e in named["quantum_finished"] if e["phase"] == "ROLLOUT"]

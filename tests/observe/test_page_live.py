@@ -58,8 +58,7 @@ def gate(run, iteration):
 
 
 async def quantum(key, run, length):
-    """Stand-in for a trajectory: ``length`` quanta, generations and actions in turn, 7 tokens each
-    generation."""
+    """Stand-in for a trajectory: ``length`` quanta, generations and actions in turn, 7 tokens each generation."""
     done = DONE.get(key, 0)
     DONE[key] = done + 1
     phase, more = (Phase.TOOL if done % 2 else Phase.ROLLOUT), done + 1 < length

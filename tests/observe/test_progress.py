@@ -1,5 +1,4 @@
-"""Progress of a start and of a run, on a terminal and in a pipe, with a console and a clock of our
-own."""
+"""Progress of a start and of a run, on a terminal and in a pipe, with a console and a clock of our own."""
 
 import io
 import logging
@@ -48,8 +47,7 @@ def terminal(width=120):
 
 
 def screen(raw, height=60):
-    """Lines that a terminal would show after these bytes: carriage return, cursor up, erase line;
-    colours dropped."""
+    """Lines that a terminal would show after these bytes: carriage return, cursor up, erase line; colours dropped."""
     lines, row, col = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", raw):
         if token == "\r":

@@ -139,8 +139,7 @@ def test_short_states_are_drawn_with_their_neighbours_and_no_time_is_lost():
 
 @pytest.fixture
 def planned(tmp_path):
-    """A run on GPUs whose planner changed the layout once: two engines for 1800 s, with what came
-    of it."""
+    """A run on GPUs whose planner changed the layout once: two engines for 1800 s, with what came of it."""
     run = tmp_path / "planned"
     run.mkdir()
     (run / "config.resolved.yaml").write_text("run: {name: planned, iterations: 2}\n")

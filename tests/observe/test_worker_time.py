@@ -1,5 +1,4 @@
-"""Where worker time went: states by cause from hand-made and arbitrary logs, at once and event by
-event."""
+"""Where worker time went: states by cause from hand-made and arbitrary logs, at once and event by event."""
 
 import itertools
 
@@ -60,8 +59,7 @@ def test_a_trainer_trains_in_waves_while_it_waits_for_trajectories():
 
 
 def a_turn():
-    """Engine a turns to training, trains in one wave, and returns; engine b has the tail. Round
-    numbers."""
+    """Engine a turns to training, trains in one wave, and returns; engine b has the tail. Round numbers."""
     change = {"a": {"role": "train", "tp": 1}}
     return [
         started(), capacity(0.0, "a", rollout=2), capacity(0.0, "b", rollout=2), published(0.0, 0),
@@ -135,8 +133,6 @@ def test_a_lent_worker_needs_no_gpu_of_its_own():
     assert sum(by_name["b"].gpu_s.values()) == pytest.approx(10)
     assert sum(by_name["a"].gpu_s.values()) == pytest.approx(10 + 2 * 10)
 
-
-# ---------------------------------------------------------------- any log
 
 WORKERS = st.sampled_from(["a", "b", "c"])
 KEYS = st.integers(0, 3)
