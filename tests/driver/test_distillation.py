@@ -118,7 +118,7 @@ def test_the_student_comes_nearer_to_a_teacher_that_is_a_service(make_config, te
 
 
 @pytest.mark.live
-def test_a_killed_run_goes_on_with_the_same_scores_and_damaged_ones_are_made_again(
+def test_a_killed_run_keeps_its_scores_and_makes_damaged_ones_again(
     make_config, teacher, tmp_path, repository, monkeypatch
 ):
     monkeypatch.setattr("libra.driver.damage.RECHECK_S", 0.0)

@@ -68,9 +68,7 @@ def let_go():
 
 
 @pytest.mark.parametrize(("streaming", "dies"), [("on", False), ("off", True)])
-def test_the_next_step_begins_while_a_version_is_published_and_a_kill_then_changes_no_bit(
-    streaming, dies, make_config, client, monkeypatch
-):
+def test_the_next_step_begins_while_a_version_is_published(streaming, dies, make_config, client, monkeypatch):
     keep_groups(monkeypatch)
     trainer = {"prompts": 3, "lr": 1e-3, "streaming": streaming}
     run = {"iterations": 4, "eta": 1}

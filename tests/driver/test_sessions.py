@@ -98,9 +98,7 @@ def read_notes(notes: Path) -> dict[str, list[list[str]]]:
 
 
 @pytest.mark.live
-def test_a_trajectory_keeps_one_session_hands_it_on_reset_and_begins_again_with_another_when_its_worker_dies(
-    make_config, tmp_path
-):
+def test_a_trajectory_keeps_one_session_and_begins_again_with_another_when_its_worker_dies(make_config, tmp_path):
     config = configured(make_config)
     with local_cluster(config) as cluster, Client(cluster) as client:  # the shared ones have one tool worker
         directory = run(config, environment=Shells(tmp_path / "notes", "worker"), client=client).directory

@@ -107,9 +107,7 @@ def dies_in_a_slice(run: str, dask_worker: Any) -> None:
 dies_in_a_slice.__module__ = "__main__"
 
 
-def test_the_engine_that_the_tail_does_not_need_trains_and_returns_and_loses_nothing_when_it_is_killed(
-    make_config, slow_client, tmp_path, until, monkeypatch
-):
+def test_an_engine_that_turns_loses_nothing_when_it_is_killed(make_config, slow_client, tmp_path, until, monkeypatch):
     """With parts of turns, a pool of KV, and another old policy; in the second tail it is killed, and the core has its slice."""
     monkeypatch.setattr(tail, "price_s", lambda stage_s: 0.0)  # free: engines turn whatever the backlog
     keep_groups(monkeypatch)

@@ -136,8 +136,3 @@ def test_questions_come_from_the_file_and_are_graded_by_the_named_reward(write, 
 def test_a_file_that_cannot_be_used_says_where(write, rows, says):
     with pytest.raises(ConfigError, match=says):
         make_environment("jsonl", {"path": write(*rows), "reward": "gsm8k"}, seed=0)
-
-
-def test_a_file_that_is_not_there_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"environment\.args\.path"):
-        make_environment("jsonl", {"path": "nowhere.jsonl", "reward": "gsm8k"}, seed=0)

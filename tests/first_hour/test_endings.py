@@ -38,9 +38,7 @@ def logged(events, name):
     return events.exists() and f'"{name}"' in events.read_text()
 
 
-def test_ctrl_c_in_a_run_stops_it_with_three_lines_and_what_they_say_to_type_continues_it(
-    libra_run, tmp_path, repository
-):
+def test_ctrl_c_in_a_run_says_in_three_lines_how_to_continue_it(libra_run, tmp_path, repository):
     events = tmp_path / "runs" / "demo" / "events.jsonl"
     with terminal(libra_run, tmp_path, repository) as process:
         process.wait_for(lambda: logged(events, "step_finished"), LIMIT_S)

@@ -6,12 +6,22 @@ from html import unescape
 from itertools import pairwise
 
 import pytest
-from page_rows import UNREADY, role
 
 from libra.observe import page_document
 from libra.observe.page_document import overview_html, summary_html, workers_html
 from libra.observe.page_snapshots import Feed, numbers, tokens_per_s
 from libra.observe.panels import log_ticks
+
+UNREADY = {"worker": "tool-1", "address": "tcp://h:1", "stage": "failed", "for_s": 3.9, "detail": "OSError: no <disk>",
+           "again_in_s": 90.2}  # fmt: skip
+
+
+def role(**changes):
+    """A row of a worker on its way from an engine of two GPUs to training."""
+    return {
+        "worker": "rollout-0", "role": "train", "tp": 2, "stage": "taking_up", "generation": 4, "from_role": "rollout",
+        "from_tp": 2, "for_s": 3.2, "seconds": 1.25, "reason": "asked for",
+    } | changes  # fmt: skip
 
 
 def test_tokens_per_s_is_taken_over_the_window_only():

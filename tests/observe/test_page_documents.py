@@ -6,12 +6,14 @@ import logging
 import math
 
 import pytest
-from page_rows import BANDS
 from tornado.httpclient import AsyncHTTPClient
 
 from libra.observe import page_document
 from libra.observe.endpoints import attach_page
 from libra.observe.page_snapshots import Feed
+
+BANDS = (0, 1, 0, 0, 0)
+"""Trajectories of a sample by level."""
 
 
 async def fetch(scheduler, path):

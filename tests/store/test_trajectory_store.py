@@ -208,9 +208,7 @@ def test_scores_and_experts_of_other_tokens_are_refused(store, make_trajectory):
 
 
 @pytest.mark.parametrize("failing_write", [0, 40, "the marker"])
-def test_a_full_disk_commits_nothing_and_the_append_can_be_tried_again(
-    store, make_trajectory, assert_same, monkeypatch, failing_write
-):
+def test_a_full_disk_commits_nothing(store, make_trajectory, assert_same, monkeypatch, failing_write):
     store.append([make_trajectory(0)])
     writes = iter(range(10**6))
 
