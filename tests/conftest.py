@@ -29,12 +29,8 @@ if TYPE_CHECKING:
 
     from libra.config import RunConfig
 
-for _name, _value in {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-}.items():
+_DEFAULTS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+for _name, _value in _DEFAULTS.items():
     os.environ.setdefault(_name, _value)
 
 platform.processor()  # the first call starts `uname`, which Dask would do within a test
@@ -116,7 +112,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """Root of the repository."""
     return Path(__file__).resolve().parent.parent
 
 
@@ -164,7 +159,6 @@ def client(cluster: Cluster) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def client_wide(cluster_wide: Cluster) -> Iterator[Client]:
-    """A client of `cluster_wide`."""
     from distributed import Client
 
     with Client(cluster_wide) as connected:
@@ -173,7 +167,6 @@ def client_wide(cluster_wide: Cluster) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def needs_sandbox() -> None:
-    """Skips where bubblewrap does not work."""
     from libra.envs.sandbox import unavailable
 
     if reason := unavailable():

@@ -53,7 +53,6 @@ def bare_venv(tmp_path_factory):
 
 
 async def ended(pid):
-    """Wait until a process, of whatever parent, has ended."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         try:
@@ -74,13 +73,10 @@ async def test_an_agent_has_a_virtual_environment_of_its_own(start, bare_venv, k
     check_one_sequence(state, worker.engine)
 
 
-@pytest.mark.parametrize(
-    ("agent", "setting"),
-    [
-        ({"venv": "gone", "function": "stdlib_agent:run"}, r"agent\.venv"),
-        ({"function": "stdlib_agent:walk"}, r"agent\.function"),
-    ],
-)
+@pytest.mark.parametrize(("agent", "setting"), [
+    ({"venv": "gone", "function": "stdlib_agent:run"}, r"agent\.venv"),
+    ({"function": "stdlib_agent:walk"}, r"agent\.function"),
+])  # fmt: skip
 async def test_an_agent_that_cannot_be_loaded_stops_the_worker_with_its_setting(start, agent, setting):
     with pytest.raises(EnvironmentFault, match=setting):
         async with start(agent):

@@ -63,16 +63,9 @@ WRITES = [
     " spaces around \n",
 ]
 
-ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["go on"] * 6 + ["regenerate", "edit", "compact", "tools", "sub-agent"]),
-        st.integers(0, len(WRITES) - 1),
-        st.integers(0, len(TEXTS) - 1),
-        st.booleans(),
-    ),
-    min_size=1,
-    max_size=8,
-)
+KINDS = st.sampled_from(["go on"] * 6 + ["regenerate", "edit", "compact", "tools", "sub-agent"])
+PLACES = (st.integers(0, len(texts) - 1) for texts in (WRITES, TEXTS))
+ACTIONS = st.lists(st.tuples(KINDS, *PLACES, st.booleans()), min_size=1, max_size=8)
 
 
 def play(engine, actions):

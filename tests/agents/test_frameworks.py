@@ -28,7 +28,6 @@ THINKS = "<think>\nlet me see\n</think>\n\n"
 
 
 def calls(name, **arguments):
-    """A turn that thinks, and calls a tool."""
     inside = ", ".join(f'"{key}": "{value}"' for key, value in arguments.items())
     return f'{THINKS}<tool_call>\n{{"name": "{name}", "arguments": {{{inside}}}}}\n</tool_call>'
 
@@ -58,7 +57,6 @@ def environment_of(framework):
 
 
 def played(framework, mode, texts, chat, odd_ids, place):
-    """One trajectory of a framework's agent."""
     venv = environment_of(framework)
     python = sys.executable if venv is None else "python"
     command = f"{python} {AGENTS}/with_{framework.replace('-', '_')}.py {mode}"
@@ -72,9 +70,7 @@ def played(framework, mode, texts, chat, odd_ids, place):
 
 
 @pytest.mark.parametrize(("framework", "mode", "texts", "result"), CONVERSATIONS)
-def test_a_conversation_is_one_sequence_of_the_engines_own_tokens(
-    framework, mode, texts, result, conversation_format, odd_ids, tmp_path
-):
+def test_a_conversation_is_one_sequence(framework, mode, texts, result, conversation_format, odd_ids, tmp_path):
     state, engine = played(framework, mode, texts, conversation_format.chat, odd_ids, tmp_path)
     assert state.failure is FailureClass.NONE, state.detail
     assert result in str(state.episode().result)
@@ -89,9 +85,6 @@ def test_an_agent_that_rewrites_the_models_turns_has_a_sequence_for_each(convers
     assert state.episode().result == "42" and reasons(state) == ["first", "edited"]
     assert len(state.trajectory(0).starts) == 1
     check_tokens(state, engine)
-
-
-# ---------------------------------------------------------------- verifiers: rollouts are agents, the rubric gives the reward
 
 
 ROOT = Path(__file__).parents[2]

@@ -16,12 +16,9 @@ pytest.importorskip("httptools", reason="type pip install -e '.[agents]'")
 
 
 def config_of(make_config, mark, agent, **more):
-    return make_config(
-        environment={"name": "marked:Marked", "args": {"mark": str(mark)}},
-        agent={"function": f"http_agents:{agent}"},
-        rollout={"max_new_tokens": 4, "max_turns": 8, "max_context_tokens": 256, "slots": 8, "ignore_eos": False},
-        **more,
-    )
+    environment, agent = {"name": "marked:Marked", "args": {"mark": str(mark)}}, {"function": f"http_agents:{agent}"}
+    rollout = {"max_new_tokens": 4, "max_turns": 8, "max_context_tokens": 256, "slots": 8, "ignore_eos": False}
+    return make_config(environment=environment, agent=agent, rollout=rollout, **more)
 
 
 def trajectories_of(directory):

@@ -25,5 +25,4 @@ def modules(repository):
 
 @pytest.fixture(scope="session")
 def graph(modules):
-    """The modules that each module imports."""
     return import_graph(modules)

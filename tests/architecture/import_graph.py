@@ -81,9 +81,8 @@ def reachable(graph: Graph, start: str) -> set[str]:
 
 def reduced(graph: Graph) -> dict[str, set[str]]:
     """The graph without every arrow that a longer way already implies. The graph has no circles."""
-    return {
-        name: {
-            target for target in targets if not any(target in reachable(graph, other) for other in targets - {target})
-        }
-        for name, targets in graph.items()
-    }
+
+    def implied(target: str, targets: set[str]) -> bool:
+        return any(target in reachable(graph, other) for other in targets - {target})
+
+    return {name: {target for target in targets if not implied(target, targets)} for name, targets in graph.items()}

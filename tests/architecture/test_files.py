@@ -14,13 +14,11 @@ SHOWS_IT = ("test_files.py", "test_next_run.py")
 def sleeps(source):
     """Lines that wait for time to pass: ``time.sleep``, ``asyncio.sleep`` of anything but 0, under any imported name."""
     tree = ast.parse(source)
-    names = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in ("time", "asyncio")
-        for alias in node.names
-        if alias.name == "sleep"
-    }
+    imports = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in ("time", "asyncio")
+    ]
+    aliases = [alias for node in imports for alias in node.names if alias.name == "sleep"]
+    names = {alias.asname or alias.name for alias in aliases}
     lines = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -70,14 +68,11 @@ def test_workers_are_asked_for_of_the_scheduler(repository):
     assert not found, f"type present_workers(client): {found}"
 
 
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("import time\ntime.sleep(delay)", 1),
-        ("import asyncio\nasync def f():\n    await asyncio.sleep(0.1)", 1),
-        ("from time import sleep as nap\nnap(2)", 1),
-        ("import asyncio\nasync def f():\n    await asyncio.sleep(0)", 0),
-    ],
-)
+@pytest.mark.parametrize(("source", "count"), [
+    ("import time\ntime.sleep(delay)", 1),
+    ("import asyncio\nasync def f():\n    await asyncio.sleep(0.1)", 1),
+    ("from time import sleep as nap\nnap(2)", 1),
+    ("import asyncio\nasync def f():\n    await asyncio.sleep(0)", 0),
+])  # fmt: skip
 def test_a_sleep_is_found(source, count):
     assert len(sleeps(source)) == count

@@ -13,16 +13,8 @@ from import_graph import room, room_graph
 Imports = Callable[..., list[tuple[int, str]]]
 
 FOUNDATION = {
-    "types",
-    "errors",
-    "untrusted",
-    "keys",
-    "facts",
-    "config",
-    "hardware",
-    "seals",
-    "processes",
-}
+    "types", "errors", "untrusted", "keys", "facts", "config", "hardware", "seals", "processes",
+}  # fmt: skip
 """Value types, errors, names and settings: everybody may import these."""
 
 ALLOWED: dict[str, set[str]] = {
@@ -64,18 +56,8 @@ FORBIDDEN: dict[str, set[str]] = {
 }
 
 IMPURE = {
-    "time",
-    "random",
-    "os",
-    "asyncio",
-    "logging",
-    "dask",
-    "distributed",
-    "torch",
-    "threading",
-    "subprocess",
-    "socket",
-}
+    "time", "random", "os", "asyncio", "logging", "dask", "distributed", "torch", "threading", "subprocess", "socket",
+}  # fmt: skip
 PURE_PARTS = {"policy", "planner"}
 
 
@@ -103,48 +85,36 @@ def test_every_module_follows_the_arrows(modules: dict[str, Path], imports_of: I
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("libra.policy.ordering", "import time"),
-        ("libra.policy.ordering", "def late():\n    from random import Random"),
-        ("libra.policy.ordering", "import dask.config"),
-        ("libra.policy.ordering", "import torch.nn as nn"),
-        ("libra.policy.ordering", "from libra.store import record"),
-        ("libra.planner.split", "from libra.scheduler.plugin import LibraPlugin"),
-        ("libra.scheduler.plugin", "import libra.sim.clock"),
-        ("libra.sim.clock", "from libra import scheduler"),
-        ("libra.rollout.engine", "from libra.train import Replica"),
-        ("libra.train.step", "from ..weights import WeightStore"),
-        ("libra.weights.store", "from libra.worker.run_spec import RunSpec"),
-        ("libra.store.record_codec", "from libra.scheduler.queue import ParkedQueue"),
-        ("libra.envs.tool", "if TYPE_CHECKING:\n    from libra.rollout import RolloutEngine"),
-        ("libra.transport.channel", "from libra.worker.run_spec import RunSpec"),
-        ("libra.types", "from libra.keys import make"),
-        ("libra.driver.run_session", "from libra.cli.main import main"),
-        ("libra.graph.iteration", "from libra.driver.run_session import Session"),
-        ("libra.worker.runtime", "from libra.graph.training_nodes import step"),
-    ],
-)
+@pytest.mark.parametrize(("module", "source"), [
+    ("libra.policy.ordering", "import time"),
+    ("libra.policy.ordering", "def late():\n    from random import Random"),
+    ("libra.policy.ordering", "import dask.config"),
+    ("libra.policy.ordering", "import torch.nn as nn"),
+    ("libra.policy.ordering", "from libra.store import record"),
+    ("libra.planner.split", "from libra.scheduler.plugin import LibraPlugin"),
+    ("libra.scheduler.plugin", "import libra.sim.clock"),
+    ("libra.sim.clock", "from libra import scheduler"),
+    ("libra.rollout.engine", "from libra.train import Replica"),
+    ("libra.train.step", "from ..weights import WeightStore"),
+    ("libra.weights.store", "from libra.worker.run_spec import RunSpec"),
+    ("libra.store.record_codec", "from libra.scheduler.queue import ParkedQueue"),
+    ("libra.envs.tool", "if TYPE_CHECKING:\n    from libra.rollout import RolloutEngine"),
+    ("libra.transport.channel", "from libra.worker.run_spec import RunSpec"),
+    ("libra.types", "from libra.keys import make"),
+    ("libra.driver.run_session", "from libra.cli.main import main"),
+    ("libra.graph.iteration", "from libra.driver.run_session import Session"),
+    ("libra.worker.runtime", "from libra.graph.training_nodes import step"),
+])  # fmt: skip
 def test_a_violation_is_caught(module: str, source: str, imports_of: Imports) -> None:
     assert len(violations(source, module, imports_of)) == 1
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        (
-            "libra.policy.ordering",
-            "import numpy as np\nfrom libra.types import Phase\nfrom libra.policy.phase_queue import OpenGate",
-        ),
-        ("libra.policy.ordering", "from .messages import OpenGate"),
-        (
-            "libra.worker.runtime",
-            "from libra.rollout import RolloutEngine\nfrom libra.train import Replica\nimport time",
-        ),
-        ("libra.store.trajectory_journal", "import os\nfrom libra import keys"),
-    ],
-)
+@pytest.mark.parametrize(("module", "source"), [
+    ("libra.policy.ordering", "import numpy as np\nfrom libra.types import Phase\nfrom libra.policy.phase_queue import OpenGate"),
+    ("libra.policy.ordering", "from .messages import OpenGate"),
+    ("libra.worker.runtime", "from libra.rollout import RolloutEngine\nfrom libra.train import Replica\nimport time"),
+    ("libra.store.trajectory_journal", "import os\nfrom libra import keys"),
+])  # fmt: skip
 def test_what_the_design_allows_is_allowed(module: str, source: str, imports_of: Imports) -> None:
     assert violations(source, module, imports_of) == []
 

@@ -11,11 +11,8 @@ from libra.config import config_from_dict
 
 def versions(**changed):
     packages = {"python": "3.11.7", "dask": "1", "distributed": "1", "torch": "2.13.0"}
-    return {
-        "client": {"packages": packages},
-        "scheduler": {"packages": packages},
-        "workers": {"tcp://a": {"packages": packages}, "tcp://b": {"packages": packages | changed}},
-    }
+    same, other = {"packages": packages}, {"packages": packages | changed}
+    return {"client": same, "scheduler": same, "workers": {"tcp://a": same, "tcp://b": other}}
 
 
 def worker(name, nthreads, **resources):
@@ -70,9 +67,8 @@ def test_an_open_scheduler_is_warned_of():
 
 
 def test_engines_that_a_configuration_lists_have_to_be_there():
-    listed = config_from_dict(
-        {"rollout": {"engine": "vllm"}, "cluster": {"engines": [{"tp": 2, "slots": 8}], "threads": 4}}
-    )
+    cluster = {"engines": [{"tp": 2, "slots": 8}], "threads": 4}
+    listed = config_from_dict({"rollout": {"engine": "vllm"}, "cluster": cluster})
     found = [check.detail for check in checks.role_checks(WORKERS, "tcp://s", listed)]
     assert any("1 engines of TP 2, 4 threads, 8 slots are listed, the cluster has 0" in detail for detail in found)
     assert any("0 are listed" in detail for detail in found)

@@ -17,16 +17,11 @@ from libra.errors import LibraError
 def failed(config):
     """What fails, by its name: detail and advice."""
     _, environment = environment_check(config)
-    checks = start_checks(config, environment, local_cluster=True)
-    return {
-        check.name: "; type ".join(filter(None, (check.detail, check.advice)))
-        for check in checks
-        if check.state == "fail"
-    }
+    found = [check for check in start_checks(config, environment, local_cluster=True) if check.state == "fail"]
+    return {check.name: "; type ".join(filter(None, (check.detail, check.advice))) for check in found}
 
 
 def refused(config):
-    """What `libra run` would say."""
     with ExitStack() as exits, ExitStack() as start, pytest.raises(LibraError) as caught:
         prepare(RunRequest(config), exits, start)
     return " ".join(str(caught.value).split())
@@ -36,20 +31,17 @@ def test_a_sound_configuration_passes(make_config):
     assert failed(make_config()) == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "sections"),
-    [
-        ("own parts", {"trainer": {"loss": "own_loss:cosine"}}),
-        ("own parts", {"model": {"loader": "own_loss:cosine"}}),
-        ("own parts", {"policy": {"name": "own_loss:cosine"}}),
-        ("engine", {"rollout": {"engine": "own_engine:RemembersGreedy", "tp": 2}}),
-        ("agent", {"agent": {"command": "python agent.py", "env": ["NOT_SET_HERE"]}, "rollout": {"ignore_eos": False}}),
-        ("services", {"services": {"named": {"judge": {"model": "nowhere/at_all/here"}}}}),
-        ("teacher", {"trainer": {"algorithm": "opd"}, "distil": {"teacher": "nowhere/at_all/here"}}),
-        ("data", {"rollout": {"max_context_tokens": 10**7}, "trainer": {"micro_batch_tokens": 10**7}}),
-        ("data", {"rollout": {"max_new_tokens": 1, "max_context_tokens": 2}}),
-    ],
-)
+@pytest.mark.parametrize(("name", "sections"), [
+    ("own parts", {"trainer": {"loss": "own_loss:cosine"}}),
+    ("own parts", {"model": {"loader": "own_loss:cosine"}}),
+    ("own parts", {"policy": {"name": "own_loss:cosine"}}),
+    ("engine", {"rollout": {"engine": "own_engine:RemembersGreedy", "tp": 2}}),
+    ("agent", {"agent": {"command": "python agent.py", "env": ["NOT_SET_HERE"]}, "rollout": {"ignore_eos": False}}),
+    ("services", {"services": {"named": {"judge": {"model": "nowhere/at_all/here"}}}}),
+    ("teacher", {"trainer": {"algorithm": "opd"}, "distil": {"teacher": "nowhere/at_all/here"}}),
+    ("data", {"rollout": {"max_context_tokens": 10**7}, "trainer": {"micro_batch_tokens": 10**7}}),
+    ("data", {"rollout": {"max_new_tokens": 1, "max_context_tokens": 2}}),
+])  # fmt: skip
 def test_what_a_start_refuses_is_a_failed_check(make_config, name, sections, monkeypatch):
     monkeypatch.setattr("libra.driver.run_start.check_main", lambda: None)
     config = make_config(**sections)

@@ -65,9 +65,8 @@ def test_a_busy_port_fails_and_any_free_one_does_not():
 @pytest.mark.parametrize(("free_gib", "state"), [(0.5, "fail"), (3, "warn"), (50, "ok")])
 def test_room_for_runs_is_looked_at_where_they_go(free_gib, state, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        checks.shutil, "disk_usage", lambda place: asked.append(place) or Usage(0, 0, int(free_gib * checks.GIB))
-    )
+    usage = Usage(0, 0, int(free_gib * checks.GIB))
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda place: asked.append(place) or usage)
     assert checks.disk_check(tmp_path / "not/there/yet").state == state
     assert asked == [tmp_path]
 

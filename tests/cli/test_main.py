@@ -79,9 +79,7 @@ except SystemExit as stopped:
 def test_wrong_names_and_paths_are_refused_before_torch_is_imported(typed, field, tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    done = subprocess.run(
-        [sys.executable, "-c", EARLY, *typed], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", EARLY, *typed], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and f"libra: {field}: " in done.stderr, done.stderr
 
 
@@ -156,14 +154,8 @@ def test_a_reader_that_stops_reading_gets_no_traceback(repository):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as nobody:
-        done = subprocess.run(
-            [sys.executable, "-m", "libra", "config", "libra/quickstart"],
-            stdout=nobody,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=repository,
-            check=False,
-        )
+        command = [sys.executable, "-m", "libra", "config", "libra/quickstart"]
+        done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, text=True, cwd=repository)
     assert done.stderr == ""
 
 

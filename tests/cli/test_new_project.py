@@ -20,14 +20,8 @@ def environment_of(repository):
 def test_its_run_and_its_test_pass(repository, tmp_path):
     """``-P`` leaves the working directory out of the search for modules, as the command ``libra`` does."""
     libra = [sys.executable, "-P", "-m", "libra"]
-    made = subprocess.run(
-        [*libra, "init", "first"],
-        cwd=tmp_path,
-        env=environment_of(repository),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    how = {"env": environment_of(repository), "capture_output": True, "text": True}
+    made = subprocess.run([*libra, "init", "first"], cwd=tmp_path, **how)
     assert made.returncode == 0, made.stderr
     assert "cd first && libra run config.yaml" in made.stdout
     smaller = ["run.iterations=1", "run.name=one", "evaluation.prompts=0", "trainer.prompts=2", "trainer.group_size=2"]
@@ -35,9 +29,7 @@ def test_its_run_and_its_test_pass(repository, tmp_path):
         [*libra, "run", "config.yaml", "cluster.dashboard_port=0", *smaller],
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
     ):
-        done = subprocess.run(
-            command, cwd=tmp_path / "first", env=environment_of(repository), capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=tmp_path / "first", **how)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert (tmp_path / "first" / "runs" / "one" / "trajectories.zarr").is_dir()
 

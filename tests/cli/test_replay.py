@@ -4,21 +4,7 @@ import json
 
 import pytest
 
-from libra.facts import (
-    BatchParked,
-    GateParked,
-    GroupCommitted,
-    Line,
-    PolicySnapshot,
-    Prefer,
-    QuantumDispatched,
-    QuantumFinished,
-    RunStarted,
-    SlotsSet,
-    TrajectoryEnded,
-    TrajectoryParked,
-    VersionPublished,
-)
+from libra import facts
 from libra.policy import Admission, CommittedGroup, Fifo
 from libra.store.event_log import EventLog
 from libra.types import Phase
@@ -28,31 +14,33 @@ KEY = "trajectory-train-0-0-{}-e0-demo"
 
 def small_run():
     """One iteration of two trajectories, as the plugin would log it, by calling the policy objects."""
-    admission, fifo, log = Admission(0, 1), Fifo(), list[Line]()
+    admission, fifo, log = Admission(0, 1), Fifo(), list[facts.Line]()
 
-    def note(*facts):
-        log.extend(Line("demo", 0.25 * (len(log) + place), fact) for place, fact in enumerate(facts))
+    def note(*told):
+        log.extend(facts.Line("demo", 0.25 * (len(log) + place), fact) for place, fact in enumerate(told))
 
     def park(sample, phase, quanta):
-        parked = TrajectoryParked(KEY.format(sample), 0, phase, quanta)
+        parked = facts.TrajectoryParked(KEY.format(sample), 0, phase, quanta)
         note(parked, *fifo.handle(parked))
 
-    note(RunStarted(0, 0, 1, 1, "fifo", "tool_arithmetic"))
-    note(PolicySnapshot("fifo", "tool_arithmetic", fifo.snapshot(), admission.snapshot()))
+    note(facts.RunStarted(0, 0, 1, 1, "fifo", "tool_arithmetic"))
+    note(facts.PolicySnapshot("fifo", "tool_arithmetic", fifo.snapshot(), admission.snapshot()))
     admission.version_published(0)
-    note(VersionPublished(0, "d0", 1), GateParked(0), *admission.gate_parked(0))
+    note(facts.VersionPublished(0, "d0", 1), facts.GateParked(0), *admission.gate_parked(0))
     for sample in range(2):
         park(sample, Phase.ROLLOUT, 0)
     for sample in range(2):
         admission.generation_started(0, 0, 0)
         place = (0, 0, sample)
-        note(QuantumDispatched(KEY.format(sample), Phase.ROLLOUT, "rollout-0", 0, place, "first home", alone=False))
-        note(QuantumFinished(KEY.format(sample), Phase.ROLLOUT, 7, "", "", 0.5, worker="rollout-0", version=0))
-    note(PolicySnapshot("fifo", "tool_arithmetic", fifo.snapshot(), admission.snapshot()))
+        note(
+            facts.QuantumDispatched(KEY.format(sample), Phase.ROLLOUT, "rollout-0", 0, place, "first home", alone=False)
+        )
+        note(facts.QuantumFinished(KEY.format(sample), Phase.ROLLOUT, 7, "", "", 0.5, worker="rollout-0", version=0))
+    note(facts.PolicySnapshot("fifo", "tool_arithmetic", fifo.snapshot(), admission.snapshot()))
     park(1, Phase.TOOL, 1)
     admission.batch_parked(0)
-    note(BatchParked(0), GroupCommitted("train", 0, 0, 0, 0.5, {}))
-    note(*admission.group_committed(CommittedGroup(0, 0, 0)), TrajectoryEnded(KEY.format(0), completed=True))
+    note(facts.BatchParked(0), facts.GroupCommitted("train", 0, 0, 0, 0.5, {}))
+    note(*admission.group_committed(CommittedGroup(0, 0, 0)), facts.TrajectoryEnded(KEY.format(0), completed=True))
     return log
 
 
@@ -82,10 +70,8 @@ def test_a_trajectory_is_followed_by_any_of_its_names(libra, run_dir):
         code, out, _ = libra("replay", run_dir, "--key", name)
         assert code == 0
         story = out[out.index("Trajectory-train-0-0-1") :]
-        assert (
-            "waits for ROLLOUT after 0 quanta" in story
-            and "has priority 0, 0, 1: fifo: place of first arrival" in story
-        )
+        assert "waits for ROLLOUT after 0 quanta" in story
+        assert "has priority 0, 0, 1: fifo: place of first arrival" in story
         assert "gets a ROLLOUT slot on rollout-0" in story
         assert "waits for TOOL after 1 quanta" in story
         assert KEY.format(0) not in story
@@ -107,15 +93,15 @@ def test_forecasts_and_changes_are_told_with_what_came_of_them(libra, tmp_path):
     key, other = KEY.format(1), KEY.format(0)
 
     def forecast(of, left):
-        return Line("demo", 1.0, Prefer(of, (), f"{left} tokens left", left, 90))
+        return facts.Line("demo", 1.0, facts.Prefer(of, (), f"{left} tokens left", left, 90))
 
     def turn(of, tokens):
-        return Line("demo", 1.0, QuantumFinished(of, Phase.ROLLOUT, tokens, "", "", 0.1))
+        return facts.Line("demo", 1.0, facts.QuantumFinished(of, Phase.ROLLOUT, tokens, "", "", 0.1))
 
     log = [
         forecast(key, 40), turn(other, 50), turn(key, 7), forecast(key, 20), turn(key, 30),
-        Line("demo", 2.0, TrajectoryEnded(key, True)),
-        forecast(other, 10), Line("demo", 3.0, SlotsSet("rollout-0", 1, 4, 8, "asked for")),
+        facts.Line("demo", 2.0, facts.TrajectoryEnded(key, True)),
+        forecast(other, 10), facts.Line("demo", 3.0, facts.SlotsSet("rollout-0", 1, 4, 8, "asked for")),
     ]  # fmt: skip
     _, out, _ = libra("replay", write(tmp_path / "run", log), "--key", "train-0-0-1", "--key", "train-0-0-0")
     told = [line.rpartition("; realised: ")[2] for line in out.splitlines() if "realised" in line]

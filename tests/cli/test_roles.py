@@ -21,12 +21,8 @@ def _fails(capsys, *arguments):
 
 def test_words_become_assignments():
     asked = assignments(["rollout-0=rollout:tp2", "rollout-1=lent", "rollout-2=train", "rollout-3=rollout"])
-    assert asked == {
-        "rollout-0": {"role": "rollout", "tp": 2},
-        "rollout-1": {"role": "lent"},
-        "rollout-2": {"role": "train"},
-        "rollout-3": {"role": "rollout"},
-    }
+    roles = [{"role": "rollout", "tp": 2}, {"role": "lent"}, {"role": "train"}, {"role": "rollout"}]
+    assert asked == {f"rollout-{number}": role for number, role in enumerate(roles)}
 
 
 @pytest.mark.parametrize(
@@ -57,15 +53,8 @@ def test_a_run_that_cannot_be_asked_says_what_to_type(capsys, tmp_path, monkeypa
 
 
 def test_the_table_has_a_line_for_each_worker():
-    row = {
-        "worker": "rollout-0",
-        "role": "train",
-        "tp": 1,
-        "stage": "draining",
-        "for_s": 2.345,
-        "generation": 3,
-        "seconds": None,
-    }
+    row = {"worker": "rollout-0", "role": "train", "tp": 1, "stage": "draining"}
+    row |= {"for_s": 2.345, "generation": 3, "seconds": None}
     head, line = table([row])
     assert head.split() == ["worker", "role", "tp", "stage", "for_s", "generation", "seconds", "reason"]
     assert line.split() == ["rollout-0", "train", "1", "draining", "2.3", "3", "-", "-"]

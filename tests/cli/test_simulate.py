@@ -32,11 +32,8 @@ def test_mixed_layouts_and_policies_are_simulated(libra):
 def test_before_anything_was_measured_it_agrees_with_the_plan(libra):
     code, out, _ = libra("simulate", "libra/quickstart", "--json")
     simulated = json.loads(out)
-    assert (code, simulated["trajectories"], simulated["turns"]) == (
-        0,
-        128,
-        128 * 4,
-    )  # planner.lengths.turns, below rollout.max_turns
+    turns = 4  # planner.lengths.turns, below rollout.max_turns
+    assert (code, simulated["trajectories"], simulated["turns"]) == (0, 128, 128 * turns)
     planned = json.loads(libra("plan", "libra/quickstart", "--json")[1])
     assert simulated["makespan_s"] == pytest.approx(planned["rollout_s"], rel=0.25)
 

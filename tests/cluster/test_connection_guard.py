@@ -18,9 +18,7 @@ def with_scheduler(scenario):
 
     async def run():
         security = new_security()
-        options = {
-            "host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0", "preload": [GUARD],
-        }  # fmt: skip
+        options = {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0", "preload": [GUARD]}
         async with Scheduler(protocol="tls://", security=security, **options) as scheduler:
 
             async def served():
@@ -41,7 +39,6 @@ async def said(port, what):
 
 
 async def ended(connection):
-    """Wait until the server has closed it."""
     try:
         while await connection[0].read(4096):
             pass
@@ -100,9 +97,8 @@ def test_pages_are_served_while_others_ask_for_nothing(monkeypatch):
             await ended(each)
         answer = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{port}/health")
         assert answer.body == b"ok"
-        refused = await AsyncHTTPClient().fetch(
-            f"http://127.0.0.1:{port}/health", headers={"Origin": "http://evil.example"}, raise_error=False
-        )
+        evil = {"headers": {"Origin": "http://evil.example"}, "raise_error": False}
+        refused = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{port}/health", **evil)
         assert refused.code == 403
         assert b"cluster.dashboard_names=[NAME]" in refused.body
 

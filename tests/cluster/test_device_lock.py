@@ -106,9 +106,8 @@ def test_who_no_longer_waits_holds_nobody_up(tmp_path):
     async def turns():
         lock = DeviceLock("GPU-1", tmp_path)
         first = await lock.taken("one", 1.0)
-        gone, next_one = (
-            asyncio.ensure_future(DeviceLock("GPU-1", tmp_path).taken(who, 60.0)) for who in ("two", "three")
-        )
+        waits = [DeviceLock("GPU-1", tmp_path).taken(who, 60.0) for who in ("two", "three")]
+        gone, next_one = map(asyncio.ensure_future, waits)
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.sleep(0)

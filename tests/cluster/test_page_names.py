@@ -54,11 +54,8 @@ def answers():
 
     def ask(pages, path, host):
         connection = SimpleNamespace(set_close_callback=lambda callback: None)
-        request = HTTPServerRequest(
-            start_line=RequestStartLine("GET", path, "HTTP/1.1"),
-            headers=HTTPHeaders({"Host": host}),
-            connection=connection,
-        )
+        line, headers = RequestStartLine("GET", path, "HTTP/1.1"), HTTPHeaders({"Host": host})
+        request = HTTPServerRequest(start_line=line, headers=headers, connection=connection)
         return pages.find_handler(request).handler_class is RequestHandler
 
     return ask

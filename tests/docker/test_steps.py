@@ -24,12 +24,8 @@ import pytest
 
 PACKAGES = "python3,python3-venv,make,ca-certificates"
 SMALL = [
-    "run.iterations=1",
-    "trainer.prompts=2",
-    "trainer.group_size=2",
-    "evaluation.prompts=0",
-    "cluster.dashboard_port=0",
-]
+    "run.iterations=1", "trainer.prompts=2", "trainer.group_size=2", "evaluation.prompts=0", "cluster.dashboard_port=0",
+]  # fmt: skip
 NOT_RUN = "setup-vllm-cuda"
 
 
@@ -68,12 +64,9 @@ class Image:
             lines.append(f"mount --bind {shlex.quote(place)} {shlex.quote(inside)}")
         inner = f"cd {shlex.quote(self.directory)} && exec {shlex.join(words)}"
         lines.append(f"exec chroot {self.root} /bin/sh -c {shlex.quote(inner)}")
-        done = subprocess.run(
-            ["unshare", "--mount", "--pid", "--fork", "sh", "-ec", "\n".join(lines)],
-            env={"HOME": "/root", **self._pip(), **self.environment},
-            capture_output=True,
-            text=True,
-        )
+        command = ["unshare", "--mount", "--pid", "--fork", "sh", "-ec", "\n".join(lines)]
+        environment = {"HOME": "/root", **self._pip(), **self.environment}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{words}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout + done.stderr
 
@@ -93,7 +86,6 @@ class Instruction:
 
 
 def instructions(text):
-    """The lines of a Dockerfile but for comments."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [Instruction(*line.split(maxsplit=1)) for line in lines]
 
@@ -110,7 +102,6 @@ def copied(repository, target):
 
 
 def reachable(address):
-    """Whether an index answers."""
     try:
         with urllib.request.urlopen(address, timeout=10):
             return True
@@ -175,15 +166,12 @@ def test_the_steps_of_both_images_go_through(bare_root, repository):
             if instruction.name == "RUN" and "make setup " in instruction.rest and name == "Dockerfile.cpu":
                 offered = ["python3", "-m", "venv", "/tmp/look"], ["/tmp/look/bin/pip", "download", "--no-deps", "-qq"]
                 image.run(offered[0])
-                index = [
-                    word.partition("=")[2] for word in run_words(instruction.rest) if word.startswith("TORCH_INDEX=")
-                ]
+                words = [word.partition("=") for word in run_words(instruction.rest)]
+                index = [value for name, _, value in words if name == "TORCH_INDEX"]
                 extra = ["--extra-index-url", index[0]] if index else []
                 image.run([*offered[1], *extra, "--dest", "/tmp/look", "--no-cache-dir", "torch==2.13.0"])
                 (wheel,) = (bare_root / "tmp/look").glob("torch-*.whl")
-                assert "+cpu" in wheel.name, (
-                    f"pip offers {wheel.name}, which brings CUDA: set PIP_FIND_LINKS or TORCH_INDEX"
-                )
+                assert "+cpu" in wheel.name, f"pip offers {wheel.name}, with CUDA: set PIP_FIND_LINKS or TORCH_INDEX"
             said[f"{instruction.name} {instruction.rest}"] = carried_out(image, repository, instruction)
         doctor = said["RUN libra doctor"]
         assert "torch" in doctor

@@ -23,7 +23,6 @@ def commands(text):
 
 
 def unknown_setting(section, key):
-    """Whether the configuration has no such key."""
     field = RunConfig.model_fields.get(section)
     return field is None or key not in getattr(field.annotation, "model_fields", {})
 

@@ -25,9 +25,8 @@ def test_a_notebook_runs_and_prints_plain_lines(name, tmp_path, monkeypatch):
             train = cell
             missing = [f"    {key}={value}," for key, value in settings.items() if key not in cell.source]
             cell.source = cell.source.replace("libra.train(\n", "libra.train(\n" + "\n".join([*missing, ""]))
-    NotebookClient(
-        notebook, timeout=180, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    place = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=180, kernel_name="python3", resources=place).execute()
     kinds = {(output.output_type, output.get("name")) for output in train.outputs}
     assert kinds == {("stream", "stdout")}, train.outputs  # no display for each line, and nothing on standard error
     said = "".join(output.text for output in train.outputs)

@@ -17,9 +17,8 @@ def test_a_script_as_it_stands_on_a_page_learns(page, first, repository, tmp_pat
     (script,) = re.findall(rf"^```python\n({first}.*?)^```", (repository / page).read_text(), re.M | re.S)
     (tmp_path / "script.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "iterations of libra/tiny-arithmetic (0.5 M parameters" in done.stdout.splitlines()[0]
     (run,) = (tmp_path / "runs").iterdir()

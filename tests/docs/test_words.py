@@ -12,7 +12,6 @@ LONG_LINES = 960
 
 
 def texts(repository):
-    """The pages, and each docstring of the package."""
     yield from (path.read_text() for path in [repository / "README.md", *sorted((repository / "docs").glob("*.md"))])
     for path in sorted((repository / "libra").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -72,9 +72,8 @@ def check_scored(session, rows, width):
     """The student came nearer, and every group was scored in time; events of the log."""
     log = [from_dict(values).fact for _, values in EventReader(session.directory / "events.jsonl")]
     scored = RunRecord.read(session.directory).scores()  # for `libra simulate --from-run`
-    assert scored.keys() >= {(k, g) for k in range(len(rows)) for g in range(2)} and all(
-        s > 0 for _, s in scored.values()
-    )
+    assert scored.keys() >= {(k, g) for k in range(len(rows)) for g in range(2)}
+    assert all(s > 0 for _, s in scored.values())
     waits = [event.waited_s for event in log if isinstance(event, GroupScored)]
     assert len(waits) >= len(scored) and min(waits) >= 0
     first, last = (float(np.mean([row["kl_teacher"] for row in part])) for part in (rows[:2], rows[-2:]))
@@ -119,17 +118,15 @@ def test_the_student_comes_nearer_to_a_teacher_that_is_a_service(make_config, te
 
 
 @pytest.mark.live
-def test_a_killed_run_goes_on_with_the_same_scores_and_damaged_ones_are_made_again(
+def test_a_killed_run_keeps_its_scores_and_makes_damaged_ones_again(
     make_config, teacher, tmp_path, repository, monkeypatch
 ):
     monkeypatch.setattr("libra.driver.damage.RECHECK_S", 0.0)
     config = distilling(make_config, teacher, {"tokens": 8}, run={"iterations": 3}, checkpoint={"every": 2})
     file, run = tmp_path / "config.yaml", tmp_path / "demo"
     file.write_text(dump_config(config))
-    monkeypatch.setenv(
-        "PYTHONPATH",
-        os.pathsep.join([str(repository), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    )
+    paths = [str(repository), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     killed_in_step(file, 1)  # driver, trainer and teacher are killed in the midst of it
     assert batch_path(run / "batches", 1).exists()
     written = {path.name: path.stat().st_mtime_ns for path in (run / "teacher").glob("*.scores")}
@@ -184,9 +181,8 @@ def _assert_stored(run, trajectory, taught):
     (row,) = np.flatnonzero(np.logical_and.reduce(same))
     first, length, width = (int(columns[name][row]) for name in ("offset", "length", "scores_per_token"))
     num_tokens, at = int(group["is_action"][first : first + length].sum()), int(columns["score_offset"][row])
-    token_id, logp = (
-        group[f"score/{name}"][at : at + num_tokens * width].reshape(num_tokens, width) for name in ("token_id", "logp")
-    )
+    scores = [group[f"score/{name}"][at : at + num_tokens * width] for name in ("token_id", "logp")]
+    token_id, logp = (values.reshape(num_tokens, width) for values in scores)
     assert taught is not None and taught.rest_logp is not None
     assert token_id[:, 1:-1].tolist() == taught.token_ids.tolist()
     assert logp[:, 0].tolist() == taught.own_logp.tolist()

@@ -32,7 +32,6 @@ def stored(summary: RunSummary) -> dict[str, np.ndarray]:
 
 
 def calm(make_config: Any, client: Any) -> RunSummary:
-    """The run of one iteration that nothing disturbs."""
     return run(make_config(**ONE_ITERATION | {"run": {"iterations": 1, "name": "calm"}}), client=client)
 
 
@@ -96,9 +95,6 @@ def test_a_worker_that_dies_three_times_under_a_quantum_ends_that_attempt(make_c
     assert columns["attempt"][0] == summary.iterations[0]["resampled/worker"] == resample
 
 
-# ------------------------------------------------------------------------------------------------ tried again
-
-
 class ToolThat(FixedTurns):
     """Its one tool does what ``how`` says at the first draw of samples 1, and answers everybody else."""
 
@@ -151,10 +147,8 @@ def stored_first_turn(summary: RunSummary) -> list[np.ndarray]:
     columns, every = stored(summary), whole_run.tokens(summary.directory)
     tokens, action = every["token_ids"], every["is_action"]
     rows = np.lexsort((columns["sample"], columns["group"]))
-    return [
-        tokens[o : o + n][action[o : o + n]][:4]
-        for o, n in zip(columns["offset"][rows], columns["length"][rows], strict=True)
-    ]
+    spans = [slice(o, o + n) for o, n in zip(columns["offset"][rows], columns["length"][rows], strict=True)]
+    return [tokens[span][action[span]][:4] for span in spans]
 
 
 def test_after_the_last_attempt_the_group_closes_with_who_is_left(make_config, client):
@@ -236,10 +230,8 @@ def test_text_that_the_environment_cannot_read_is_its_failure(make_config, clien
         def parse(self, text: str) -> tuple[ToolCall, ...]:
             raise IndexError("no such field")
 
-    config, line = (
-        make_config(**ONE_ITERATION | {"run": {"iterations": 3}}),
-        Unreadable.parse.__code__.co_firstlineno + 1,
-    )
+    config = make_config(**ONE_ITERATION | {"run": {"iterations": 3}})
+    line = Unreadable.parse.__code__.co_firstlineno + 1
     with pytest.raises(BatchFailed, match=rf"IndexError: no such field in {__file__}, line {line}.* resume=True"):
         run(config, environment=Unreadable(), client=client)
     directory = config.run.dir / "demo"
@@ -266,9 +258,7 @@ def test_every_fault_has_its_class():
         assert issubclass(fault, FAULTS) and failure_of(fault("x")) is failure, fault
 
 
-def test_an_environment_that_workers_cannot_have_is_told_before_anything_runs(
-    make_config, client, tmp_path, monkeypatch
-):
+def test_an_environment_that_workers_cannot_have_is_told_at_once(make_config, client, tmp_path, monkeypatch):
     source = "from libra.testing import FixedTurns\n\n\nclass Mine(FixedTurns):\n    pass\n"
     (tmp_path / "only_here_at_home.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

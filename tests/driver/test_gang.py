@@ -48,14 +48,10 @@ def dies_in_the_reduction(run, dask_worker):
     ],
     ids=["ddp, in the reduction", "fsdp2, in a wave"],
 )
-def test_two_workers_take_the_steps_of_one_and_a_killed_rank_costs_a_step_at_most(
-    make_config, client_wide, monkeypatch, trainer, victim, dies
-):
+def test_a_killed_rank_costs_a_step_at_most(make_config, client_wide, monkeypatch, trainer, victim, dies):
     keep_groups(monkeypatch)
-    config = make_config(
-        run={"iterations": 3}, trainer=TRAINER | trainer, cluster=WIDE, checkpoint={"every": 1},
-        rollout={"max_turns": 2},
-    )  # fmt: skip
+    sections = {"run": {"iterations": 3}, "checkpoint": {"every": 1}, "rollout": {"max_turns": 2}}
+    config = make_config(**sections, trainer=TRAINER | trainer, cluster=WIDE)
     with Session(config, client=client_wide) as session:
         iterations = session.iterations()
         rows = [next(iterations)]

@@ -39,7 +39,6 @@ def add_worker(cluster, name, like, broken=None):
 
 
 def libra(scheduler):
-    """Libra's plugin there."""
     return scheduler.plugins[LibraPlugin.name]
 
 
@@ -105,9 +104,7 @@ for _sent in (Patient, note_sends, sends, stand_still, NotEverywhere):
 
 
 @pytest.mark.live
-def test_a_worker_joins_with_weights_of_another_holds_up_nobody_and_takes_nothing_along_when_it_leaves(
-    make_config, growing, tmp_path, until
-):
+def test_a_worker_joins_with_weights_of_another_and_leaves_without_loss(make_config, growing, tmp_path, until):
     config = make_config(run={"iterations": 8}, weights={"transfer": "peer"}, store={"keep_journals": True})
     half, go = tmp_path / "half", tmp_path / "go"
     os.mkfifo(half)
@@ -151,9 +148,7 @@ def test_a_worker_joins_with_weights_of_another_holds_up_nobody_and_takes_nothin
 
 
 @pytest.mark.live
-def test_a_joiner_that_cannot_be_set_up_is_left_out_and_takes_part_once_it_is_mended(
-    make_config, growing, until, tmp_path, caplog, monkeypatch
-):
+def test_a_joiner_that_cannot_be_set_up_is_left_out(make_config, growing, until, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("libra.policy.liveness.RESTART_AFTER_S", (3600.0,))
     broken, joiner = tmp_path / "scratch", "tool-1"
     broken.touch()
@@ -180,13 +175,10 @@ def test_a_joiner_that_cannot_be_set_up_is_left_out_and_takes_part_once_it_is_me
 
 
 def process(scheduler, name):
-    """Process id of the worker of that name; None where there is none."""
     return next((ws.pid for ws in scheduler.workers.values() if ws.name == name), None)
 
 
-def test_a_lost_worker_comes_back_however_long_dask_waits_and_a_run_that_starts_waits_for_it(
-    make_config, client, until, caplog
-):
+def test_a_lost_worker_comes_back_and_a_run_that_starts_waits_for_it(make_config, client, until, caplog):
     client.register_plugin(LibraPlugin())
     before = {worker["name"]: address for address, worker in present_workers(client).items()}
     with dask.config.set({"distributed.deploy.lost-worker-timeout": "1ms"}):

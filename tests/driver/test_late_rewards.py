@@ -29,8 +29,6 @@ from libra.worker.training.worker_trainer import make_replica, recover
 
 
 class Judged(FixedTurns):
-    """The reward of `FixedTurns` is provisional."""
-
     def grade(self, episode):
         return Late(fast=FixedTurns.grade(self, episode))
 
@@ -56,11 +54,8 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(make_config, clien
                 libra.deliver(f"train-{int(iteration) - 2}-{group}-{sample}", float(sample == "0"))
             return Late(fast=None if sample == "3" else 0.5)
 
-    config = make_config(
-        run={"iterations": 5},
-        trainer={"late": "correct", "group_size": 4, "lr": 1e-3, "dispatch": "peer"},
-        checkpoint={"every": 3},
-    )
+    trainer = {"late": "correct", "group_size": 4, "lr": 1e-3, "dispatch": "peer"}
+    config = make_config(run={"iterations": 5}, trainer=trainer, checkpoint={"every": 3})
     with Session(config, environment=Later(), client=client) as session:
         rows = list(session.iterations())
     spec, late = session.spec, late_of(session, 5)
@@ -72,9 +67,8 @@ def test_a_reward_counts_in_the_next_batch_as_what_it_changes(make_config, clien
     assert taken == {(iteration, group, sample): 1 for iteration in range(3) for group in (0, 1) for sample in range(4)}
     after = grpo(torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64), torch.zeros(4, dtype=torch.int64), eps=1e-6)
     for batch, facts in enumerate(late):
-        assert [(row["iteration"], row["delay"]) for row in facts["rows"]] == [(batch - 2, 2)] * (
-            2 if batch >= 2 else 0
-        )
+        groups = 2 * (batch >= 2)
+        assert [(row["iteration"], row["delay"]) for row in facts["rows"]] == [(batch - 2, 2)] * groups
         for row in facts["rows"]:  # before, three rewards were equal and the fourth was missing: no advantage
             np.testing.assert_allclose(row["advantages"], age_weight(2, LATE_TAU) * after.numpy(), atol=1e-6)
             assert row["trains"] == [True] * 4 and row["counts"] == [False, False, False, True]
@@ -110,9 +104,8 @@ def dies_in_a_step(run, first, dask_worker):
 
 
 def test_a_run_that_was_stopped_and_whose_trainer_is_killed_takes_each_of_twenty_rewards_once(make_config, client):
-    config = make_config(
-        run={"iterations": 4}, trainer={"late": "correct", "prompts": 5, "group_size": 4}, checkpoint={"every": 2}
-    )
+    trainer = {"late": "correct", "prompts": 5, "group_size": 4}
+    config = make_config(run={"iterations": 4}, trainer=trainer, checkpoint={"every": 2})
     with Session(config, environment=Judged(), client=client) as session:
         directory, iterations = session.directory, session.iterations()
         first = [next(iterations)["iteration"], next(iterations)["iteration"]]
@@ -128,16 +121,9 @@ def test_a_run_that_was_stopped_and_whose_trainer_is_killed_takes_each_of_twenty
         libra.deliver("train-0-3-1", 0.5, run=directory)
 
 
-@pytest.mark.parametrize(
-    ("trajectory", "value"),
-    [
-        ("train-0-0", 1.0),
-        ("train-0-2-0", 1.0),  # groups are 0 and 1
-        ("train-0-0-2", 1.0),
-        ("train-0-0-0", float("nan")),
-        ("train-0-0-0", 2e9),
-    ],
-)
+@pytest.mark.parametrize(("trajectory", "value"), [
+    ("train-0-0", 1.0), ("train-0-2-0", 1.0), ("train-0-0-2", 1.0), ("train-0-0-0", float("nan")), ("train-0-0-0", 2e9),
+])  # fmt: skip
 def test_what_cannot_be_a_late_reward_is_refused(trajectory, value, make_config, tmp_path):
     directory = tmp_path / "demo"
     directory.mkdir()

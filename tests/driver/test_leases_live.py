@@ -36,8 +36,6 @@ class Leased(FixedTurns):
 
 
 class WithSession(FixedTurns):
-    """Its trajectories have sessions."""
-
     session = session_of(dict)
 
 
@@ -98,12 +96,10 @@ def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(make_config, 
     monkeypatch.setattr(tool_fleet, "IDLE_S", 0.2)
     monkeypatch.setattr(local, "TOOLS_CHECK_S", 0.05)
     (tmp_path / "workers").mkdir()
-    config = make_config(
-        run={"iterations": 1},
-        environment={"name": "wants_two:WantsTwo", "args": {"path": str(tmp_path / "workers")}},
-        trainer={"group_size": 3},
-        cluster={"tool_supply": {"cores": 1}, "tool_workers_most": 2},
-    )
+    sections = {"run": {"iterations": 1}, "trainer": {"group_size": 3}}
+    environment = {"name": "wants_two:WantsTwo", "args": {"path": str(tmp_path / "workers")}}
+    cluster = {"tool_supply": {"cores": 1}, "tool_workers_most": 2}
+    config = make_config(**sections, environment=environment, cluster=cluster)
 
     def tools(scheduler: Scheduler) -> set[str]:
         return {str(ws.name) for ws in scheduler.workers.values() if str(ws.name).startswith("tool-")}
@@ -122,15 +118,12 @@ def test_a_worker_comes_where_actions_wait_and_goes_where_it_idles(make_config, 
     assert differences(log, {n: replace(e, waiting=0) for n, e in orders.items()})
 
 
-@pytest.mark.parametrize(
-    ("environment", "cluster", "word"),
-    [
-        ({"args": {"cores": 4096}, "quotas": {"search": "20/s"}}, {}, "4096 cores"),
-        ({"quotas": {}}, {}, r"environment\.quotas\.search"),
-        ({"quotas": {"search": "often"}}, {}, "often"),
-        ({"name": f"{__name__}:WithSession"}, {"tool_workers_most": 2}, "sessions"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "cluster", "word"), [
+    ({"args": {"cores": 4096}, "quotas": {"search": "20/s"}}, {}, "4096 cores"),
+    ({"quotas": {}}, {}, r"environment\.quotas\.search"),
+    ({"quotas": {"search": "often"}}, {}, "often"),
+    ({"name": f"{__name__}:WithSession"}, {"tool_workers_most": 2}, "sessions"),
+])  # fmt: skip
 def test_what_can_never_run_is_refused_before_anything_does(make_config, tmp_path, environment, cluster, word):
     named = {"name": f"{__name__}:Leased"} | environment
     config = make_config(environment=named, cluster={"tool_supply": {"cores": 1}} | cluster)

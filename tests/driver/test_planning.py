@@ -70,10 +70,7 @@ def test_what_is_no_training_is_rollout_unless_steps_overlap(make_config):
     assert realised_seconds(values, make_config(run={"eta": 1})).rollout_s == pytest.approx(10.5)
     assert realised_seconds(values, make_config(run={"eta": 1}), alone=True).rollout_s == pytest.approx(6.0)
     values |= {"worker_tokens": {}, "question_tokens": ()}
-    for publish_s, exceeds_s in (
-        (0.5, 0.0),
-        (6.0, 2.0),
-    ):  # of a publication beside the next step what exceeds it counts
+    for publish_s, exceeds_s in ((0.5, 0.0), (6.0, 2.0)):  # publication time beyond the next step counts
         values["publish_s"] = publish_s
         realised = realised_seconds(values, make_config(run={"eta": 1}))
         assert taken(values, realised, {}, beside=True).rest_s == pytest.approx(exceeds_s)
@@ -100,9 +97,8 @@ def test_a_run_names_the_prompts_of_each_iteration_before_it_begins(make_config,
     assert len(rows) == 3 and all("forecast_weight_history" in row for row in rows)
     events = events_of(session.directory)
     asked = [environment.prompt("train", index).prompt_id for index in range(6)]
-    assert [e["groups"] for e in named(events, "prompts_named")] == [
-        [[f"train-{k}-{g}", asked[2 * k + g]] for g in range(2)] for k in range(3)
-    ]
+    expected = [[[f"train-{k}-{g}", asked[2 * k + g]] for g in range(2)] for k in range(3)]
+    assert [e["groups"] for e in named(events, "prompts_named")] == expected
     assert set(asked[:3]) == set(asked[3:])
     work = workload_of_run(session.directory)
     assert [plan.prompt for plan in work.trajectories] == [name for name in asked for _ in range(2)]

@@ -68,9 +68,7 @@ def let_go():
 
 
 @pytest.mark.parametrize(("streaming", "dies"), [("on", False), ("off", True)])
-def test_the_next_step_begins_while_a_version_is_published_and_a_kill_then_changes_no_bit(
-    streaming, dies, make_config, client, monkeypatch
-):
+def test_the_next_step_begins_while_a_version_is_published(streaming, dies, make_config, client, monkeypatch):
     keep_groups(monkeypatch)
     trainer = {"prompts": 3, "lr": 1e-3, "streaming": streaming}
     run = {"iterations": 4, "eta": 1}
@@ -83,9 +81,8 @@ def test_the_next_step_begins_while_a_version_is_published_and_a_kill_then_chang
     if not dies:
         opened = next(n for n, e in enumerate(events) if isinstance(e, OpenWave) and e.batch == 2)
         ended = next(n for n, e in enumerate(events) if isinstance(e, StepFinished) and e.step == 2)
-        assert (
-            opened < next(n for n, e in enumerate(events) if isinstance(e, VersionPublished) and e.version == 2) < ended
-        )
+        whole = next(n for n, e in enumerate(events) if isinstance(e, VersionPublished) and e.version == 2)
+        assert opened < whole < ended
     assert replayed_differences(events) == []
     rows = [row for row in read_metrics(directory) if "lag_max" in row]
     assert len(rows) == 4 and all(row["lag_max"] <= 1 and row["publish_wait_s"] >= 0 for row in rows)

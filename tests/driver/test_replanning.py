@@ -63,9 +63,8 @@ class MadeUp:
     def __init__(self, apply=True):
         self.scheduler, self.forecast, self.k = Scheduler(), StepForecast(), 0
         self.told = self.scheduler.told
-        self.replanning = Replanning(
-            self.scheduler, ArrangementLoop(NO_TP, Replanner(first_cost_s=0.1, rest_iterations=1)), apply=apply
-        )
+        loop = ArrangementLoop(NO_TP, Replanner(first_cost_s=0.1, rest_iterations=1))
+        self.replanning = Replanning(self.scheduler, loop, apply=apply)
 
     def seats(self):
         row = self.scheduler.row
@@ -80,9 +79,8 @@ class MadeUp:
         rollout_s, train_s = generated / engines / 100.0, trained / (1 + training) / 1000.0
         seats = self.seats()
         kind = arranged(seats).engines[0].kind
-        self.forecast = self.forecast.after(
-            Taken(rollout_s, train_s, 0.0, rollout_s + train_s, {kind: generated}, []), {kind: engines}
-        )
+        taken = Taken(rollout_s, train_s, 0.0, rollout_s + train_s, {kind: generated}, [])
+        self.forecast = self.forecast.after(taken, {kind: engines})
         values = {"generated_tokens": generated, "forwarded_tokens": trained, "hybrids": training, "train_s": train_s}
         ended = EndedIteration(self.k, seats, batch_of(values), None, rollout_s + train_s, 50, False)
         self.replanning.after(ended, values, self.forecast)
@@ -149,8 +147,6 @@ def test_nothing_is_asked_for_while_a_change_goes_on_and_no_plan_waits_for_a_wor
     assert len(run.scheduler.asked) == 2
 
 
-# ---------------------------------------------------------------- engines of two workers, slots, boundaries
-
 STEPS = StepSeconds(0.02, 0.001, 1e-6, 1e-5, 500, 0.02)
 
 
@@ -163,11 +159,8 @@ class Two(Scheduler):
         self.fails = False
 
     def roles(self):
-        generation = len(self.asked)
-        return [
-            {"worker": name, **has, "stage": "resupplied", "generation": generation, "seconds": 0.5}
-            for name, has in self.now.items()
-        ]
+        settled = {"stage": "resupplied", "generation": len(self.asked), "seconds": 0.5}
+        return [{"worker": name, **has, **settled} for name, has in self.now.items()]
 
     def change_roles(self, assignments):
         self.asked.append(assignments)
@@ -192,8 +185,6 @@ class Two(Scheduler):
 
 
 class Growing:
-    """A run whose contexts or lengths grow."""
-
     def __init__(self, two, ratio=0.8):
         run = RunFacts(1, 0, 16, 4096, lambda engine, tp: "", lambda *_: (ratio, "a datasheet"))
         self.two, self.forecast, self.k = two, StepForecast(), 0
@@ -237,18 +228,14 @@ def test_two_engines_become_one_before_memory_runs_out_and_its_slots_are_limited
 
 
 def test_a_change_costs_what_its_slowest_worker_took_by_what_was_changed():
-    rows = [
-        {"worker": f"rollout-{k}", "generation": g, "seconds": s}
-        for k, (g, s) in enumerate([(4, 1.5), (4, 2.5), (3, 9.0), (0, None)])
-    ]
+    changed = enumerate([(4, 1.5), (4, 2.5), (3, 9.0), (0, None)])
+    rows = [{"worker": f"rollout-{k}", "generation": g, "seconds": s} for k, (g, s) in changed]
     assert [change_cost_s(rows, generation) for generation in (4, 5, 0)] == [2.5, None, None]
     rows = [{"worker": "a", "generation": 1, "seconds": 2.0}, {"worker": "c", "generation": 2, "seconds": 3.0}]
     before = Arrangement((Engine(("a", "b"), "k", 2, 4, 4), Engine(("c",), "k", 1, 4, 4)), frozenset())
     change = RequestedChange(0, 0.1, before, [], limit_s=0.01)
-    change.requested = {
-        1: {"a": {"role": "rollout", "tp": 1}, "b": {"role": "rollout", "tp": 1}},
-        2: {"c": {"role": "train", "tp": 1}},
-    }
+    alone = {"role": "rollout", "tp": 1}
+    change.requested = {1: {"a": alone, "b": alone}, 2: {"c": {"role": "train", "tp": 1}}}
     assert costs_of(change, rows) == [(REBUCKET, 2.0), (ROLES, 3.0), (SLOTS, 0.01)]
 
 

@@ -30,14 +30,10 @@ from libra.worker.run_spec import RunSpec
 from libra.worker.training.checkpoint_writer import CheckpointWriter
 from libra.worker.training.worker_trainer import recover
 
-# ------------------------------------------------------------------------------------------------ the same weights
-
 
 def trajectory(iteration, sample):
-    name = TrajectoryId(iteration, 0, sample)
-    return factories.trajectory(
-        name, lengths=(5, 7), version=iteration, seed=10 * iteration + sample, reward=float(sample)
-    )
+    made = {"version": iteration, "seed": 10 * iteration + sample, "reward": float(sample)}
+    return factories.trajectory(TrajectoryId(iteration, 0, sample), lengths=(5, 7), **made)
 
 
 STEPS = 4
@@ -115,9 +111,6 @@ def test_weights_that_were_published_otherwise_are_taken_and_said(committed, cap
     assert "the published ones are taken" in caplog.text
 
 
-# ------------------------------------------------------------------------------------------------ a run that was stopped
-
-
 def stopped(config, client, iterations, **given):
     """Directory of a run whose driver left after some iterations, with work in flight."""
     with Session(config, client=client, **given) as session:
@@ -168,9 +161,7 @@ def test_a_stopped_run_that_was_moved_goes_on_without_losing_or_repeating_anythi
 
 
 @pytest.mark.live
-def test_metrics_of_a_step_that_died_between_its_checkpoint_and_its_line_are_written_by_the_next_start(
-    make_config, client, monkeypatch
-):
+def test_metrics_of_a_step_that_died_before_its_line_are_written_by_the_next_start(make_config, client, monkeypatch):
     # Records of groups go after the line is written.
     monkeypatch.setattr(submitted_graphs, "prune_groups", lambda spec, first, before: before)
     config = make_config(run={"iterations": 2}, checkpoint={"every": 2})
@@ -229,9 +220,6 @@ def test_a_finished_run_is_left_as_it_is_and_may_get_more_iterations(make_config
     assert [values["iteration"] for values in run(more, client=client, resume=True).iterations] == [2]
     assert [row["step"] for row in read_metrics(directory) if "reward" in row] == [0, 1, 2]
     assert (summary_row(directory).iterations, summary_row(directory).of_iterations) == (3, 3)
-
-
-# ------------------------------------------------------------------------------------------------ refused
 
 
 def test_a_directory_without_a_run_is_refused(make_config, tmp_path):

@@ -24,9 +24,8 @@ FATES = st.one_of(
 
 def generated(versions):
     found = np.array(versions, np.int32)
-    return GenerationRecord(
-        turn=0, token_ids=found, logprobs=found, weight_versions=found, kv_versions=found, stop_reason=StopReason.STOP
-    )
+    columns = dict.fromkeys(("token_ids", "logprobs", "weight_versions", "kv_versions"), found)
+    return GenerationRecord(turn=0, **columns, stop_reason=StopReason.STOP)
 
 
 @given(st.lists(st.lists(FATES, min_size=1, max_size=2), max_size=3), st.booleans())

@@ -14,12 +14,11 @@ def most_at_once(events, worker):
     running = set()
     most = 0
     for event in events:
-        began = event["name"] == "quantum_continued" or (
-            event["name"] == "quantum_dispatched" and event["phase"] == "ROLLOUT"
-        )
+        name = event["name"]
+        began = name == "quantum_continued" or (name == "quantum_dispatched" and event["phase"] == "ROLLOUT")
         if began and event["worker"] == worker:
             running.add(event["key"])
-        elif event["name"] in ("quantum_finished", "quantum_lost", "quantum_given_back", "trajectory_ended"):
+        elif name in ("quantum_finished", "quantum_lost", "quantum_given_back", "trajectory_ended"):
             running.discard(event["key"])
         most = max(most, len(running))
     return most
@@ -29,9 +28,8 @@ def test_limits_of_slots_hold_at_once_and_outlive_a_change_of_roles_and_a_death(
     def supplied(name, slots):
         return lambda it: [ws.resources.get("ROLLOUT") for ws in it.workers.values() if ws.name == name] == [slots]
 
-    config = make_config(
-        run={"iterations": 6}, trainer={"prompts": 4, "group_size": 4}, cluster=WIDE, checkpoint={"every": 1}
-    )
+    trainer = {"prompts": 4, "group_size": 4}
+    config = make_config(run={"iterations": 6}, trainer=trainer, cluster=WIDE, checkpoint={"every": 1})
     with Session(config, client=client_wide) as session:
 
         def supplies():

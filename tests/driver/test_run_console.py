@@ -22,15 +22,12 @@ def train():
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "begun", "status", "last"),
-    [
-        ("train()", True, -signal.SIGINT, "libra resume runs/demo run.iterations=100 'observe.trackers=[a, b]'"),
-        ("train()", False, -signal.SIGINT, "libra: interrupted during the start, which left no run"),
-        ("try: train()\nexcept KeyboardInterrupt: pass\n1 / 0", True, 1, "ZeroDivisionError: division by zero"),
-        ("try: train()\nexcept KeyboardInterrupt: pass\nsignal.raise_signal(2)", True, -2, "KeyboardInterrupt"),
-    ],
-)
+@pytest.mark.parametrize(("program", "begun", "status", "last"), [
+    ("train()", True, -signal.SIGINT, "libra resume runs/demo run.iterations=100 'observe.trackers=[a, b]'"),
+    ("train()", False, -signal.SIGINT, "libra: interrupted during the start, which left no run"),
+    ("try: train()\nexcept KeyboardInterrupt: pass\n1 / 0", True, 1, "ZeroDivisionError: division by zero"),
+    ("try: train()\nexcept KeyboardInterrupt: pass\nsignal.raise_signal(2)", True, -2, "KeyboardInterrupt"),
+])  # fmt: skip
 def test_the_end_of_a_program_that_ctrl_c_reaches(program, begun, status, last, tmp_path):
     if begun:
         (tmp_path / "runs/demo").mkdir(parents=True)

@@ -24,9 +24,7 @@ def prompts():
     return [{"prompt": f"question {number}", "answer": str(number)} for number in range(20)]
 
 
-def test_three_models_on_a_device_for_one_answer_bit_for_bit_alike_however_often_they_are_restored(
-    make_config, client, tmp_path
-):
+def test_three_models_on_a_device_for_one_answer_alike_however_often_restored(make_config, client, tmp_path):
     answers = tmp_path / "answers.txt"
     models = {n: factories.save_chat_model(tmp_path / n, seed=ord(n), matrix_std=0.1) for n in "abc"}
     hosts = {name: HostModel(path) for name, path in models.items()}
@@ -86,20 +84,15 @@ def test_a_service_that_fails_is_a_failure_of_the_reward_and_no_reward(make_conf
         assert np.isnan(store.columns("trajectory")["reward"]).all()
 
 
-@pytest.mark.parametrize(
-    ("reward", "judge", "kind", "word"),
-    [
-        ({"service": "judg"}, {}, ConfigError, "did you mean 'judge'"),
-        ({"service": "judge", "late": True}, {}, ConfigError, r"trainer\.late=correct"),
-        ({"service": "judge"}, {"function": f"{HERE}:lengths", "args": {"mor": 1}}, ConfigError, "mor"),
-        ({"service": "judge"}, {"model": "MODEL", "function": "score"}, ModelError, "reward model"),
-        ({"service": "judge"}, {"model": "MODEL", "function": "teach"}, ConfigError, r"distil\.teacher"),
-        ({"service": "judge"}, {"model": "/no/where"}, LibraError, "judge"),
-    ],
-)
-def test_what_can_never_be_asked_is_refused_before_anything_runs(
-    make_config, random_model, tmp_path, reward, judge, kind, word
-):
+@pytest.mark.parametrize(("reward", "judge", "kind", "word"), [
+    ({"service": "judg"}, {}, ConfigError, "did you mean 'judge'"),
+    ({"service": "judge", "late": True}, {}, ConfigError, r"trainer\.late=correct"),
+    ({"service": "judge"}, {"function": f"{HERE}:lengths", "args": {"mor": 1}}, ConfigError, "mor"),
+    ({"service": "judge"}, {"model": "MODEL", "function": "score"}, ModelError, "reward model"),
+    ({"service": "judge"}, {"model": "MODEL", "function": "teach"}, ConfigError, r"distil\.teacher"),
+    ({"service": "judge"}, {"model": "/no/where"}, LibraError, "judge"),
+])  # fmt: skip
+def test_what_can_never_be_asked_is_refused(make_config, random_model, tmp_path, reward, judge, kind, word):
     entry = judge or {"model": "MODEL"}
     if entry.get("model") == "MODEL":
         entry = entry | {"model": str(random_model)}
@@ -112,9 +105,8 @@ def test_what_can_never_be_asked_is_refused_before_anything_runs(
 def test_a_late_answer_needs_a_worker_that_stays_and_a_model_somebody_who_asks_it(make_config, random_model, caplog):
     named = {"judge": {"model": str(random_model)}}
     made = make_config(services={"named": named}, trainer={"late": "correct"}, cluster={"tool_workers_most": 4})
-    asks, late = (
-        FunctionEnvironment(prompts=prompts(), reward={"service": "judge"} | more) for more in ({}, {"late": True})
-    )
+    rewards = ({"service": "judge"}, {"service": "judge", "late": True})
+    asks, late = (FunctionEnvironment(prompts=prompts(), reward=reward) for reward in rewards)
     with pytest.raises(ConfigError, match=r"cluster\.tool_workers_most"):
         check_services(made, late)
     check_services(made, asks)
@@ -139,9 +131,8 @@ def test_limits_that_no_tool_takes_are_named(make_config, caplog):
         ({"cores": 1, "quota": "search"}, {"quotas.other"}),
     ):
         caplog.clear()
-        environment = FunctionEnvironment(
-            prompts=["a"] * 3, reward=lambda completion: 0.0, tools=[tool(look_up, **limits)]
-        )
+        tools = [tool(look_up, **limits)]
+        environment = FunctionEnvironment(prompts=["a"] * 3, reward=lambda completion: 0.0, tools=tools)
         check_tools(config, environment, started_here=False)
         told = [record.getMessage().partition(" ")[0].partition(".")[2] for record in caplog.records]
         assert set(told) == named and len(told) == len(named)

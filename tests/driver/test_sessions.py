@@ -75,12 +75,8 @@ for _sent in (Shell, Shells):
 
 def configured(make_config: Callable[..., RunConfig]) -> RunConfig:
     """A run of trajectories of four turns, three of them with an action."""
-    return make_config(
-        run={"iterations": ITERATIONS},
-        rollout={"max_turns": 4},
-        trainer={"prompts": 2, "group_size": 4},
-        cluster={"tool_workers": 2},
-    )
+    sections = {"rollout": {"max_turns": 4}, "trainer": {"prompts": 2, "group_size": 4}}
+    return make_config(run={"iterations": ITERATIONS}, cluster={"tool_workers": 2}, **sections)
 
 
 def check_begins_again(directory: Path, notes: dict[str, list[list[str]]]) -> None:
@@ -102,9 +98,7 @@ def read_notes(notes: Path) -> dict[str, list[list[str]]]:
 
 
 @pytest.mark.live
-def test_a_trajectory_keeps_one_session_hands_it_on_reset_and_begins_again_with_another_when_its_worker_dies(
-    make_config, tmp_path
-):
+def test_a_trajectory_keeps_one_session_and_begins_again_with_another_when_its_worker_dies(make_config, tmp_path):
     config = configured(make_config)
     with local_cluster(config) as cluster, Client(cluster) as client:  # the shared ones have one tool worker
         directory = run(config, environment=Shells(tmp_path / "notes", "worker"), client=client).directory

@@ -46,11 +46,8 @@ def test_the_machines_own_gpus_are_planned_for():
 @pytest.mark.parametrize("teacher", ["none", "own", "service"])
 def test_a_judge_and_a_teacher_have_the_devices_that_they_were_planned_for(teacher):
     judge = {"model": "Qwen3-0.6B"} | ({"function": "teach"} if teacher == "service" else {})
-    judged = {
-        "model": {"path": "Qwen3-1.7B"},
-        "services": {"named": {"judge": judge}},
-        "cluster": {"tool_workers": 2, "threads": 2},
-    }
+    judged = {"model": {"path": "Qwen3-1.7B"}, "services": {"named": {"judge": judge}}}
+    judged |= {"cluster": {"tool_workers": 2, "threads": 2}}
     own_teacher = teacher == "own"
     if teacher != "none":
         given = "Qwen3-0.6B" if own_teacher else {"service": "judge"}
@@ -77,20 +74,17 @@ def test_without_a_gpu_seconds_are_measured_ones_or_of_a_gpu_that_was_named():
     assert "A800-80G, not this machine" in layout.rests_on
 
 
-@pytest.mark.parametrize(
-    ("sections", "machine", "setting"),
-    [
-        ({"planner": {"num_gpus": 8}}, NODE, "planner.num_gpus"),
-        ({"planner": {"gpu": "A800-80G"}}, NODE, "planner.gpu"),
-        ({}, Machine("Unheard Of", 4, 8), "planner.gpu"),
-        ({}, Machine("H100-80G", 1, 8), "planner.layout=configured"),
-        ({"planner": {"gpu": "A800-80G"}, "cluster": {"threads": 8}}, LAPTOP, "planner.num_gpus=2"),
-        ({"planner": {"gpu": "A800-80G", "num_gpus": 33}}, LAPTOP, "planner.num_gpus=32"),
-        ({"planner": {"tp": [2]}}, NODE, "planner.tp"),
-        ({"cluster": {"device": "cuda"}}, LAPTOP, "cluster.device"),
-        ({"model": {"path": "Llama-2-70b"}}, NODE, "planner.tp"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "machine", "setting"), [
+    ({"planner": {"num_gpus": 8}}, NODE, "planner.num_gpus"),
+    ({"planner": {"gpu": "A800-80G"}}, NODE, "planner.gpu"),
+    ({}, Machine("Unheard Of", 4, 8), "planner.gpu"),
+    ({}, Machine("H100-80G", 1, 8), "planner.layout=configured"),
+    ({"planner": {"gpu": "A800-80G"}, "cluster": {"threads": 8}}, LAPTOP, "planner.num_gpus=2"),
+    ({"planner": {"gpu": "A800-80G", "num_gpus": 33}}, LAPTOP, "planner.num_gpus=32"),
+    ({"planner": {"tp": [2]}}, NODE, "planner.tp"),
+    ({"cluster": {"device": "cuda"}}, LAPTOP, "cluster.device"),
+    ({"model": {"path": "Llama-2-70b"}}, NODE, "planner.tp"),
+])  # fmt: skip
 def test_a_plan_that_cannot_be_started_here_names_the_setting_to_change(sections, machine, setting):
     given = {**sections, "planner": {"layout": "auto", **sections.get("planner", {})}}
     with pytest.raises((PlanError, ConfigError), match=re.escape(setting)):
@@ -111,9 +105,8 @@ def test_engines_that_the_model_or_the_machine_cannot_have_are_refused():
 
 
 def test_every_worker_has_gpus_of_its_own_where_there_are_enough():
-    config = _config(
-        planner={"layout": "configured"}, rollout={"engine": "vllm"}, cluster={"engines": [{"tp": 2}, {"tp": 1}]}
-    )
+    engines = {"engines": [{"tp": 2}, {"tp": 1}]}
+    config = _config(planner={"layout": "configured"}, rollout={"engine": "vllm"}, cluster=engines)
     assert device_bindings(config, 4) == {"rollout-0": "0,1", "rollout-1": "2", "train-0": "3"}
     assert device_bindings(config, 3) == {}
     alike = _config(planner={"layout": "configured"}, cluster={"train_workers": 2})

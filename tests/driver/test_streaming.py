@@ -53,9 +53,7 @@ class LateFirst(FixedTurns):
         return (ToolCall("wait", {"text": "y"}),)
 
 
-def test_a_batch_takes_what_is_complete_first_and_a_killed_trainer_adds_the_same_groups_again(
-    make_config, client, tmp_path, monkeypatch
-):
+def test_a_killed_trainer_adds_the_same_first_come_groups_again(make_config, client, tmp_path, monkeypatch):
     keep_groups(monkeypatch)
     config = make_config(
         run={"iterations": 4, "eta": 1}, trainer={**STREAMED, "batches": "first_come"}, store={"keep_versions": 9},

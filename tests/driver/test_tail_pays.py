@@ -23,12 +23,8 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 TURNS, SAMPLE_S = (1, 2, 4, 6, 8, 10, 28), 0.4
 PROMPTS = len(TURNS)
-WORKERS = {
-    "engines": [{"count": 2, "threads": 1, "slots": 8, "min_pass_s": 0.02}],
-    "hybrid_workers": 1,
-    "threads": 1,
-    "dashboard_port": 0,
-}
+ENGINES = [{"count": 2, "threads": 1, "slots": 8, "min_pass_s": 0.02}]
+WORKERS = {"engines": ENGINES, "hybrid_workers": 1, "threads": 1, "dashboard_port": 0}
 
 
 class Straggler(FixedTurns):
@@ -60,12 +56,9 @@ def slow_gradients() -> None:
 
 
 def test_an_engine_trains_in_the_tail_where_it_pays_and_returns(make_config, tmp_path):
-    config = make_config(
-        run={"iterations": 3},
-        trainer={"prompts": PROMPTS, "group_size": 2, "streaming": "on", "turning": "on"},
-        rollout={"slots": 8, "ignore_eos": True, "max_turns": max(TURNS), "max_context_tokens": 1024},
-        cluster=WORKERS,
-    )
+    trainer = {"prompts": PROMPTS, "group_size": 2, "streaming": "on", "turning": "on"}
+    rollout = {"slots": 8, "ignore_eos": True, "max_turns": max(TURNS), "max_context_tokens": 1024}
+    config = make_config(run={"iterations": 3}, trainer=trainer, rollout=rollout, cluster=WORKERS)
     workers = config_from_dict({"cluster": WORKERS, "rollout": {"slots": 8}})
     with local_cluster(workers) as started, Client(started) as client:
         client.run(slow_gradients)
@@ -75,9 +68,7 @@ def test_an_engine_trains_in_the_tail_where_it_pays_and_returns(make_config, tmp
     turned = [(each.worker, each.to) for each in found if isinstance(each, facts.Turn)]
     assert turned[:2] == [("rollout-0", "training"), ("rollout-0", "rollout")]
     waves = [each for each in found if isinstance(each, facts.WaveTrained)]
-    price_s = {
-        helped: min(w.train_s / w.groups for w in waves if bool(w.hybrids) == helped) for helped in (False, True)
-    }
-    assert price_s[True] < 0.8 * price_s[False]
+    alone_s, helped_s = (min(w.train_s / w.groups for w in waves if bool(w.hybrids) == h) for h in (False, True))
+    assert helped_s < 0.8 * alone_s
     assert sum(row["hybrids_lost"] for row in rows) == 0
     check_whole(session.directory, 3, config)

@@ -47,11 +47,8 @@ def test_old_policies_are_exact_for_every_token_and_a_killed_trainer_takes_the_s
 
 
 def test_routes_of_experts_go_from_engine_to_trainer(make_config, random_moe, client):
-    config = make_config(
-        run={"iterations": 3, "eta": 1},
-        model={"path": str(random_moe)},
-        trainer={"routes": "replay", "dispatch": "peer", "lr": 1e-2},
-    )
+    trainer = {"routes": "replay", "dispatch": "peer", "lr": 1e-2}
+    config = make_config(run={"iterations": 3, "eta": 1}, model={"path": str(random_moe)}, trainer=trainer)
     rows = [row for row in run(config, client=client).iterations if row["forwarded_tokens"]]
     assert rows and all(row["routes_replayed_frac"] == 1.0 for row in rows)
     assert rows[0]["routes_equal_frac"] == 1.0 and all(row["expert_load_ratio"] >= 1 for row in rows)

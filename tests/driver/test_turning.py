@@ -87,8 +87,6 @@ class Held:
             yield
 
     def wait_for(self, kind: type[facts.Fact], count: int = 1, **fields: Any) -> None:
-        """Wait for the ``count``-th event with these fields."""
-
         def there(scheduler: Scheduler) -> bool:
             scheduler.plugins["libra"].runs["demo"].log.flush()  # type: ignore[attr-defined]
             return len(self.found(kind, **fields)) >= count
@@ -96,12 +94,8 @@ class Held:
         self._until(self.session.client.cluster, there)
 
     def found(self, kind: type[facts.Fact], **fields: Any) -> list[Any]:
-        """Its events of a kind with these fields."""
-        return [
-            event
-            for event in events_of(self.session.directory)
-            if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items())
-        ]
+        events = [event for event in events_of(self.session.directory) if isinstance(event, kind)]
+        return [event for event in events if all(getattr(event, name) == fields[name] for name in fields)]
 
 
 def dies_in_a_slice(run: str, dask_worker: Any) -> None:
@@ -113,24 +107,14 @@ def dies_in_a_slice(run: str, dask_worker: Any) -> None:
 dies_in_a_slice.__module__ = "__main__"
 
 
-def test_the_engine_that_the_tail_does_not_need_trains_and_returns_and_loses_nothing_when_it_is_killed(
-    make_config, slow_client, tmp_path, until, monkeypatch
-):
+def test_an_engine_that_turns_loses_nothing_when_it_is_killed(make_config, slow_client, tmp_path, until, monkeypatch):
     """With parts of turns, a pool of KV, and another old policy; in the second tail it is killed, and the core has its slice."""
-    monkeypatch.setattr(
-        tail, "price_s", lambda stage_s: 0.0
-    )  # changes count as free: engines turn whatever the backlog
+    monkeypatch.setattr(tail, "price_s", lambda stage_s: 0.0)  # free: engines turn whatever the backlog
     keep_groups(monkeypatch)
+    trainer = {"prompts": PROMPTS, "group_size": 2, "lr": 1e-4, "streaming": "on", "turning": "on", "old_logp": "ewma"}
     config = make_config(
-        run={"iterations": 4},
-        trainer={
-            "prompts": PROMPTS, "group_size": 2, "lr": 1e-4, "streaming": "on", "turning": "on", "old_logp": "ewma",
-        },
-        rollout={"chunk_tokens": 3, "kv_host_gib": 0.1},
-        cluster=ENGINES,
-        planner={"change_cost_s": 0.0},
-        store={"keep_versions": 9},
-        checkpoint={"every": 0},
+        run={"iterations": 4}, trainer=trainer, rollout={"chunk_tokens": 3, "kv_host_gib": 0.1}, cluster=ENGINES,
+        planner={"change_cost_s": 0.0}, store={"keep_versions": 9}, checkpoint={"every": 0},
     )  # fmt: skip
     lock = tmp_path / "lock"
     run = Held(Session(config, client=slow_client, environment=HeldTail(lock)), lock, until)

@@ -93,7 +93,6 @@ def ended(pid):
 
 
 def named(pid):
-    """The name of a process that has not ended."""
     try:
         return "" if ended(int(pid)) else Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:

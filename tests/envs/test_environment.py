@@ -32,9 +32,7 @@ def module(monkeypatch):
 def test_every_registered_name_makes_an_environment_whose_seed_counts(name, tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(f'{{"prompt": "{i} + 1?", "answer": {i + 1}}}\n' for i in range(30)))
-    args = {
-        "jsonl": {"path": str(path), "reward": "gsm8k"},
-    }.get(name, {})
+    args = {"path": str(path), "reward": "gsm8k"} if name == "jsonl" else {}
     one, same, other = (make_environment(name, args, seed) for seed in (1, 1, 2))
     shown = [[made.prompt("train", index) for index in range(20)] for made in (one, same, other)]
     assert shown[0] == shown[1] != shown[2]
@@ -45,20 +43,17 @@ def test_a_factory_of_ones_own_is_found_by_module_and_attribute(module):
     assert made.prompt("train", 0).messages[0]["content"] == "3x"
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "says"),
-    [
-        ("TOOL-ARITHMETIK", {}, "'tool_arithmetic'"),
-        ("tool_arithmetic", {"timeout_rat": 0.1}, "environment.args.timeout_rat"),
-        ("tool_arithmetic", {"timeout_rate": 2}, "environment.args.timeout_rate"),
-        ("no_such_module_anywhere:thing", {}, "no_such_module_anywhere"),
-        ("an_own_module:owm", {}, "'own'"),
-        ("an_own_module:untold", {}, "libra.tool"),
-        ("an_own_module:exits", {}, "SystemExit"),
-        ("an_own_module:own", {}, "'level'"),
-        ("an_own_module:seven", {}, "int"),
-    ],
-)
+@pytest.mark.parametrize(("name", "args", "says"), [
+    ("TOOL-ARITHMETIK", {}, "'tool_arithmetic'"),
+    ("tool_arithmetic", {"timeout_rat": 0.1}, "environment.args.timeout_rat"),
+    ("tool_arithmetic", {"timeout_rate": 2}, "environment.args.timeout_rate"),
+    ("no_such_module_anywhere:thing", {}, "no_such_module_anywhere"),
+    ("an_own_module:owm", {}, "'own'"),
+    ("an_own_module:untold", {}, "libra.tool"),
+    ("an_own_module:exits", {}, "SystemExit"),
+    ("an_own_module:own", {}, "'level'"),
+    ("an_own_module:seven", {}, "int"),
+])  # fmt: skip
 def test_what_cannot_be_made_is_a_config_error_that_names_it(module, name, args, says):
     with pytest.raises(ConfigError, match=says):
         make_environment(name, args, 0)

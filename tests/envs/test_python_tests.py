@@ -11,17 +11,11 @@ from libra.types import ToolCall, ToolStatus
 pytestmark = [pytest.mark.live, pytest.mark.usefixtures("needs_sandbox")]
 
 SOLUTIONS = (
-    "sum(x for x in v if x > K)",
-    "[x + K for x in v]",
-    "v[::K]",
-    "len([x for x in v if x % K == 0])",
-    "sorted(v, reverse=True)[:K]",
-    "v * K",
-    "[w for w in v.split() if len(w) >= K]",
-    "v[K % max(len(v), 1):] + v[:K % max(len(v), 1)]",
-    "sum(i for i in range(v + 1) if i % K == 0)",
+    "sum(x for x in v if x > K)", "[x + K for x in v]", "v[::K]", "len([x for x in v if x % K == 0])",
+    "sorted(v, reverse=True)[:K]", "v * K", "[w for w in v.split() if len(w) >= K]",
+    "v[K % max(len(v), 1):] + v[:K % max(len(v), 1)]", "sum(i for i in range(v + 1) if i % K == 0)",
     "[int(c) for c in digits(v)]",
-)
+)  # fmt: skip
 DIGITS = "def digits(n):\n    return (digits(n // K) if n >= K else '') + str(n % K)\n"
 
 
@@ -41,17 +35,14 @@ def test_a_right_function_earns_one_for_every_family(make_episode):
     assert seen == set(range(len(TASKS)))
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "```python\n```",
-        "```python\ndef solve(v): return None\n```",
-        "```python\ndef solve(v):\n    while True: pass\n```",
-        "```python\nimport os; os.write(3, b'0'); os._exit(0)\n```",
-        "```python\nclass Same:\n    def __eq__(self, other): return True\ndef solve(v): return Same()\n```",
-        "```python\nimport sys\nprint(sys._getframe(1).f_globals['source'][-40:])\ndef solve(v): return 0\n```",
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    "```python\n```",
+    "```python\ndef solve(v): return None\n```",
+    "```python\ndef solve(v):\n    while True: pass\n```",
+    "```python\nimport os; os.write(3, b'0'); os._exit(0)\n```",
+    "```python\nclass Same:\n    def __eq__(self, other): return True\ndef solve(v): return Same()\n```",
+    "```python\nimport sys\nprint(sys._getframe(1).f_globals['source'][-40:])\ndef solve(v): return 0\n```",
+])  # fmt: skip
 def test_a_wrong_function_earns_nothing(answer, make_episode):
     environment = PythonTests(timeout_s=1.0, num_tests=3, key="k")
     prompts = (environment.prompt("eval", i) for i in range(99))
@@ -104,12 +95,7 @@ def test_one_hidden_test_is_seen_at_a_time_and_none_is_in_the_prompt(make_episod
 
 
 def test_splits_share_no_task_and_number_whatever_the_seed():
-    environments = [
-        PythonTests(seed=0),
-        PythonTests(
-            seed=1,
-        ),
-    ]
+    environments = [PythonTests(seed=0), PythonTests(seed=1)]
     pairs = {}
     for split in ("train", "eval"):
         facts = [environment.prompt(split, index).facts for environment in environments for index in range(300)]
@@ -119,14 +105,11 @@ def test_splits_share_no_task_and_number_whatever_the_seed():
     assert not pairs["train"] & pairs["eval"]
 
 
-@pytest.mark.parametrize(
-    ("code", "content"),
-    [
-        ("print(6 * 7)", "42\n"),
-        ("raise SystemExit(3)", "\n[exit code 3]"),
-        ("print(1, flush=True)\nwhile 1: pass", "1\n\n[cut off after 1 s]"),
-    ],
-)
+@pytest.mark.parametrize(("code", "content"), [
+    ("print(6 * 7)", "42\n"),
+    ("raise SystemExit(3)", "\n[exit code 3]"),
+    ("print(1, flush=True)\nwhile 1: pass", "1\n\n[cut off after 1 s]"),
+])  # fmt: skip
 def test_the_tool_shows_what_a_program_prints_and_how_it_ended(code, content):
     environment = PythonTests(timeout_s=1.0)
     call = ToolCall("run_python", {"code": code})

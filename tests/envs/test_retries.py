@@ -50,18 +50,16 @@ def always(tmp_path):
 
 
 def environment(api, **resources):
-    return FunctionEnvironment(
-        prompts=["a"] * 3, reward=lambda completion: float(api.look_up()), tools=[tool(api.look_up, **resources)]
-    )
+    tools = [tool(api.look_up, **resources)]
+    return FunctionEnvironment(prompts=["a"] * 3, reward=lambda completion: float(api.look_up()), tools=tools)
 
 
 def acted(api, **resources):
     made = environment(api, **resources)
     processes, call = processes_for(made, [0]), ToolCall("look_up", {})
+    how = {"processes": processes, "cores": 1, "back_off": QUICK}
     try:
-        return asyncio.run(
-            run_action(made, PROMPT, call, action_id="t/0/0", processes=processes, cores=1, back_off=QUICK)
-        )
+        return asyncio.run(run_action(made, PROMPT, call, action_id="t/0/0", **how))
     finally:
         if processes is not None:
             processes.close()
@@ -104,22 +102,19 @@ def test_other_errors_are_not_tried_again():
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (None, None),
-        (ValueError("429"), None),
-        (RateLimited("slow down", 2.5), Refused(2.5)),
-        (HTTPError("u", 429, "", {"Retry-After": "7"}, None), Refused(7.0)),
-        (SimpleNamespace(status_code=429, response=SimpleNamespace(headers={"retry-after": "3"})), Refused(3.0)),
-        (SimpleNamespace(response=SimpleNamespace(status_code=429, headers={})), Refused(None)),
-        (SimpleNamespace(status=429, headers={"Retry-After": formatdate(1040, usegmt=True)}), Refused(40.0)),
-        (SimpleNamespace(status=429, headers={"Retry-After": "soon"}), Refused(None)),
-        (SimpleNamespace(status=429, headers={"Retry-After": f"Mon, 01 Jan {'9' * 20} 00:00:00 GMT"}), Refused(None)),
-        (RateLimited("slow down", float("nan")), Refused(None)),
-        (RateLimited("slow down", 10**400), Refused(None)),
-    ],
-)
+@pytest.mark.parametrize(("error", "told"), [
+    (None, None),
+    (ValueError("429"), None),
+    (RateLimited("slow down", 2.5), Refused(2.5)),
+    (HTTPError("u", 429, "", {"Retry-After": "7"}, None), Refused(7.0)),
+    (SimpleNamespace(status_code=429, response=SimpleNamespace(headers={"retry-after": "3"})), Refused(3.0)),
+    (SimpleNamespace(response=SimpleNamespace(status_code=429, headers={})), Refused(None)),
+    (SimpleNamespace(status=429, headers={"Retry-After": formatdate(1040, usegmt=True)}), Refused(40.0)),
+    (SimpleNamespace(status=429, headers={"Retry-After": "soon"}), Refused(None)),
+    (SimpleNamespace(status=429, headers={"Retry-After": f"Mon, 01 Jan {'9' * 20} 00:00:00 GMT"}), Refused(None)),
+    (RateLimited("slow down", float("nan")), Refused(None)),
+    (RateLimited("slow down", 10**400), Refused(None)),
+])  # fmt: skip
 def test_clients_of_http_are_understood(error, told):
     assert refused(error, 1000.0) == told
 
@@ -141,11 +136,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 @given(
-    st.integers(0, 8),
-    st.floats(0.01, 10.0),
-    st.integers(0, 99),
+    st.integers(0, 8), st.floats(0.01, 10.0), st.integers(0, 99),
     st.lists(st.none() | st.floats(0.0, 50.0), min_size=9, max_size=9),
-)
+)  # fmt: skip
 def test_waits_double_are_as_long_as_the_api_says_and_end(retries, first_s, seed, said):
     clock, back_off = VirtualLoop(), BackOff(retries, first_s, seed)
     answers = iter(said)

@@ -67,12 +67,9 @@ def test_sandboxes_that_are_closed_leave_nothing(tmp_path, monkeypatch):
 
     def held():
         tasks = Path("/proc/self/task").glob("*/children")
+        children = {child for task in tasks for child in task.read_text().split()}
         groups = sorted(str(path) for path in Path("/sys/fs/cgroup").glob(f"**/libra-{os.getpid()}-*"))
-        return (
-            len(list(Path("/proc/self/fd").iterdir())),
-            {child for task in tasks for child in task.read_text().split()},
-            groups,
-        )
+        return len(list(Path("/proc/self/fd").iterdir())), children, groups
 
     with Session(Limits()):
         pass  # starts the thread that starts supervisors
@@ -119,8 +116,6 @@ def test_a_machine_without_bubblewrap_is_refused_and_told_what_to_type(monkeypat
 
 
 class Elsewhere(Session):
-    """A user's own sandbox."""
-
     def call(self, *_, **__):
         return Finished(0, "", "7")
 

@@ -129,9 +129,8 @@ def test_a_tool_that_takes_a_session_needs_one_and_is_never_inline():
         return ""
 
     def environment(inline=False, **attributes):
-        return type(
-            "Own", (FixedTurns,), attributes | {"__init__": lambda self: None, "tools": (tool(look, inline=inline),)}
-        )()
+        made = {"__init__": lambda self: None, "tools": (tool(look, inline=inline),)}
+        return type("Own", (FixedTurns,), attributes | made)()
 
     for wrong in (environment(), environment(inline=True, session=session(Made)), environment(session="a browser")):
         with pytest.raises(ConfigError):

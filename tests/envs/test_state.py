@@ -122,7 +122,6 @@ def test_a_state_that_grows_too_large_is_an_error_that_says_what_to_do():
 
 
 def failing(**methods):
-    """A `FixedTurns` with other methods."""
     return type("Failing", (FixedTurns,), methods)()
 
 

@@ -48,12 +48,10 @@ def test_any_text_survives_the_tokenizer(text, tokenizer):
 def test_the_template_renders_tools_calls_and_responses_as_qwen_does(tokenizer, environment):
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"line": "d -> k: * 3", "value": 22}}}
     messages = [
-        {"role": "system", "content": "Be right."},
-        {"role": "user", "content": "d = 22\nd -> k: * 3"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "k = 66"},
+        {"role": "system", "content": "Be right."}, {"role": "user", "content": "d = 22\nd -> k: * 3"},
+        {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "k = 66"},
         {"role": "tool", "content": "again"},
-    ]
+    ]  # fmt: skip
     assert tokenizer.decode(tokenizer.encode(CALL + END), skip_special_tokens=True) == CALL
     assert rendered(tokenizer, environment, messages, add_generation_prompt=True) == (
         "<|im_start|>system\nBe right.\nTools: calculator<|im_end|>\n"

@@ -122,16 +122,13 @@ def test_a_function_that_cannot_be_a_tool_says_what_to_add(function, says):
         tool(function)
 
 
-@pytest.mark.parametrize(
-    ("hint", "schema", "value", "wrong"),
-    [
-        (Unit, UNIT, Unit.C, "k"),
-        (Unit | None, {**UNIT, "nullable": True}, None, "k"),
-        (list[Unit], {"items": UNIT, "type": "array"}, [Unit.F], ["k"]),
-        (Place, PLACE, Place(title="x"), {"title": 3}),
-        (Annotated[int, Field(ge=1)], {"minimum": 1, "type": "integer"}, 2, 0),
-    ],
-)
+@pytest.mark.parametrize(("hint", "schema", "value", "wrong"), [
+    (Unit, UNIT, Unit.C, "k"),
+    (Unit | None, {**UNIT, "nullable": True}, None, "k"),
+    (list[Unit], {"items": UNIT, "type": "array"}, [Unit.F], ["k"]),
+    (Place, PLACE, Place(title="x"), {"title": 3}),
+    (Annotated[int, Field(ge=1)], {"minimum": 1, "type": "integer"}, 2, 0),
+])  # fmt: skip
 def test_a_hint_may_be_whatever_pydantic_knows(hint, schema, value, wrong):
     environment = FunctionEnvironment(prompts=["q"], reward="tag_format", tools=[takes(hint)])
     assert environment.tools[0].parameters["city"] == {**schema, "description": "Its name."}

@@ -128,18 +128,15 @@ def test_a_hung_thread_is_cut_off_counted_and_named_in_the_log(act, caplog):
         os.sched_yield()
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        ({"name": "", "error": "not valid JSON"}, "not valid JSON"),
-        ({"name": "ech"}, "no tool 'ech'"),
-        ({"name": "echo"}, "argument 'text' is missing"),
-        ({"name": "echo", "text": "x", "tims": 2}, "no argument 'tims'"),
-        ({"name": "echo", "text": "x", "times": True}, "'times' must be integer"),
-        ({"name": "echo", "text": "x", "action_id": "forged"}, "no argument 'action_id'"),
-        ({"name": "rows_of", "rows": "1, 2"}, "'rows' must be array"),
-    ],
-)
+@pytest.mark.parametrize(("call", "says"), [
+    ({"name": "", "error": "not valid JSON"}, "not valid JSON"),
+    ({"name": "ech"}, "no tool 'ech'"),
+    ({"name": "echo"}, "argument 'text' is missing"),
+    ({"name": "echo", "text": "x", "tims": 2}, "no argument 'tims'"),
+    ({"name": "echo", "text": "x", "times": True}, "'times' must be integer"),
+    ({"name": "echo", "text": "x", "action_id": "forged"}, "no argument 'action_id'"),
+    ({"name": "rows_of", "rows": "1, 2"}, "'rows' must be array"),
+])  # fmt: skip
 def test_a_wrong_call_is_told_what_is_right(act, call, says):
     given = act(**call)
     assert given.status is ToolStatus.MALFORMED
@@ -153,11 +150,9 @@ def test_what_a_tool_calls_fatal_is_no_observation():
         raise ToolFault("the sandbox is gone")
 
     tools = [
-        tool(says_so),
-        tool(broken, fatal=("error",)),
-        tool(hang_async, timeout_s=0.01, fatal=("timeout",)),
+        tool(says_so), tool(broken, fatal=("error",)), tool(hang_async, timeout_s=0.01, fatal=("timeout",)),
         tool(hang_async, name="hang", timeout_s=0.01, fatal=("error",)),
-    ]
+    ]  # fmt: skip
     environment = FunctionEnvironment(prompts=["hi"], reward=lambda completion: 0.0, tools=tools)
 
     def run(name):

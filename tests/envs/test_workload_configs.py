@@ -11,12 +11,8 @@ NEEDED = {"gymnasium_text": "gymnasium", "textarena_game": "textarena", "corpus"
 EXAMPLES = ("repair", "search", "games")
 SANDBOXED = ("repair", "code_tests")
 WORKLOADS = [
-    *(pytest.param(name, marks=pytest.mark.live) for name in SANDBOXED),
-    "search",
-    "games",
-    "mcp_tools",
-    "verifiers",
-]
+    *(pytest.param(name, marks=pytest.mark.live) for name in SANDBOXED), "search", "games", "mcp_tools", "verifiers",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

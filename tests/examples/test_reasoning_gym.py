@@ -36,17 +36,14 @@ def test_no_question_is_in_both_splits_whatever_the_seed():
     assert not examples & (train | held_out)
 
 
-@pytest.mark.parametrize(
-    ("answer", "text", "reward"),
-    [
-        ("number", "{} is it", 1.0),
-        ("number", "It is 17, no: {}.", 1.0),
-        ("number", "no idea", 0.0),
-        ("tags", "<answer>1</answer> or <answer> {} </answer>", 1.0),
-        ("tags", "{}", 0.0),
-        ("text", " {}\n", 1.0),
-    ],
-)
+@pytest.mark.parametrize(("answer", "text", "reward"), [
+    ("number", "{} is it", 1.0),
+    ("number", "It is 17, no: {}.", 1.0),
+    ("number", "no idea", 0.0),
+    ("tags", "<answer>1</answer> or <answer> {} </answer>", 1.0),
+    ("tags", "{}", 0.0),
+    ("text", " {}\n", 1.0),
+])  # fmt: skip
 def test_the_dataset_grades_what_is_read_from_the_last_turn(answer, text, reward, make_episode):
     environment = made(answer=answer)
     prompt = environment.prompt("train", 3)
@@ -83,15 +80,12 @@ def test_worked_examples_are_calls_the_parser_reads_and_answers_that_are_right(d
         assert environment.calculator(**parsed.arguments) == shown["content"] == said["content"]
 
 
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        ({"dataset": "gsm_symbolc"}, "gsm_symbolic"),
-        ({"dataset": {"chain_sum": {"min_terms": 5, "max_terms": 2}}}, "chain_sum"),
-        ({"dataset": {"chain_sum": {"seed": 2}}}, "seed"),
-        ({"answer": "last"}, "answer"),
-    ],
-)
+@pytest.mark.parametrize(("args", "named"), [
+    ({"dataset": "gsm_symbolc"}, "gsm_symbolic"),
+    ({"dataset": {"chain_sum": {"min_terms": 5, "max_terms": 2}}}, "chain_sum"),
+    ({"dataset": {"chain_sum": {"seed": 2}}}, "seed"),
+    ({"answer": "last"}, "answer"),
+])  # fmt: skip
 def test_arguments_that_cannot_be_are_told(args, named):
     with pytest.raises(ConfigError, match=named):
         made(**args)

@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def libra_run(make_config, tmp_path):
-    """The command of a run that goes on for ever."""
     config = make_config(run={"iterations": 100_000, "dir": "runs"}, observe={"progress": False, "trackers": []})
     (tmp_path / "run.yaml").write_text(dump_config(config))
     return [sys.executable, "-m", "libra", "run", "run.yaml"]
@@ -36,13 +35,10 @@ def terminal(command, directory, repository):
 
 
 def logged(events, name):
-    """Whether the run's event log has an event of this name."""
     return events.exists() and f'"{name}"' in events.read_text()
 
 
-def test_ctrl_c_in_a_run_stops_it_with_three_lines_and_what_they_say_to_type_continues_it(
-    libra_run, tmp_path, repository
-):
+def test_ctrl_c_in_a_run_says_in_three_lines_how_to_continue_it(libra_run, tmp_path, repository):
     events = tmp_path / "runs" / "demo" / "events.jsonl"
     with terminal(libra_run, tmp_path, repository) as process:
         process.wait_for(lambda: logged(events, "step_finished"), LIMIT_S)

@@ -17,7 +17,6 @@ PROMPTS = [f"What is {n} + 1?" for n in range(20)]
 
 
 def reward(completion: str) -> float:
-    """Nothing is right."""
     return 0.0
 
 
@@ -35,8 +34,6 @@ def undocumented(query):  # type: ignore[no-untyped-def]
 
 
 class Reward:
-    """A class instead of its instance."""
-
     def __call__(self, completion: str) -> float:
         return 0.0
 
@@ -48,7 +45,6 @@ def judge(episodes: Sequence[Episode]) -> list[float]:
 
 
 def own() -> FunctionEnvironment:
-    """An environment that is right."""
     return FunctionEnvironment(prompts=PROMPTS, reward=reward)
 
 
@@ -70,12 +66,7 @@ GIVEN: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     ({"environment": ToolArithmetic}, "environment", "class ToolArithmetic", "environment=ToolArithmetic(...)"),
     ({"environment": "tool_arithmetic"}, "environment", "'tool_arithmetic'", "environment__name='tool_arithmetic'"),
     ({"environment": 3}, "environment", "int", "libra.envs.Environment"),
-    (
-        {"environment": own(), "prompts": PROMPTS, "reward": reward},
-        "prompts, reward",
-        "environment",
-        "leave either out",
-    ),
+    ({"environment": own(), "prompts": PROMPTS, "reward": reward}, "prompts, reward", "environment", "leave either out"),
     ({"environment": own(), "environment__name": "jsonl"}, "environment__name", "Python objects", "leave either out"),
     ({"environment": own(), "evaluation__prompts": 3}, "evaluation.prompts", "3", "evaluation.prompts=2"),
     ({"score": judge}, "score", "build its node", "dask.delayed(judge)"),
@@ -86,13 +77,11 @@ GIVEN: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     ({"model": 3}, "model.path", "3", "model.path=libra/tiny-arithmetic"),
     ({"iterations": 3}, "iterations", "'iterations'", "run__iterations"),
     ({"runs__iterations": 3}, "runs__iterations", "'runs'", "sections are run"),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "field", "value", "typed"), GIVEN)
-def test_a_wrong_argument_is_one_clear_error(
-    given: dict[str, Any], field: str, value: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_argument_is_one_clear_error(given, field, value, typed, tmp_path, monkeypatch):
     def started(*given: Any) -> None:
         raise AssertionError("workers were started")
 
@@ -117,10 +106,7 @@ def test_an_environment_that_is_right_reaches_the_workers(tmp_path: Path, monkey
     monkeypatch.setattr("libra.driver.run_client.local_cluster", start)
     monkeypatch.chdir(tmp_path)
     environment: Environment = own()
+    model = Path(libra.__file__).parent / "assets/tiny_arithmetic"
     with pytest.raises(Started):
-        libra.train(
-            environment=environment,
-            score=lambda episodes: delayed(judge)(episodes),
-            model=Path(libra.__file__).parent / "assets/tiny_arithmetic",
-        )
+        libra.train(environment=environment, score=lambda episodes: delayed(judge)(episodes), model=model)
     assert not list(tmp_path.iterdir()), "a start that fails leaves nothing"

@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,14 +67,12 @@ class Needs(Late):
 
 
 def write(at: Path, files: dict[str, str]) -> None:
-    """Write files, text by relative path."""
     for name, content in files.items():
         (at / name).parent.mkdir(parents=True, exist_ok=True)
         (at / name).write_text(content)
 
 
 def holds(name: str, content: str) -> Make:
-    """A maker of one file."""
     return lambda at: write(at, {name: content})
 
 
@@ -95,13 +94,7 @@ NO_RUN: tuple[Row, ...] = (
     ("inspect mine", "mine", "trajectories.zarr", "libra inspect", holds("mine/notes", "")),
     ("inspect mine --order middle", "--order", "'middle'", "'best', 'worst'"),
     ("inspect mine --limit 0", "--limit", "0", "libra inspect --help"),
-    (
-        "inspect mine --invariants --tokens",
-        "--tokens",
-        "--invariants",
-        "leave out",
-        holds("mine/trajectories.zarr/x", ""),
-    ),
+    ("inspect mine --invariants --tokens", "--tokens", "--invariants", "leave out", holds("mine/trajectories.zarr/x", "")),
     ("replay nowhere", "nowhere", "does not exist", "libra replay"),
     ("replay mine", "mine", "events.jsonl", "libra replay", holds("mine/notes", "")),
     ("replay mine", "mine/events.jsonl", "no event", "nothing to replay", holds("mine/events.jsonl", "")),
@@ -116,7 +109,7 @@ NO_RUN: tuple[Row, ...] = (
     ("roles mine a=b", "'a=b'", "rollout", "rollout-0=train"),
     ("roles mine --wait", "--wait", "change", "rollout-0=train"),
     ("roles mine rollout-0=train --cancel 1", "--cancel", "change", "one of them"),
-)
+)  # fmt: skip
 
 OTHERS: tuple[Row, ...] = (
     ("rn libra/quickstart", "'rn'", "No such command", "run"),
@@ -126,13 +119,7 @@ OTHERS: tuple[Row, ...] = (
     ("run .", ".", "directory", "configs/quickstart.yaml"),
     ("run", "CONFIG", "Missing argument", "libra run --help"),
     ("run libra/quickstart trainer.lrr=3", "trainer.lrr", "override", "trainer.lr"),
-    (
-        "run bad.yaml",
-        "run.iterations (bad.yaml:2)",
-        "'ten'",
-        "run.iterations=50",
-        holds("bad.yaml", "run:\n  iterations: ten\n"),
-    ),
+    ("run bad.yaml", "run.iterations (bad.yaml:2)", "'ten'", "run.iterations=50", holds("bad.yaml", "run:\n  iterations: ten\n")),
     ("doctor nowhere.yaml", "nowhere.yaml", "no such configuration file", "libra/quickstart"),
     ("doctor libra/quickstart run.seeed=1", "run.seeed", "override", "run.seed"),
     ("config libra/quickstart run.seeed=1", "run.seeed", "override", "run.seed"),
@@ -159,25 +146,13 @@ OTHERS: tuple[Row, ...] = (
     ("run libra/quickstart --scheduler tls://127.0.0.1:1", "cluster.scheduler", "127.0.0.1:1", "libra cluster tls DIR"),
     ("run libra/quickstart --scheduler no.json", "cluster.scheduler", "no.json", "libra cluster slurm"),
     ("run libra/quickstart --from nowhere", "run.from_checkpoint", "nowhere", "--from RUN/checkpoints/best"),
-)
+)  # fmt: skip
 
 # What follows `libra run libra/quickstart`.
 MACHINE: tuple[Row, ...] = (
     ("run.dir=elsewhere", "run.dir", "elsewhere", "run.dir=ANOTHER_PLACE", holds("elsewhere", "a file")),
-    (
-        "run.dir=elsewhere run.name=mine",
-        "run.name",
-        "elsewhere/mine",
-        "run.name=ANOTHER_NAME",
-        holds("elsewhere/mine/notes.txt", "mine"),
-    ),
-    (
-        "run.dir=elsewhere",
-        "run.dir",
-        "elsewhere",
-        "run.dir=ANOTHER_PLACE",
-        lambda at: (at / "elsewhere").symlink_to(at / "gone"),
-    ),
+    ("run.dir=elsewhere run.name=mine", "run.name", "elsewhere/mine", "run.name=ANOTHER_NAME", holds("elsewhere/mine/notes", "")),
+    ("run.dir=elsewhere", "run.dir", "elsewhere", "run.dir=ANOTHER_PLACE", lambda at: (at / "elsewhere").symlink_to(at / "gone")),
     ("run.dir=/proc/libra", "run.dir", "/proc/libra", "run.dir=ANOTHER_PLACE"),
     ("cluster.device=cuda", "cluster.device", "cuda", "cluster.device=auto"),
     ("planner.layout=auto", "planner.layout", "auto", "planner.calibration=FILE"),
@@ -185,14 +160,10 @@ MACHINE: tuple[Row, ...] = (
     ("rollout.kv_host_gib=0.0001", "rollout.kv_host_gib", "0.0001", "rollout.kv_host_gib="),
     ("rollout.kv_host_gib=1000000", "rollout.kv_host_gib", "1e+06", "rollout.kv_host_gib="),
     ("rollout.max_context_tokens=40", "rollout.max_context_tokens", "40", "rollout.max_context_tokens="),
-    (
-        "trainer.algorithm=opd distil.teacher=libra/tiny-arithmetic distil.tokens=1000000",
-        "distil.tokens",
-        "1000000",
-        "type distil.tokens=",
-    ),
+    ("trainer.algorithm=opd distil.teacher=libra/tiny-arithmetic distil.tokens=1000000",
+     "distil.tokens", "1000000", "type distil.tokens="),
     ("trainer.algorithm=opd distil.teacher=no/where/here", "distil.teacher", "no/where/here", "there is no directory"),
-)
+)  # fmt: skip
 
 ENVIRONMENTS: tuple[Row, ...] = (
     ("environment.name=tool_arithmetik", "environment.name", "'tool_arithmetik'", "tool_arithmetic"),
@@ -255,9 +226,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("case", [pytest.param(row, id=f"{n}-{row[0][-50:]}") for n, row in enumerate(CASES)])
-def test_the_answer_names_field_value_and_what_to_type(
-    case: Row, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_names_field_value_and_what_to_type(case: Row, here: Path, capsys: Any) -> None:
     typed, *wanted = case
     if len(wanted) > 3 and (make := wanted.pop()) is not None:
         make(here)

@@ -20,17 +20,14 @@ SHIPPED = Path(libra.__file__).parent / "assets" / "tiny_arithmetic"
 
 
 def without(name):
-    """Remove a file."""
     return lambda model: (model / name).unlink()
 
 
 def holds(name, content):
-    """Replace a file's content."""
     return lambda model: (model / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def cut(name, num_bytes):
-    """Cut a file after its first bytes."""
     return lambda model: (model / name).write_bytes((model / name).read_bytes()[:num_bytes])
 
 
@@ -67,10 +64,8 @@ def more_tokens(model):
 
 def index_of_two(model):
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
-    weights = {
-        "model.norm.weight": "model-00001-of-00002.safetensors",
-        "lm_head.weight": "model-00002-of-00002.safetensors",
-    }
+    names = {1: "model.norm.weight", 2: "lm_head.weight"}
+    weights = {name: f"model-0000{number}-of-00002.safetensors" for number, name in names.items()}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
 
@@ -89,11 +84,7 @@ DIRECTORIES = (
     (cut("model.safetensors", 0), "model.safetensors", SAVE_AGAIN),
     (holds("model.safetensors", "<html>404</html>" * 9), "model.safetensors", SAVE_AGAIN),
     (holds("model.safetensors", "version https://git-lfs.github.com/spec/v1\nsize 9\n"), "git-lfs", "git lfs pull"),
-    (
-        with_header(lambda header: header.update(lost=header.pop("model.embed_tokens.weight"))),
-        "model.embed_tokens.weight",
-        SAVE_AGAIN,
-    ),
+    (with_header(lambda h: h.update(lost=h.pop("model.embed_tokens.weight"))), "model.embed_tokens.weight", SAVE_AGAIN),
     (with_json("config.json", num_hidden_layers=2, layer_types=None), "model.layers.2", SAVE_AGAIN),
     (with_json("config.json", num_hidden_layers=4, layer_types=None), "model.layers.3", SAVE_AGAIN),
     (with_json("config.json", hidden_size=64), "hidden_size", SAVE_AGAIN),
@@ -135,17 +126,14 @@ def test_a_broken_model_is_named_with_its_file(change, value, typed, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("path", "typed"),
-    [
-        ("./gone", "Qwen/Qwen3-0.6B"),
-        ("~/no/such/model", "Qwen/Qwen3-0.6B"),
-        ("libra/big-arithmetic", "libra/tiny-arithmetic"),
-        ("a b", "Qwen/Qwen3-0.6B"),
-        ("Qwen/Qwen3-0.6B-none", "hf download Qwen/Qwen3-0.6B-none"),
-        ("http://example.com/x", "Qwen/Qwen3-0.6B"),
-    ],
-)
+@pytest.mark.parametrize(("path", "typed"), [
+    ("./gone", "Qwen/Qwen3-0.6B"),
+    ("~/no/such/model", "Qwen/Qwen3-0.6B"),
+    ("libra/big-arithmetic", "libra/tiny-arithmetic"),
+    ("a b", "Qwen/Qwen3-0.6B"),
+    ("Qwen/Qwen3-0.6B-none", "hf download Qwen/Qwen3-0.6B-none"),
+    ("http://example.com/x", "Qwen/Qwen3-0.6B"),
+])  # fmt: skip
 def test_a_model_that_is_nowhere_is_named(path, typed):
     message = refused(path)
     assert "model.path" in message and repr(path) in message and typed in message
@@ -157,15 +145,12 @@ def test_a_checkpoint_that_is_nowhere_is_named():
         assert "run.from_checkpoint" in message and repr(path) in message and "RUN/checkpoints/best" in message
 
 
-@pytest.mark.parametrize(
-    ("scaling", "positions"),
-    [
-        (None, 1024),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
-        ({"rope_type": "dynamic", "factor": 2.0}, 1024),
-        ({"type": "longrope", "factor": 4.0, "original_max_position_embeddings": 256}, 256),
-    ],
-)
+@pytest.mark.parametrize(("scaling", "positions"), [
+    (None, 1024),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+    ({"rope_type": "dynamic", "factor": 2.0}, 1024),
+    ({"type": "longrope", "factor": 4.0, "original_max_position_embeddings": 256}, 256),
+])  # fmt: skip
 def test_scaled_positions_count(tmp_path, scaling, positions):
     shutil.copytree(SHIPPED, tmp_path / "model")
     with_json("config.json", rope_scaling=scaling)(tmp_path / "model")

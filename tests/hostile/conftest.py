@@ -17,12 +17,8 @@ from libra.store.run_files import check_run
 def finished(tmp_path_factory, random_model, client):
     """A finished run that kept its journals and every group record."""
     directory = tmp_path_factory.mktemp("damage")
-    sections = {
-        "run": {"iterations": ITERATIONS},
-        "evaluation": {"prompts": 2, "every": 2},
-        "checkpoint": {"every": 1, "keep": 3},
-        "store": {"keep_journals": True},
-    }
+    sections = {"run": {"iterations": ITERATIONS}, "evaluation": {"prompts": 2, "every": 2}}
+    sections |= {"checkpoint": {"every": 1, "keep": 3}, "store": {"keep_journals": True}}
     config = config_from_dict(factories.run_settings(directory / "finished", random_model, **sections))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(libra.driver.submitted_graphs, "prune_groups", lambda spec, first, before: before)

@@ -225,10 +225,3 @@ def test_an_event_log_that_is_gone_is_named_and_not_needed_to_go_on(run):
             (run / "events.jsonl").write_bytes(content_of_log)
         assert [damage.name for damage in check_run(run).damages][-1:] == ["events"]
         refuse_damaged(run)
-
-
-def test_a_directory_without_a_run_is_refused(tmp_path, capfd):
-    for command in ("doctor", "resume", "repair"):
-        assert typed(capfd, command, str(tmp_path))[0] == 2
-    with pytest.raises(RunDirectoryError):
-        check_run(tmp_path)

@@ -58,12 +58,8 @@ def hostile_model(random_model, tmp_path_factory):
 
 
 def test_a_hostile_model_does_not_end_its_run_and_a_resume_goes_on(hostile_model, make_config, client):
-    sections = {
-        "model": {"path": str(hostile_model)},
-        "rollout": {"max_new_tokens": 3, "max_turns": 3},
-        "trainer": {"prompts": 2, "group_size": 8},
-        "observe": {"trackers": ["tensorboard"]},
-    }
+    sections = {"model": {"path": str(hostile_model)}, "rollout": {"max_new_tokens": 3, "max_turns": 3}}
+    sections |= {"trainer": {"prompts": 2, "group_size": 8}, "observe": {"trackers": ["tensorboard"]}}
     config = make_config(run={"iterations": 1}, **sections)
     first = run(config, environment=Hostile(), client=client)
     assert len(first.iterations) == 1

@@ -108,16 +108,13 @@ async def returns_of(calls):
 def returned():
     """What the tools return for every call in the texts, and for each text as an argument."""
     calls = [call for text in TEXTS for call in calls_of(text)[:8]]
-    calls += [
-        ToolCall(name, {"text": text}) for text in TEXTS for name in ("echo", "raises", "faults")
-    ]  # past the border
+    for name in ("echo", "raises", "faults"):  # past the border
+        calls += [ToolCall(name, {"text": text}) for text in TEXTS]
     return asyncio.run(returns_of(calls))
 
 
 def test_every_return_is_storable_text_of_a_known_tool(returned):
-    assert {each.tool for each in returned} == {"", "echo", "raises", "faults"}, (
-        "names made up by the model are no tools"
-    )
+    assert {each.tool for each in returned} == {"", "echo", "raises", "faults"}, "made-up names are no tools"
     assert {each.status for each in returned} == {*ToolStatus} - {ToolStatus.TIMEOUT}
     for each in returned:
         assert is_storable(each.content) and len(each.content) < 9000
@@ -131,11 +128,8 @@ def test_every_text_goes_through_journal_state_group_and_store(tmp_path, returne
         clean, calls = storable(text), calls_of(text)[:50]
         written = [generation_record(0, np.zeros(2, np.int32), output_of(), clean, calls)]
         if calls:
-            written.append(
-                ActionRecord(
-                    turn=0, returns=tuple(returned[sample : sample + 1]), observation_ids=np.zeros(4, np.int32)
-                )
-            )
+            returns = tuple(returned[sample : sample + 1])
+            written.append(ActionRecord(turn=0, returns=returns, observation_ids=np.zeros(4, np.int32)))
         written.append(failure_record(FailureClass.TOOL, text))
         for quantum, record in enumerate(written):
             journal.append(str(tid), quantum, record)

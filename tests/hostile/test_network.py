@@ -43,7 +43,6 @@ OTHER_UID = 61_234
 
 
 def client_hello():
-    """How a TLS connection begins."""
     outgoing = ssl.MemoryBIO()
     wrapped = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="libra")
     with contextlib.suppress(ssl.SSLWantReadError):
@@ -199,17 +198,12 @@ def digest_of(directory):
 
 
 def published(directory):
-    """Digest of each version that the trainer published."""
     return [e["digest"] for e in read_events(directory / "events.jsonl").events if e["name"] == "version_published"]
 
 
 def config_of(directory, model, name):
-    sections = {
-        "run": {"name": name, "iterations": ITERATIONS},
-        "trainer": {"dispatch": "peer"},
-        "weights": {"transfer": "peer"},
-        "evaluation": {"prompts": 0},
-    }
+    sections = {"run": {"name": name, "iterations": ITERATIONS}, "evaluation": {"prompts": 0}}
+    sections |= {"trainer": {"dispatch": "peer"}, "weights": {"transfer": "peer"}}
     return config_from_dict(factories.run_settings(directory, model, **sections))
 
 
@@ -301,8 +295,7 @@ def seen_by_another(session, pids, workers):
         "pids": sorted(pids),
         "roots": [str(session.directory), *{worker["local_directory"] for worker in workers.values()}],
     }
-    found = subprocess.run(
-        [sys.executable, "-c", AS_ANOTHER], input=json.dumps(asked), capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", AS_ANOTHER]
+    found = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]
     return dict(json.loads(found.stdout))

@@ -52,9 +52,7 @@ def hostile_run(tmp_path, shown_texts):
     """A run whose prompts, turns, tools and failures are hostile texts, and the words of its tokenizer too."""
     from tokenizers import Tokenizer, decoders, models
 
-    words = {
-        f"{place}{text}": 3 * i + j for i, text in enumerate(shown_texts) for j, place in enumerate(("p", "g", "o"))
-    }
+    words = {f"{place}{text}": 3 * i + j for i, text in enumerate(shown_texts) for j, place in enumerate("pgo")}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))
     tokenizer.decoder = decoders.Fuse()
     (tmp_path / "tokenizer").mkdir()

@@ -13,8 +13,7 @@ platform.processor()  # once in a process it starts `uname -p`, which no test is
 
 @pytest.fixture
 def live_scheduler():
-    """Opens a scheduler on this event loop, its dashboard at a free port: ``async with
-    live_scheduler()``."""
+    """Opens a scheduler on this event loop, its dashboard at a free port: ``async with live_scheduler()``."""
     from distributed import Scheduler
 
     def start(**kwargs):
@@ -70,8 +69,7 @@ def make_snapshot():
 
 @pytest.fixture(scope="session")
 def recorded_run(tmp_path_factory, random_model, client):
-    """The directory of a short run that has finished: two iterations, held-out questions, tools.
-    Read it only."""
+    """The directory of a short run that has finished: two iterations, held-out questions, tools. Read it only."""
     from libra.config import config_from_dict
     from libra.driver.run_session import run
 

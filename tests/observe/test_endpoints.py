@@ -14,8 +14,7 @@ EXPOSED = {metric.name + ("_total" if metric.kind == "counter" else ""): metric 
 
 @pytest.fixture
 def scrape(live_scheduler):
-    """Samples of ``/metrics`` of a scheduler with these snapshots: (name, labels) -> value, those
-    of Libra."""
+    """Samples of ``/metrics`` of a scheduler with these snapshots: (name, labels) -> value, those of Libra."""
     parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
 
     def read(snapshots):

@@ -77,7 +77,6 @@ with MetricsLog(directory, trackers) as log:
 
 
 def written_by(name, directory):
-    """Have a tracker write into ``directory``."""
     done = subprocess.run(
         [sys.executable, "-c", WRITE, name, directory, json.dumps(CONFIG), TEXT],
         capture_output=True, text=True, check=False,
@@ -128,12 +127,10 @@ def test_a_run_tracks_its_numbers_settings_and_a_sample_of_its_last_iteration(re
     board = EventAccumulator(str(recorded_run / "tensorboard"))
     board.Reload()
     rows = {line["step"]: line for line in read_metrics(recorded_run) if "reward" in line}
-    assert [(s.step, s.value) for s in board.Scalars("reward/mean")] == [
-        (step, pytest.approx(row["reward"])) for step, row in rows.items()
-    ]
-    assert {"train/loss", "time/iteration_s", "lag/mean", "failures/all", "reward/held_out"} <= set(
-        board.Tags()["scalars"]
-    )
+    expected = [(step, pytest.approx(row["reward"])) for step, row in rows.items()]
+    assert [(s.step, s.value) for s in board.Scalars("reward/mean")] == expected
+    names = {"train/loss", "time/iteration_s", "lag/mean", "failures/all", "reward/held_out"}
+    assert names <= set(board.Tags()["scalars"])
     texts = board.Tensors("samples/best/text_summary")
     assert [event.step for event in texts] == sorted(rows)  # the first of ten iterations, and the last of the run
     assert b"reward" in texts[-1].tensor_proto.string_val[0]

@@ -71,14 +71,9 @@ def test_layers_are_those_of_failed_checks_since_then(make_run):
     check = {"method": "projections", "tolerance": 1e-5, "detail": ""}
     log.write(Line("run", 0.0, VersionRechecked(**check, version=3, worker="b", passed=False, layer="early", gap=1.0)))
     log.write(Line("run", 0.0, VersionRechecked(**check, version=5, worker="a", passed=True, layer="", gap=0.0)))
+    failed = {"worker": "b", "passed": False, "layer": "q_proj", "gap": 0.5}
     for version in (5, 6):
-        log.write(
-            Line(
-                "run",
-                0.0,
-                VersionRechecked(**check, version=version, worker="b", passed=False, layer="q_proj", gap=0.5),
-            )
-        )
+        log.write(Line("run", 0.0, VersionRechecked(**check, version=version, **failed)))
     log.write(Line("run", 0.0, EngineQuarantined(**check, version=6, worker="b", layer="(all)", gap=None, out=False)))
     log.close()
     first, second = diagnose(run).layers

@@ -6,14 +6,22 @@ from html import unescape
 from itertools import pairwise
 
 import pytest
-from page_rows import UNREADY, role
 
 from libra.observe import page_document
 from libra.observe.page_document import overview_html, summary_html, workers_html
 from libra.observe.page_snapshots import Feed, numbers, tokens_per_s
 from libra.observe.panels import log_ticks
 
-# -- figures ---------------------------------------------------------------------------------------------------------
+UNREADY = {"worker": "tool-1", "address": "tcp://h:1", "stage": "failed", "for_s": 3.9, "detail": "OSError: no <disk>",
+           "again_in_s": 90.2}  # fmt: skip
+
+
+def role(**changes):
+    """A row of a worker on its way from an engine of two GPUs to training."""
+    return {
+        "worker": "rollout-0", "role": "train", "tp": 2, "stage": "taking_up", "generation": 4, "from_role": "rollout",
+        "from_tp": 2, "for_s": 3.2, "seconds": 1.25, "reason": "asked for",
+    } | changes  # fmt: skip
 
 
 def test_tokens_per_s_is_taken_over_the_window_only():
@@ -100,20 +108,16 @@ def test_names_from_outside_cannot_inject_markup(make_snapshot):
 
 
 def cells(html, name):
-    """Text of the cells of one row."""
     (row,) = re.findall(f'<tr data-libra="{name}"[^>]*>(.*?)</tr>', html)
     return [unescape(cell) for cell in re.findall("<td>(.*?)</td>", row)]
 
 
-@pytest.mark.parametrize(
-    ("changes", "stage", "under_way"),
-    [
-        ({}, "taking_up", "rollout TP 2 → train"),
-        ({"role": "rollout", "from_role": "lent"}, "taking_up", "lent → rollout TP 2"),
-        ({"role": "rollout"}, "taking_up", "back to rollout TP 2"),
-        ({"stage": "resupplied"}, "resupplied", ""),
-    ],
-)
+@pytest.mark.parametrize(("changes", "stage", "under_way"), [
+    ({}, "taking_up", "rollout TP 2 → train"),
+    ({"role": "rollout", "from_role": "lent"}, "taking_up", "lent → rollout TP 2"),
+    ({"role": "rollout"}, "taking_up", "back to rollout TP 2"),
+    ({"stage": "resupplied"}, "resupplied", ""),
+])  # fmt: skip
 def test_a_row_of_roles_says_from_what_to_what_while_a_change_goes_on(changes, stage, under_way):
     shown = cells(workers_html({"roles": [role(**changes)]}), "role-rollout-0")
     assert (shown[2], shown[4]) == (stage, under_way)

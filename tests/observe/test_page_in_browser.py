@@ -85,8 +85,7 @@ class Page:
         return answer["result"].get("value")
 
     async def until(self, condition):
-        """Value of a JavaScript expression once it is truthy; asked anew every 20 ms in the page,
-        across loads."""
+        """Value of a JavaScript expression once it is truthy; asked anew every 20 ms in the page, across loads."""
         waiting = (
             "new Promise(resolve => { const ask = () => {"
             " let value; try { value = CONDITION } catch (_) { value = null }"
@@ -105,12 +104,10 @@ class Page:
             raise AssertionError(f"never became true: {condition}; JavaScript exceptions: {self.exceptions}") from None
 
     async def shown(self, name):
-        """Text of the element that carries ``data-libra=name``, as rendered."""
         return await self.until(f"deepQuery('[data-libra=\"{name}\"]')[0].innerText")
 
     async def open(self, url, folder, name):
-        """Open a page in both colour schemes, each checked; pictures to look at: pytest keeps the
-        last three."""
+        """Open a page in both colour schemes, each checked; pictures to look at: pytest keeps the last three."""
         await self.call("Page.navigate", url=url)
         for scheme in ("light", "dark"):
             media = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -160,13 +157,11 @@ async def chromium(profile):
 
 
 def number(text):
-    """The number in a text as shown."""
     return float(re.search(r"-?[\d,]+(\.\d+)?", text)[0].replace(",", ""))
 
 
 def generating_s(named):
-    """Seconds in which an engine had a trajectory and was not stopped by new weights, of a run with
-    one engine."""
+    """Seconds in which an engine had a trajectory and was not stopped by new weights, of a run with one engine."""
     changes = [(e["t_s"], 1, 0) for e in named["quantum_dispatched"] if e["phase"] == "ROLLOUT"]
     changes += [(e["t_s"], 1, 0) for e in named.get("quantum_continued", ()) if e["phase"] == "ROLLOUT"]
     changes += [(e["t_s"], -1, 0) for e in named["quantum_finished"] if e["phase"] == "ROLLOUT"]

@@ -50,7 +50,6 @@ def check_time(row, events, trainers):
 
 
 def say(run, told):
-    """Task that sends what workers of a run report."""
     get_worker().batched_send({"op": STREAM_OP, "run": run, "epoch": 0, "packed": pack(told)})
 
 
@@ -59,8 +58,7 @@ def gate(run, iteration):
 
 
 async def quantum(key, run, length):
-    """Stand-in for a trajectory: ``length`` quanta, generations and actions in turn, 7 tokens each
-    generation."""
+    """Stand-in for a trajectory: ``length`` quanta, generations and actions in turn, 7 tokens each generation."""
     done = DONE.get(key, 0)
     DONE[key] = done + 1
     phase, more = (Phase.TOOL if done % 2 else Phase.ROLLOUT), done + 1 < length
@@ -105,16 +103,12 @@ def test_what_the_page_shows_of_the_plugin_agrees_with_the_event_log(live_schedu
             opened = keys.make("gate", (0,), epoch=0, run="demo")
             assert await live.client.submit(gate, "demo", 0, key=opened, resources={keys.PARK: 1}) == 0
             named = {keys.make("trajectory", (0, 0, i), epoch=0, run="demo"): n for i, n in enumerate(lengths)}
-            tasks = [
-                live.client.submit(quantum, key, "demo", n, key=key, resources={keys.PARK: 1})
-                for key, n in named.items()
-            ]
+            park = {keys.PARK: 1}
+            tasks = [live.client.submit(quantum, key, "demo", n, key=key, resources=park) for key, n in named.items()]
             assert await live.client.gather(tasks) == lengths
+            groups = (("train", 0), ("train", 1), ("eval", 2))
             happened = [
-                *(
-                    facts.GroupCommitted(split, 0, g, 0, 0.5, {"tool": g})
-                    for split, g in (("train", 0), ("train", 1), ("eval", 2))
-                ),
+                *(facts.GroupCommitted(split, 0, g, 0, 0.5, {"tool": g}) for split, g in groups),
                 facts.IterationFinished(0, 0.4375, 0.25),
                 facts.VersionPublished(1, "d1", 10),
                 facts.VersionServed(1, "rollout-0", 0.1),

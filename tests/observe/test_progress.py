@@ -1,5 +1,4 @@
-"""Progress of a start and of a run, on a terminal and in a pipe, with a console and a clock of our
-own."""
+"""Progress of a start and of a run, on a terminal and in a pipe, with a console and a clock of our own."""
 
 import io
 import logging
@@ -47,8 +46,7 @@ def terminal(width=120):
 
 
 def screen(raw, height=60):
-    """Lines that a terminal would show after these bytes: carriage return, cursor up, erase line;
-    colours dropped."""
+    """Lines that a terminal would show after these bytes: carriage return, cursor up, erase line; colours dropped."""
     lines, row, col = [""], 0, 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", raw):
         if token == "\r":
@@ -188,9 +186,8 @@ def test_an_iteration_says_how_far_it_is_on_a_terminal():
         progress.message("drawn anew")
     shown = screen(console.file.getvalue())
     assert any("iteration 0: 32 of 128 trajectories have ended, " in line for line in shown)
-    assert any(
-        "0 of 4 iterations in 0:10, about 2:30 to go" in line for line in shown
-    )  # a sixteenth of the run is done
+    # A sixteenth of the run is done.
+    assert any("0 of 4 iterations in 0:10, about 2:30 to go" in line for line in shown)
 
 
 def test_the_rate_is_of_the_last_seconds():

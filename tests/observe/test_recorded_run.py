@@ -1,5 +1,4 @@
-"""`libra page` of a run's files: a log that grows is followed, and the command serves on this
-machine only."""
+"""`libra page` of a run's files: a log that grows is followed, and the command serves on this machine only."""
 
 import json
 import re

@@ -139,8 +139,7 @@ def test_short_states_are_drawn_with_their_neighbours_and_no_time_is_lost():
 
 @pytest.fixture
 def planned(tmp_path):
-    """A run on GPUs whose planner changed the layout once: two engines for 1800 s, with what came
-    of it."""
+    """A run on GPUs whose planner changed the layout once: two engines for 1800 s, with what came of it."""
     run = tmp_path / "planned"
     run.mkdir()
     (run / "config.resolved.yaml").write_text("run: {name: planned, iterations: 2}\n")
@@ -172,9 +171,8 @@ def test_decisions_have_their_predicted_and_realised_gain(planned, prices, tmp_p
     hours = 3 * 1904.0 / 3600  # two engines, one training worker
     assert priced.cost.total == pytest.approx(hours * prices.of("H100-80G").price)
     page = (tmp_path / "planned.html").read_text()
-    rows = re.findall(
-        r"<tr>(.*?)</tr>", page[page.index('<section id="decisions">') : page.index('<section id="mismatch">')]
-    )
+    first, end = page.index('<section id="decisions">'), page.index('<section id="mismatch">')
+    rows = re.findall(r"<tr>(.*?)</tr>", page[first:end])
     cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows[1:]]
     assert [cell[2:4] for cell in cells[:2]] == [["20.0 %", "not carried out"], ["20.0 %", "17.0 %"]]
     assert "accepted" in cells[0][1] and "2.50 s" in cells[1][4]

@@ -54,11 +54,7 @@ def test_runs_are_listed_with_state_iterations_and_rewards(runs, libra):
     lines = out.splitlines()
     assert code == 0
     assert lines[0].split()[:3] == ["run", "state", "iterations"]
-    assert [line.split()[0] for line in lines[1:]] == [
-        "fresh",
-        "done",
-        "stopped",
-    ]  # a new run has no metrics: its start
+    assert [line.split()[0] for line in lines[1:]] == ["fresh", "done", "stopped"]  # a new run by its start
     assert max(map(len, lines)) <= 80
     code, out, _ = libra("runs", runs, "--json")
     assert [json.loads(line)["state"] for line in out.splitlines()] == ["new", "finished", "stopped"]
@@ -72,18 +68,15 @@ def test_a_run_without_its_last_evaluation_is_not_finished(runs, libra):
     assert ("done", "unevaluated") in [tuple(line.split()[:2]) for line in libra("runs", runs)[1].splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("file", "damage"),
-    [
-        ("config.resolved.yaml", b"run: {iterations: many}\n"),
-        ("config.resolved.yaml", b"run: \xff\n"),
-        ("metrics.jsonl", b'{"step": 0, "reward": 0.5, "wall_time_s": "now"}\n'),
-        ("metrics.jsonl", b'{"step": 0, "reward": 0.5, "wall_time_s": NaN}\n'),
-        ("evaluations/version-000003.json", b'{"version": 1e400, "reward": 1.0}'),
-        ("evaluations/version-000003.json", b"[" * 100_000),
-        ("starts.jsonl", b'{"epoch": 0, "iterations": "many"}\n'),
-    ],
-)
+@pytest.mark.parametrize(("file", "damage"), [
+    ("config.resolved.yaml", b"run: {iterations: many}\n"),
+    ("config.resolved.yaml", b"run: \xff\n"),
+    ("metrics.jsonl", b'{"step": 0, "reward": 0.5, "wall_time_s": "now"}\n'),
+    ("metrics.jsonl", b'{"step": 0, "reward": 0.5, "wall_time_s": NaN}\n'),
+    ("evaluations/version-000003.json", b'{"version": 1e400, "reward": 1.0}'),
+    ("evaluations/version-000003.json", b"[" * 100_000),
+    ("starts.jsonl", b'{"epoch": 0, "iterations": "many"}\n'),
+])  # fmt: skip
 def test_a_damaged_run_does_not_keep_the_others_from_the_list(file, damage, runs, libra):
     (runs / "done" / file).write_bytes(damage)
     for options in ([], ["--json"]):

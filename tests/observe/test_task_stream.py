@@ -21,8 +21,7 @@ DONE = {}
 
 
 def trajectory(key, num_quanta, error=False):
-    """Stand-in for a trajectory: reports each quantum, then reschedules, and returns or raises
-    after the last."""
+    """Stand-in for a trajectory: reports each quantum, then reschedules, and returns or raises after the last."""
     done = DONE[key] = DONE.get(key, 0) + 1
     phase = Phase.ROLLOUT if done % 2 else Phase.TOOL
     get_worker().log_event("quanta", {"key": key, "phase": str(phase), "start_s": 100.0 + done, "stop_s": 100.5 + done})
@@ -50,8 +49,7 @@ class Reporter(SchedulerPlugin):
 
 @pytest.fixture
 def emulated(live_scheduler):
-    """``async with emulated()``: scheduler, two workers, client, stream; the stream's reporter is
-    in place."""
+    """``async with emulated()``: scheduler, two workers, client, stream; the stream's reporter is in place."""
 
     @contextlib.asynccontextmanager
     async def start():

@@ -89,13 +89,10 @@ def test_a_step_is_split_by_what_training_did_between_two_versions():
     open_step.add(ended(4.0, "a"))
     assert open_step.training(4.5) == "grading and committing for 0 s"
     seen = facts_of(
-        started(),
-        *before,
-        ended(4.0, "a"),
+        started(), *before, ended(4.0, "a"),
         facts.Line("demo", 5.0, facts.OpenBatch(0, ((0, 0),), "1 group committed")),
-        facts.Line("demo", 8.0, facts.StepFinished(0, 0.1, 2.0)),
-        published(8.5, 1),
-    )
+        facts.Line("demo", 8.0, facts.StepFinished(0, 0.1, 2.0)), published(8.5, 1),
+    )  # fmt: skip
     ((step, split),) = seen.snapshot(9.0)["steps"]
     assert step == 0
     assert split == pytest.approx({"trajectories": 3.0, "grading": 1.0, "batch": 1.0, "training": 2.0, "moving": 0.5})
@@ -106,12 +103,10 @@ def test_a_step_is_split_by_what_training_did_between_two_versions():
 
 def test_decisions_are_in_words_the_newest_first_with_gains_and_troubles():
     seen = facts_of(
-        started(),
-        facts.Line("demo", 1.0, facts.OpenGate(3, "version 2 >= 3 - eta 1")),
+        started(), facts.Line("demo", 1.0, facts.OpenGate(3, "version 2 >= 3 - eta 1")),
         facts.Line("demo", 2.0, facts.WorkerLost("tcp://h:1")),
-        facts.Line("demo", 3.0, facts.PlanRealised(4, 1, 0.25, 0.125, 5, 2.0)),
-        sent(4.0, "x"),
-    )
+        facts.Line("demo", 3.0, facts.PlanRealised(4, 1, 0.25, 0.125, 5, 2.0)), sent(4.0, "x"),
+    )  # fmt: skip
     found = seen.snapshot(4.0)["decisions"]
     assert [t_s for t_s, *_ in found] == [4.0, 3.0, 2.0, 1.0]
     assert re.findall(r"[\d.]+", found[1][1]) == ["4", "5", "25.0", "12.5"]

@@ -42,16 +42,14 @@ def test_the_trace_has_every_quantum_step_sync_and_state(log):
     assert sum(line["args"]["tokens"] for line in quanta) == sum(event.tokens for event in finished)
     named = [line["name"] for line in slices]
     assert {f"step {line.fact.step}" for line in log if isinstance(line.fact, facts.StepFinished)} <= set(named)
-    assert {f"load version {line.fact.version}" for line in log if isinstance(line.fact, facts.VersionServed)} <= set(
-        named
-    )
+    served = [line.fact.version for line in log if isinstance(line.fact, facts.VersionServed)]
+    assert {f"load version {version}" for version in served} <= set(named)
     states = defaultdict(float)
     for line in slices:
         if line["tid"] == STATE_TID and processes[line["pid"]] != "run":
             states[processes[line["pid"]], line["name"]] += line["dur"] / 1e6
-    expected = {
-        (w.worker, s): value for w in worker_times(log, TRAINERS).times().workers for s, value in w.seconds.items()
-    }
+    workers = worker_times(log, TRAINERS).times().workers
+    expected = {(worker.worker, state): value for worker in workers for state, value in worker.seconds.items()}
     assert states == {key: pytest.approx(value, abs=1e-3) for key, value in expected.items()}
 
 

@@ -24,15 +24,10 @@ from libra.worker.run_spec import RunSpec
 
 OWN = {
     "model": {"loader": "own_loader:FrozenEmbedding"},
-    "trainer": {
-        "loss": "own_loss:one_sided",
-        "advantage": "own_loss:ranked",
-        "lr_schedule": "own_loss:cosine",
-        "warmup_steps": 0,
-    },
+    "trainer": {"loss": "own_loss:one_sided", "advantage": "own_loss:ranked", "lr_schedule": "own_loss:cosine", "warmup_steps": 0},
     "policy": {"name": "own_policy:FewestTurnsFirst"},
     "rollout": {"engine": "own_engine:RemembersGreedy"},
-}
+}  # fmt: skip
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -51,17 +46,11 @@ def test_a_run_with_its_own_loss_advantage_schedule_policy_engine_and_callbacks(
 
     config = make_config(**OWN)
     called = []
-    summary = run(
-        config,
-        environment=Graded(),
-        client=client,
-        callbacks={
-            "on_iteration": lambda values: called.append(("iteration", values["iteration"], values["lr"])),
-            "on_batch": lambda batch, trajectories: called.append(
-                ("batch", batch, [t.advantage for t in trajectories])
-            ),
-        },
-    )
+    callbacks = {
+        "on_iteration": lambda values: called.append(("iteration", values["iteration"], values["lr"])),
+        "on_batch": lambda batch, members: called.append(("batch", batch, [member.advantage for member in members])),
+    }
+    summary = run(config, environment=Graded(), client=client, callbacks=callbacks)
     lr = config.trainer.lr
     assert [row["lr"] for row in summary.iterations] == [lr * own_loss.cosine(step, settings=None) for step in range(2)]
     assert [each[:2] for each in called] == [("batch", 0), ("iteration", 0), ("batch", 1), ("iteration", 1)]
@@ -102,16 +91,13 @@ def test_a_callback_that_raises_ends_the_run_and_it_can_be_resumed(make_config, 
     assert [row["iteration"] for row in summary.iterations] == [1]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("trainer.advantage", "own_loss:missing"),
-        ("trainer.lr_schedule", "own_loss:one_sided"),
-        ("rollout.engine", "own_loss:cosine"),
-        ("observe.callbacks.on_batch", "own_loss:cosine"),
-        ("model.loader", "own_loss:cosine"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [
+    ("trainer.advantage", "own_loss:missing"),
+    ("trainer.lr_schedule", "own_loss:one_sided"),
+    ("rollout.engine", "own_loss:cosine"),
+    ("observe.callbacks.on_batch", "own_loss:cosine"),
+    ("model.loader", "own_loss:cosine"),
+])  # fmt: skip
 def test_a_part_of_the_wrong_shape_is_one_line_before_anything_starts(make_config, field, value, tmp_path):
     section, key, *inner = field.split(".")
     with pytest.raises(ConfigError) as caught:
@@ -156,20 +142,10 @@ def test_the_environment_of_the_page_keeps_its_contract(page):
 
 def test_a_run_trains_publishes_and_resumes_with_adapters(client, random_model, tmp_path):
     arguments = {
-        "environment": FixedTurns(),
-        "client": client,
-        "run__dir": str(tmp_path),
-        "run__name": "lora",
-        "run__iterations": 1,
-        "trainer__lr": 1e-2,
-        "trainer__prompts": 2,
-        "trainer__group_size": 2,
-        "rollout__max_new_tokens": 4,
-        "rollout__max_turns": 2,
-        "rollout__ignore_eos": True,
-        "observe__progress": False,
-        **lora.LORA,
-    }
+        "environment": FixedTurns(), "client": client, "run__dir": str(tmp_path), "run__name": "lora", "run__iterations": 1,
+        "trainer__lr": 1e-2, "trainer__prompts": 2, "trainer__group_size": 2, "rollout__max_new_tokens": 4,
+        "rollout__max_turns": 2, "rollout__ignore_eos": True, "observe__progress": False, **lora.LORA,
+    }  # fmt: skip
     libra.train(str(random_model), **arguments)
     summary = libra.train(str(random_model), resume=True, **{**arguments, "run__iterations": 2})
     assert [row["iteration"] for row in summary.iterations] == [1]

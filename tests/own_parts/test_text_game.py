@@ -20,9 +20,8 @@ class TestGuessDigit(EnvironmentContract):
 def test_a_game_is_played_to_its_end_and_its_state_is_in_the_records(make_config, client):
     from libra.cli.main import cli
 
-    config = make_config(
-        rollout={"max_new_tokens": 2, "max_turns": 4}, store={"keep_journals": True}, run={"iterations": 1}
-    )
+    rollout, store = {"max_new_tokens": 2, "max_turns": 4}, {"keep_journals": True}
+    config = make_config(rollout=rollout, store=store, run={"iterations": 1})
     game = GuessDigit()
     summary = run(config, environment=game, client=client)
     columns = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")["trajectory"]

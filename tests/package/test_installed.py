@@ -20,19 +20,16 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 def output_of(command, directory):
     """What a program prints that runs in ``directory``, without this environment's variables for Python."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LIBRA", "VIRTUAL"))
-    }
-    done = subprocess.run(
-        command, cwd=directory, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-    )
+    ours = ("PYTHON", "LIBRA", "VIRTUAL")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
     return done.stdout
 
 
 @pytest.fixture(name="sdist", scope="module")
 def _sdist(tmp_path_factory):
-    """The sdist, unpacked."""
     pytest.importorskip("hatchling", reason="the package is built with hatchling: pip install hatchling")
     place = tmp_path_factory.mktemp("sdist")
     output_of([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(place)], CHECKOUT)
@@ -74,11 +71,8 @@ def test_the_sdist_has_all_that_its_own_tests_and_commands_need(sdist):
 def test_the_wheel_has_every_module_and_file_of_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
-    package = {
-        str(p.relative_to(CHECKOUT))
-        for p in (CHECKOUT / "libra").rglob("*")
-        if p.is_file() and "__pycache__" not in p.parts
-    }
+    files = [p for p in (CHECKOUT / "libra").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    package = {str(p.relative_to(CHECKOUT)) for p in files}
     configs = {f"libra/assets/configs/{p.name}" for p in (CHECKOUT / "configs").iterdir()}
     assert shipped == package | configs
     parts = {path.stem: yaml.safe_load(path.read_text()) for path in (CHECKOUT / "configs").glob("*.yaml")}
@@ -94,9 +88,7 @@ def test_an_installed_libra_is_the_wheels_and_runs_what_it_ships(installed, tmp_
 
     settings = ["run.iterations=1", "trainer.prompts=2", "trainer.group_size=2", "evaluation.prompts=0"]
     settings.append("cluster.dashboard_port=0")
-    output_of(
-        [str(installed / "libra"), "run", "libra/quickstart", *settings, f"run.dir={tmp_path}", "run.name=first"],
-        tmp_path,
-    )
+    settings = [*settings, f"run.dir={tmp_path}", "run.name=first"]
+    output_of([str(installed / "libra"), "run", "libra/quickstart", *settings], tmp_path)
     shown = output_of([str(installed / "libra"), "inspect", str(tmp_path / "first")], tmp_path)
     assert "trajectory  train-0-0-0  (1 of 4" in shown

@@ -56,25 +56,17 @@ class Copy:
         return copy
 
     def python(self, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run Python on the copy."""
         path = os.pathsep.join(map(str, (self.root, self.root.parent / "site")))
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": ""}
         command, where = [sys.executable, *arguments], cwd or self.root
-        return subprocess.run(
-            command, cwd=where, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+        how = {"capture_output": True, "text": True, "timeout": LIMIT_S}
+        return subprocess.run(command, cwd=where, env=environment, **how)
 
     def failed(self, *arguments: str) -> list[str]:
         """Run pytest; ids of the tests that failed, or errors of the collection."""
         fixed = (
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--ignore=tests/planted",
-            "--tb=no",
-            "--durations=0",
-            "--durations-min=999",
-        )
+            "-q", "-p", "no:cacheprovider", "--ignore=tests/planted", "--tb=no", "--durations=0", "--durations-min=999",
+        )  # fmt: skip
         done = self.python("-m", "pytest", *fixed, *arguments)
         if done.returncode not in (0, 1, 2, 5):
             raise RuntimeError(f"pytest {' '.join(arguments)}: {done.stdout[-4000:]}{done.stderr[-4000:]}")
@@ -100,9 +92,8 @@ def caught_by(fault: Fault, healthy: Copy, chosen: list[str], *, only_hinted: bo
 
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument(
-        "--fault", action="append", choices=[fault.name for fault in FAULTS], help="only this one; repeatable"
-    )
+    names = [fault.name for fault in FAULTS]
+    asked.add_argument("--fault", action="append", choices=names, help="only this one; repeatable")
     asked.add_argument("--all", action="store_true", help="the whole suite")
     asked.add_argument("--hinted", action="store_true", help="only what the fault names: minutes for all of them")
     asked.add_argument("--together", type=int, default=1, metavar="N", help="faults at once")

@@ -61,9 +61,8 @@ def test_a_forked_worker_is_like_one_that_was_started(tmp_path, monkeypatch):
             assert variables.get(passing) == os.environ.get(passing)
         assert variables.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
     assert len({worker["random"] for worker in found.values()}) == 3
-    assert len({worker["parent"] for worker in found.values()} | {os.getpid()}) == 2, (
-        "all of one parent, not the driver"
-    )
+    parents = {worker["parent"] for worker in found.values()}
+    assert len(parents | {os.getpid()}) == 2, "all of one parent, not the driver"
 
 
 def the_server():

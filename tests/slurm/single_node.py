@@ -63,7 +63,6 @@ def missing() -> str:
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

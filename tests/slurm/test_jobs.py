@@ -65,11 +65,9 @@ ENGINES = [{"tp": 1, "count": 2, "slots": 48}, {"tp": 2, "threads": 3, "slots": 
 
 
 def test_each_kind_of_engine_is_a_kind_of_job_with_as_many_gpus_as_its_degree(tmp_path):
-    kinds = config(
-        {"rollout": {"gpus": 1, "cpus": 4, "memory": "3 GiB"}},
-        rollout={"engine": "vllm", "slots": 32},
-        cluster={"engines": ENGINES, "train_workers": 2, "hybrid_workers": 1},
-    )
+    job, cluster = {"gpus": 1, "cpus": 4, "memory": "3 GiB"}, {"train_workers": 2, "hybrid_workers": 1}
+    rollout = {"engine": "vllm", "slots": 32}
+    kinds = config({"rollout": job}, rollout=rollout, cluster={"engines": ENGINES} | cluster)
     workers = worker_resources(kinds, number_of_workers(kinds))
     assert set(workers) == {"rollout-0", "rollout-1", "rollout-2", "train-0", "train-1", "tool-0"}
     assert workers["rollout-0"] == {"ROLLOUT": 48, "TP": 1, "HYBRID": 1}

@@ -37,9 +37,8 @@ class Slurm:
     environment: dict[str, str]
 
     def libra(self, *arguments):
-        return subprocess.run(
-            [*LIBRA, *arguments], env=self.environment, cwd=self.directory, capture_output=True, text=True, check=False
-        )
+        where = {"env": self.environment, "cwd": self.directory}
+        return subprocess.run([*LIBRA, *arguments], **where, capture_output=True, text=True)
 
     def jobs(self):
         return dict(json.loads((self.directory / "slurm" / "jobs.json").read_text()))
@@ -92,10 +91,8 @@ def test_nobody_without_the_key_gets_in(slurm, mine):
     assert Path(contact.key_file).stat().st_mode & 0o077 == mine.stat().st_mode & 0o077 == 0
     with pytest.raises(ClusterError):
         connect(contact.address)
-    for address, security in (
-        (contact.address.replace("tls://", "tcp://"), None),
-        (contact.address, Security.temporary()),
-    ):
+    unencrypted = contact.address.replace("tls://", "tcp://")
+    for address, security in ((unencrypted, None), (contact.address, Security.temporary())):
         with pytest.raises((OSError, TimeoutError)):
             Client(address, security=security, timeout=3)
     again = slurm.libra("cluster", "slurm", "my.yaml", "up")
@@ -131,11 +128,8 @@ def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm, mine):
 
     with _client(mine) as client:
         client.wait_for_workers(4, timeout=120)
-    until(
-        lambda: slurm.jobs().get("rollout-1") not in (None, first["rollout-1"]),
-        "it was not submitted again",
-        slurm.queue,
-    )
+    before = (None, first["rollout-1"])
+    until(lambda: slurm.jobs().get("rollout-1") not in before, "it was not submitted again", slurm.queue)
     status = slurm.libra("cluster", "slurm", "my.yaml", "status")
     assert "2 rollout, 1 train, 1 tool workers connected" in status.stdout
     assert slurm.jobs()["train-0"] == first["train-0"]
@@ -147,11 +141,8 @@ def test_the_quick_start_runs_through_slurm_and_survives_scancel(slurm, mine):
 
 
 def test_each_kind_of_engine_has_jobs_of_its_own_and_a_run_is_told_where_they_are_not_what_it_lists(slurm):
-    kinds = {
-        "extends": "my.yaml",
-        "rollout": {"engine": "vllm"},
-        "cluster": {"engines": [{"tp": 1, "slots": 16}, {"tp": 2, "slots": 4}], "dashboard_port": 0, "threads": 1},
-    }
+    cluster = {"engines": [{"tp": 1, "slots": 16}, {"tp": 2, "slots": 4}], "dashboard_port": 0, "threads": 1}
+    kinds = {"extends": "my.yaml", "rollout": {"engine": "vllm"}, "cluster": cluster}
     (slurm.directory / "kinds.yaml").write_text(yaml.safe_dump(kinds))
     up = slurm.libra("cluster", "slurm", "kinds.yaml", "up")
     assert up.returncode == 0, up.stderr
@@ -227,11 +218,11 @@ def _quick_pools(slurm, file):
     with (directory / "quick.log").open("wb") as log:
         process = subprocess.Popen(command, env=slurm.environment, stdout=log, stderr=log)
     try:
-        until(
-            lambda: process.poll() is not None or (contact.exists() and (directory / "jobs.json").exists()),
-            "the cluster did not start",
-            lambda: _pause(process),
-        )
+
+        def there():
+            return process.poll() is not None or (contact.exists() and (directory / "jobs.json").exists())
+
+        until(there, "the cluster did not start", lambda: _pause(process))
         assert process.poll() is None, (directory / "quick.log").read_text()
         yield process
     finally:

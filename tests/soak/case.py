@@ -117,16 +117,14 @@ class Case:
         if len(seeds) == 1:
             return cls.of_seed(seeds[0], turning=turning)
         cases = [cls.of_seed(seed, turning=turning) for seed in seeds]
-        moments = [
-            replace(m, nth=1 + (m.nth - 1) % max(1, OFTEN.get(m.stage, 1) // 4)) for c in cases for m in c.moments
-        ]
+        moments = [moment for case in cases for moment in case.moments]
+        moments = [replace(m, nth=1 + (m.nth - 1) % max(1, OFTEN.get(m.stage, 1) // 4)) for m in moments]
         eta = 0 if turning else (seeds[0] // len(seeds) + 1) % 2
         iterations = 4 + 3 * len(moments) // 2
         return cls(seeds[0], tuple(moments), eta, _apart(moments), iterations, turning=turning)
 
     @property
     def prompts(self) -> int:
-        """Of a batch."""
         return WIDE if self.turning else PROMPTS
 
     @property
@@ -135,11 +133,9 @@ class Case:
         return any(moment.victim == "disk" for moment in self.moments)
 
     def __str__(self) -> str:
-        struck = "; ".join(
-            f"{m.victim} {f'stopped {m.stop_s} s' if m.stop_s else ''} {m.moment} {m.stage} {m.nth}"
-            for m in self.moments
-        )
-        return f"{self.seed}: {' '.join(struck.split())} (eta {self.eta})"
+        stops = [f"{m.victim} stopped {m.stop_s} s" if m.stop_s else m.victim for m in self.moments]
+        struck = [f"{who} {m.moment} {m.stage} {m.nth}" for who, m in zip(stops, self.moments, strict=True)]
+        return f"{self.seed}: {'; '.join(struck)} (eta {self.eta})"
 
 
 def _apart(moments: list[Moment]) -> tuple[str, ...]:

@@ -63,12 +63,10 @@ def serve_nanny(scheduler: str, name: str, options: dict[str, Any], settings: di
 
 
 def main() -> None:
-    """Start scheduler and workers."""
     config, directory, apart = load_config(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     tail.price_s = lambda stage_s: 0.0  # where engines turn they do so in every tail, whatever a change costs
-    local.Nanny = lambda scheduler, name, **options: (NannyProcess if name in apart else Nanny)(
-        scheduler, name=name, **options
-    )
+    kind = lambda name: NannyProcess if name in apart else Nanny  # noqa: E731
+    local.Nanny = lambda scheduler, name, **options: kind(name)(scheduler, name=name, **options)
     with local.local_cluster(config) as cluster:
         certificate, key = directory / CERTIFICATE_FILE, directory / KEY_FILE
         for file, text in zip((certificate, key), shown_by(cluster.security), strict=False):

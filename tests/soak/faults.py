@@ -45,7 +45,6 @@ class Plan:
         self.values: dict[str, Any] = {"moments": []}
 
     def reached(self, stage: str, moment: str) -> None:
-        """A stage is reached in this process."""
         with self.lock:
             self._read()
             armed = self._armed()
@@ -121,7 +120,6 @@ class Plan:
 
 
 def _batches(run: Path) -> int:
-    """How many batches the run under ``run`` has committed."""
     return len(list((run / "run" / "batches").glob("batch-*.json")))
 
 

@@ -118,7 +118,6 @@ class Stage:
         return client
 
     def replayer(self, size: int) -> Replayer:
-        """Undisturbed replicas."""
         replayer: Replayer = self._once(f"replayer {size}", lambda: Replayer(size))
         return replayer
 

@@ -47,7 +47,6 @@ def make_config(directory: Path, iterations: int) -> RunConfig:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -85,7 +84,6 @@ def containers(client: Client) -> dict[str, int]:
 
 
 def directory_bytes(directory: Path) -> dict[str, int]:
-    """Bytes on disk by the first name below ``directory``."""
     found: Counter[str] = Counter()
     for path in directory.rglob("*"):
         if path.is_file():
@@ -159,16 +157,14 @@ def long_run(directory: Path, iterations: int, every: int, warm: int, trace: boo
 
 
 def main() -> None:
-    """Run it, print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=2000)
     parser.add_argument("--every", type=int, default=25, help="iterations between two samples")
     parser.add_argument("--warm", type=int, default=350, help="iterations before the first sample that counts")
     parser.add_argument("--trace", action="store_true", help="say which lines of code allocated what was kept")
     parser.add_argument("--samples", type=Path, help="a file to which the samples are added, a line each")
-    parser.add_argument(
-        "--keep", type=Path, help="a directory for the run, which goes on if there is one; otherwise it is removed"
-    )
+    kept = "a directory for the run, which goes on if there is one; otherwise it is removed"
+    parser.add_argument("--keep", type=Path, help=kept)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="long-run-") as name:
         directory = asked.keep or Path(name)

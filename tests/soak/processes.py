@@ -47,7 +47,6 @@ class Cluster:
         }  # fmt: skip
 
     def ensure(self) -> None:
-        """Start it where it is not running."""
         if self._process is not None and self._process.poll() is None:
             return
         self._kill()  # workers whose scheduler is gone
@@ -78,9 +77,8 @@ class Cluster:
         with self.log.open("a") as log:
             log.write(f"libra {' '.join(what)}\n")
             log.flush()
-            driver = subprocess.Popen(
-                command, env=self.environment(), stdout=log, stderr=log, start_new_session=True, cwd=directory
-            )
+            how = {"env": self.environment(), "start_new_session": True, "cwd": directory}
+            driver = subprocess.Popen(command, stdout=log, stderr=log, **how)
         (self.directory / "driver.pid").write_text(str(driver.pid))
         try:
             return driver.wait(limit_s)
@@ -97,7 +95,6 @@ class Cluster:
             self._process.wait()
 
     def stop(self) -> None:
-        """End it, workers included."""
         self._kill()
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -105,11 +102,9 @@ class Cluster:
 def may_mount() -> None:
     """Go on as root of a namespace of its own, where an ordinary user may make one: such a root can mount a small file system."""
     enter = ["unshare", "--map-root-user", "--mount"]
-    if (
-        os.geteuid()
-        and shutil.which("unshare")
-        and not subprocess.run([*enter, "true"], capture_output=True, check=False).returncode
-    ):
+    if not os.geteuid() or not shutil.which("unshare"):
+        return
+    if not subprocess.run([*enter, "true"], capture_output=True).returncode:
         os.execvp("unshare", [*enter, sys.executable, *sys.argv])
 
 

@@ -81,9 +81,7 @@ def check_published(directory: Path, again: list[dict[str, Any]]) -> dict[str, A
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     rows = {row["step"]: row for row in metrics if "reward" in row}
     for number, step in enumerate(again):
-        assert rows[number].get("grad_norm") == step["grad_norm"], (
-            f"step {number}: another gradient, or none is on record"
-        )
+        assert rows[number].get("grad_norm") == step["grad_norm"], f"step {number}: another gradient, or none on record"
     return {"steps": len(again), "versions": kept}
 
 

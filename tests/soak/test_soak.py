@@ -11,7 +11,6 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 
 
 def done(script, *arguments):
-    """The output of a script that has to succeed."""
     command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]

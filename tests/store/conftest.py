@@ -22,18 +22,9 @@ def _turn(rng, turn):
 
 
 def _make(
-    iteration=0,
-    group=0,
-    sample=0,
-    split="train",
-    *,
-    seed=0,
-    num_tokens=20,
-    num_turns=2,
-    scored=None,
-    experts=None,
+    iteration=0, group=0, sample=0, split="train", *, seed=0, num_tokens=20, num_turns=2, scored=None, experts=None,
     **changes,
-):
+):  # fmt: skip
     rng = np.random.default_rng([seed, iteration, group, sample])
     action = rng.random(num_tokens) < 0.5
     values = {
@@ -84,18 +75,15 @@ def _assert_same(got, expected):
 
 @pytest.fixture(scope="session")
 def make_trajectory():
-    """Makes a trajectory of a position; ``changes`` replace fields."""
     return _make
 
 
 @pytest.fixture(scope="session")
 def assert_same():
-    """Asserts that two trajectories are equal in every field, arrays and NaN included."""
     return _assert_same
 
 
 @pytest.fixture
 def store(tmp_path):
-    """An empty store, open for its committer."""
     with TrajectoryStore.create(tmp_path / "trajectories.zarr", {"run": "demo"}) as made:
         yield made

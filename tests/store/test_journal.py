@@ -35,7 +35,6 @@ def names(directory):
 
 
 def open_logs(directory):
-    """Files in a directory that this process has open."""
     held = (str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
     return sum(path.startswith(f"{directory}/") for path in held)
 
@@ -223,10 +222,7 @@ def test_writers_and_readers_in_any_order_agree_with_a_dict(tmp_path_factory, st
 
 
 def agree_with_a_dict(root, steps):
-    writers, readers = (
-        [Journal(root, one_machine=n > 0) for n in range(3)],
-        [Journal(root, one_machine=n > 0) for n in range(2)],
-    )
+    writers, readers = ([Journal(root, one_machine=n > 0) for n in range(count)] for count in (3, 2))
     model = {}
     for writer, sample, size in steps:
         name = f"train-0-0-{sample}"

@@ -77,13 +77,7 @@ def test_a_seal_notices_a_value_a_key_and_a_cut():
     text = sealed_text({"a": 1, "b": [0.1, None], "3": {"x": "y"}})
     assert unseal(text) == {"a": 1, "b": [0.1, None], "3": {"x": "y"}}
     assert unseal(text.replace(" ", "  ")) == unseal(text)
-    for changed in (
-        text.replace("0.1", "0.2"),
-        text.replace('"a"', '"c"'),
-        text[:-1],
-        '{"a": 1}',
-        "[1]",
-        "{" * 100_000,
-    ):
+    edited = text.replace("0.1", "0.2"), text.replace('"a"', '"c"'), text[:-1]
+    for changed in (*edited, '{"a": 1}', "[1]", "{" * 100_000):
         with pytest.raises(ValueError):
             unseal(changed)

@@ -57,9 +57,8 @@ def test_every_field_comes_back(store, make_trajectory, assert_same):
             reader.trajectory(index)
     store.append([make_trajectory(2, turns=[{"turn": 0, "tool": None}])])
     (turn,) = store.trajectory(4).turns  # a field that is missing is unknown
-    assert (turn["turn"], turn["tool"], turn["status"], turn["num_calls"]) == (0, "", "", -1) and np.isnan(
-        turn["tool_s"]
-    )
+    assert (turn["turn"], turn["tool"], turn["status"], turn["num_calls"]) == (0, "", "", -1)
+    assert np.isnan(turn["tool_s"])
 
 
 def test_the_same_trajectory_is_stored_once(store, make_trajectory):
@@ -183,18 +182,16 @@ def test_scores_of_a_teacher_and_experts_come_back_and_plain_zarr_reads_them(sto
     num_tokens, width = expected[3].num_action_tokens, columns["scores_per_token"]
     assert width == 1 + taught.logp.shape[1] + (kind == "top_k")
     rows = slice(columns["score_offset"], columns["score_offset"] + num_tokens * width)
-    token_id, logp, student = (
-        group[f"score/{name}"][rows].reshape(num_tokens, width) for name in ("token_id", "logp", "student_logp")
-    )
+    scores = (group[f"score/{name}"][rows] for name in ("token_id", "logp", "student_logp"))
+    token_id, logp, student = (each.reshape(num_tokens, width) for each in scores)
     assert token_id[:, 0].tolist() == expected[3].token_ids[expected[3].is_action].tolist()
     assert logp[:, 0].tolist() == taught.own_logp.tolist()
     assert student[:, 0].tolist() == expected[3].behaviour_logprob[expected[3].is_action].tolist()
     if kind == "top_k":
         np.testing.assert_allclose(np.exp(logp[:, 1:]).sum(1), 1, rtol=1e-5)
         assert (token_id[:, -1] == -1).all()
-    first, layers, each = (
-        group[f"trajectory/{name}"][2].item() for name in ("route_offset", "route_layers", "experts_per_token")
-    )
+    names = ("route_offset", "route_layers", "experts_per_token")
+    first, layers, each = (group[f"trajectory/{name}"][2].item() for name in names)
     experts = group["route/expert"][first : first + 20 * layers * each].reshape(20, layers, each)
     assert experts.tolist() == expected[2].routes.tolist()
     assert group.attrs["committed"]["routes"] == group["route/expert"].shape[0] == 2 * 20 * 6
@@ -211,9 +208,7 @@ def test_scores_and_experts_of_other_tokens_are_refused(store, make_trajectory):
 
 
 @pytest.mark.parametrize("failing_write", [0, 40, "the marker"])
-def test_a_full_disk_commits_nothing_and_the_append_can_be_tried_again(
-    store, make_trajectory, assert_same, monkeypatch, failing_write
-):
+def test_a_full_disk_commits_nothing(store, make_trajectory, assert_same, monkeypatch, failing_write):
     store.append([make_trajectory(0)])
     writes = iter(range(10**6))
 
@@ -256,9 +251,7 @@ store.append(second, batch=1)
 
 @pytest.mark.live
 @pytest.mark.parametrize("dies_at_write", [0, 40, "the marker"])
-def test_a_committer_killed_in_mid_append_leaves_what_it_had_committed(
-    store, make_trajectory, assert_same, dies_at_write
-):
+def test_a_committer_killed_in_mid_append_leaves_what_it_had(store, make_trajectory, assert_same, dies_at_write):
     store.close()
     first, second = [make_trajectory(0, 0, s) for s in range(3)], [make_trajectory(1, 0, s) for s in range(4)]
     command = [sys.executable, "-c", _APPEND_AND_DIE, str(store.path), str(dies_at_write)]
@@ -365,9 +358,3 @@ def test_another_schema_is_refused_by_number(store, number):
     for mode in ("r", "a"):
         with pytest.raises(StoreError, match=f"schema {number}"):
             TrajectoryStore.open(store.path, mode)
-
-
-IDS = st.builds(
-    TrajectoryId, st.integers(0, 3) | st.just(10**6), st.integers(0, 2) | st.just(2**31 - 1),
-    st.integers(0, 2) | st.just(2**31 - 1), st.sampled_from(["train", "eval"]),
-)  # fmt: skip

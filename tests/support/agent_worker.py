@@ -72,8 +72,6 @@ def logprobs_of(ids):
 
 
 class AgentWorker:
-    """One worker of a run; see `agent_worker`."""
-
     def __init__(self, runner, agents, engine, environment):
         self.runner, self.agents, self.engine, self.environment = runner, agents, engine, environment
         self.given_back = 0
@@ -116,12 +114,9 @@ async def agent_worker(directory, chat, engine, agent, *, environment=None, **se
         report=lambda *facts: reports.extend(facts), name="tool-0", worker=SimpleNamespace(state=SimpleNamespace(tasks={})),
     )  # fmt: skip
     serving = SimpleNamespace(
-        serving=engine,
-        generate=lambda key, request: engine.generate(request),
-        keeps_slot=lambda key: False,
-        began=lambda key: None,
-        turn_ended=lambda: None,
-    )
+        serving=engine, generate=lambda key, request: engine.generate(request), keeps_slot=lambda key: False,
+        began=lambda key: None, turn_ended=lambda: None,
+    )  # fmt: skip
     runner, agents = QuantumRunner(context, serving), Agents(context, lambda: chat)
     runner.chat, runner.agents = chat, agents
     try:

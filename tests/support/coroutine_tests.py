@@ -23,3 +23,22 @@ def pytest_pyfunc_call(pyfuncitem):
 
     asyncio.run(run())
     return True
+
+
+def inside(made):
+    """A decorator of coroutines that are tests: their first argument comes from an asynchronous context manager."""
+
+    def wrap(test):
+        def whole(**given):
+            async def run():
+                async with made() as first:
+                    await test(first, **given)
+
+            asyncio.run(run())
+
+        _, *fixtures = inspect.signature(test).parameters.values()
+        whole.__signature__ = inspect.Signature(fixtures)
+        whole.__name__, whole.__doc__ = test.__name__, test.__doc__
+        return whole
+
+    return wrap

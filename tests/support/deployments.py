@@ -4,7 +4,6 @@ from libra.planner.arrangements import Deployed
 
 
 def planned_deployment(plan):
-    """The layout of a plan."""
     engines = {bucket.tp: bucket.engines for bucket in plan.buckets}
     return Deployed(plan.training.gpus, engines, {bucket.tp: bucket.concurrency for bucket in plan.buckets})
 

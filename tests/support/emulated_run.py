@@ -75,14 +75,12 @@ class EmulatedEngine:
         self._timer: int | None = None
 
     async def generate(self, key: str, context_tokens: int, new_tokens: int) -> None:
-        """One emulated turn."""
         future = asyncio.get_running_loop().create_future()
         self._turns[key] = future, context_tokens + new_tokens
         group, prompt_tokens = self._group_of(key)
         computed = self._computed.get(key, 0)
-        self._virtual.submit(
-            self._clock.now_s, Request(key, group, context_tokens, prompt_tokens, new_tokens, computed), (0,)
-        )
+        request = Request(key, group, context_tokens, prompt_tokens, new_tokens, computed)
+        self._virtual.submit(self._clock.now_s, request, (0,))
         self._arm()
         await future
 
@@ -99,7 +97,6 @@ class EmulatedEngine:
         self._arm()
 
     def forget(self, key: str) -> None:
-        """Free the KV kept for a trajectory."""
         self._virtual.forget(key)
         self._computed.pop(key, None)
 
@@ -179,12 +176,7 @@ async def quantum(key: str, run: str) -> int:
 
 
 async def emulate(
-    workload: Workload,
-    specs: Sequence[EngineSpec],
-    policy: dict[str, Any],
-    directory: Path,
-    *,
-    tool_slots: int,
+    workload: Workload, specs: Sequence[EngineSpec], policy: dict[str, Any], directory: Path, *, tool_slots: int
 ) -> tuple[list[tuple[str, str, str]], float]:
     """Run ``workload`` under the plugin; its dispatches as (phase, key, worker) in order, and the makespan in emulated seconds."""
     run = workload.name
@@ -196,9 +188,8 @@ async def emulate(
         supply[TOOLS] = {keys.TOOL: tool_slots}
         for name, resources in supply.items():
             threads = int(sum(resources.values())) + 4
-            await stack.enter_async_context(
-                Worker(scheduler.address, nthreads=threads, name=name, resources=resources, dashboard=False)
-            )
+            worker = Worker(scheduler.address, nthreads=threads, name=name, resources=resources, dashboard=False)
+            await stack.enter_async_context(worker)
         client = await stack.enter_async_context(Client(scheduler.address, asynchronous=True))
         await client.register_plugin(LibraPlugin())
         plugin = scheduler.plugins[LibraPlugin.name]
@@ -238,5 +229,4 @@ async def _live(plugin: LibraPlugin, scene: Scene, clock: VirtualClock) -> None:
 
 
 def plugin_events(directory: Path) -> list[dict[str, Any]]:
-    """The event log of a run."""
     return list(read_events(directory / "events.jsonl").events)

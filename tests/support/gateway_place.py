@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import httpx2
 import numpy as np
+from coroutine_tests import inside
 
 from libra.agents.agent_session import Ended, Pending, Session
 from libra.agents.gateway import Gateway
@@ -87,12 +88,8 @@ async def place(*, script=True, **options):
         await gateway.close()
 
 
-def run(test, **options):
-    async def inside():
-        async with place(**options) as here:
-            await test(here)
-
-    asyncio.run(inside())
+def placed(**options):
+    return inside(lambda: place(**options))
 
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "6*7?"}], "tools": TOOLS}

@@ -17,9 +17,8 @@ TEXTS = hostile_texts(largest_chars=200_000)
 SHORT = [text for text in TEXTS if len(text) <= 100_000]
 PARSERS = {name: (lambda text, parse=made.parse: parse(text, TOOLS)) for name, made in TOOL_FORMATS.items()}
 PROMPT = Prompt("q-0", ({"role": "user", "content": "?"},), {"answer": "42"})
-HOSTILE_TEXT = st.lists(
-    st.one_of(st.sampled_from([text for text in TEXTS if len(text) < 200]), st.text(max_size=8)), max_size=6
-).map("".join)
+PIECES = st.one_of(st.sampled_from([text for text in TEXTS if len(text) < 200]), st.text(max_size=8))
+HOSTILE_TEXT = st.lists(PIECES, max_size=6).map("".join)
 
 
 def echo(text: Any) -> Any:

@@ -66,7 +66,6 @@ def rewarding(messages, base_url):
 
 
 def failing(base_url):
-    """An agent with an error of its own."""
     raise ValueError(f"no agent at {base_url}")
 
 

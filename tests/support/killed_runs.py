@@ -26,9 +26,8 @@ def killed_in_step(config_file: Path, step: int) -> None:
             os.killpg(driver.pid, signal.SIGKILL)
         output.seek(0)
         if code != -signal.SIGKILL:
-            raise RuntimeError(
-                f"the driver ended with {code}, not killed in step {step}: {output.read().decode()[-2000:]}"
-            )
+            said = output.read().decode()[-2000:]
+            raise RuntimeError(f"the driver ended with {code}, not killed in step {step}: {said}")
 
 
 def dies_in_its_step(run: str, driver: int, step: int, dask_worker: Any) -> None:

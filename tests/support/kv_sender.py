@@ -14,14 +14,11 @@ KV = KVObject.of("a", 0, np.arange(8), "layout", np.arange(2**20, dtype=np.uint3
 
 
 def say(what):
-    """A line for the test."""
     sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
 
 
 def main(secret, how):
-    """Serve until the process is killed."""
-
     def serve(channel, client):
         request = channel.recv_frame() or {}
         if how == "good":

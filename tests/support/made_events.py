@@ -61,35 +61,20 @@ def published(t_s: float, version: int) -> Line:
 def an_iteration() -> list[Line]:
     """One iteration of an engine, a tool worker and one training worker."""
     return [
-        started(),
-        capacity(0.0, "rollout-0", rollout=2),
-        capacity(0.0, "tool-0", tool=1),
-        published(9.0, 0),
-        at(10.0, facts.VersionServed(0, "rollout-0", 0.0)),
-        at(10.0, facts.GateParked(0)),
-        at(10.0, facts.OpenGate(0, "")),
-        at(10.0, facts.BatchParked(0)),
-        parked(10.0, 0),
-        dispatched(10.0, 0, "rollout-0"),
-        finished(14.0, 0, "rollout-0"),
-        parked(14.0, 0, "TOOL"),
-        dispatched(14.0, 0, "tool-0", "TOOL"),
-        finished(17.0, 0, "tool-0", "TOOL"),
-        parked(17.0, 0),
-        dispatched(18.0, 0, "rollout-0"),
-        finished(20.0, 0, "rollout-0", end="answered"),
-        ended(20.0, 0),
-        at(21.0, facts.OpenBatch(0, ((0, 0),), "")),
-        at(29.0, facts.StepFinished(0, 0.5, 6.0)),
-        published(30.0, 1),
+        started(), capacity(0.0, "rollout-0", rollout=2), capacity(0.0, "tool-0", tool=1), published(9.0, 0),
+        at(10.0, facts.VersionServed(0, "rollout-0", 0.0)), at(10.0, facts.GateParked(0)),
+        at(10.0, facts.OpenGate(0, "")), at(10.0, facts.BatchParked(0)), parked(10.0, 0),
+        dispatched(10.0, 0, "rollout-0"), finished(14.0, 0, "rollout-0"), parked(14.0, 0, "TOOL"),
+        dispatched(14.0, 0, "tool-0", "TOOL"), finished(17.0, 0, "tool-0", "TOOL"), parked(17.0, 0),
+        dispatched(18.0, 0, "rollout-0"), finished(20.0, 0, "rollout-0", end="answered"), ended(20.0, 0),
+        at(21.0, facts.OpenBatch(0, ((0, 0),), "")), at(29.0, facts.StepFinished(0, 0.5, 6.0)), published(30.0, 1),
         at(32.0, facts.VersionServed(1, "rollout-0", 1.0)),
         at(32.0, facts.VersionChecked(1, "rollout-0", **CHECK, stopped_s=1.5)),
         at(40.0, facts.IterationFinished(0, 0.5, 0.0)),
-    ]
+    ]  # fmt: skip
 
 
 def timeline_of(log, trainers=(), **options):
-    """The timeline of a whole log."""
     timeline = Timeline(trainers, **options)
     for line in log:
         timeline.add(line)
@@ -97,5 +82,4 @@ def timeline_of(log, trainers=(), **options):
 
 
 def worker_times(log, trainers=()):
-    """The states of all workers over a whole log."""
     return timeline_of(log, trainers).workers

@@ -28,15 +28,9 @@ DEVICE = torch.device("meta")
 ``meta`` for its own purposes, as transformers does when it loads a model, has to do so outside."""
 _aten = torch.ops.aten
 _MIXES = {
-    _aten.copy_.default,
-    _aten._to_copy.default,
-    _aten.to.other,
-    _aten.index.Tensor,
-    _aten.index_put_.default,
-    _aten.index_put.default,
-    _aten._index_put_impl_.default,
-    _aten.set_.source_Storage,
-}
+    _aten.copy_.default, _aten._to_copy.default, _aten.to.other, _aten.index.Tensor, _aten.index_put_.default,
+    _aten.index_put.default, _aten._index_put_impl_.default, _aten.set_.source_Storage,
+}  # fmt: skip
 """Operations that CUDA does with tensors of both sides."""
 
 
@@ -47,16 +41,14 @@ class PretendedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, own: Tensor) -> PretendedTensor:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            own.size(),
-            strides=own.stride(),
-            storage_offset=own.storage_offset(),
-            dtype=own.dtype,
-            layout=own.layout,
-            device=DEVICE,
-            requires_grad=False,
-        )
+        place = {
+            "strides": own.stride(),
+            "storage_offset": own.storage_offset(),
+            "layout": own.layout,
+            "device": DEVICE,
+        }
+        make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        made = make(cls, own.size(), **place, dtype=own.dtype, requires_grad=False)
         made.own = own
         return made  # type: ignore[no-any-return]
 
@@ -124,11 +116,9 @@ def _on_own(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     by_own = {id(leaf.own): leaf for leaf in there}
 
     def wrapped(value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not to_gpu:
             return value
-        if not to_gpu:
-            return value
-        return by_own.get(id(value)) if id(value) in by_own else PretendedTensor(value)
+        return by_own[id(value)] if id(value) in by_own else PretendedTensor(value)
 
     return tree_map(wrapped, result)
 

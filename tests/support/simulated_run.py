@@ -9,28 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from libra import facts
 from libra.config import config_from_dict, dump_config
-from libra.facts import (
-    EngineDeclared,
-    Fact,
-    GateParked,
-    GroupCommitted,
-    Line,
-    OpenBatch,
-    OpenGate,
-    QuantumContinued,
-    QuantumDispatched,
-    QuantumFinished,
-    QuantumStarted,
-    RunStarted,
-    StepFinished,
-    TrajectoryEnded,
-    TrajectoryParked,
-    VersionPublished,
-    WorkerCapacity,
-    WorkerWithdrawn,
-    to_json,
-)
 from libra.hardware.virtual_engine import VirtualEngine
 from libra.sim.simulated_trajectory import SimulatedTrajectory
 from libra.sim.simulator import Simulator
@@ -43,10 +23,10 @@ class RecordedSimulator(Simulator):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.told: list[tuple[float, Fact]] = []
+        self.told: list[tuple[float, facts.Fact]] = []
         self.cached: dict[str, list[int]] = {}  # of each turn's context, what was in its engine
 
-    def notify(self, event: Fact) -> None:
+    def notify(self, event: facts.Fact) -> None:
         self.told.append((self.agenda.now_s, event))
         super().notify(event)
 
@@ -66,61 +46,59 @@ def write_simulated_run(directory, workload, engines, steps, ordering, options, 
     (directory / "config.resolved.yaml").write_text(dump_config(config_from_dict(config)))
     found = _events(simulator, engines, steps if declares else {})
     lines = [line for _, line in sorted(found, key=lambda ranked: (ranked[1].t_s, ranked[0]))]
-    (directory / "events.jsonl").write_text("".join(to_json(line) + "\n" for line in lines))
+    (directory / "events.jsonl").write_text("".join(facts.to_json(line) + "\n" for line in lines))
     _store(directory, workload, lines, simulator, {spec.name: spec for spec in engines})
     return outcome
 
 
-Ranked = tuple[int, Line]
+Ranked = tuple[int, facts.Line]
 """A line of the log; the rank orders lines of one instant."""
 
 
-def _line(rank: int, t_s: float, fact: Fact) -> Ranked:
-    return rank, Line("emulated", t_s, fact)
+def _line(rank: int, t_s: float, fact: facts.Fact) -> Ranked:
+    return rank, facts.Line("emulated", t_s, fact)
 
 
 def _events(simulator, engines, steps) -> Iterator[Ranked]:
     """The log of what a simulation did."""
     record, commit_s = simulator.record, simulator.options.commit_s
-    yield _line(0, 0.0, RunStarted(0, 0, len(record.gate_s), 1, "", ""))
+    yield _line(0, 0.0, facts.RunStarted(0, 0, len(record.gate_s), 1, "", ""))
     for spec in engines:
         if spec.name in steps:
             measured = {name: getattr(steps[spec.name], name) for name in StepSeconds.__dataclass_fields__}
             kv = spec.tables.kv_capacity_tokens
-            fact = EngineDeclared(
-                spec.name, "transformers", spec.bucket, "emulated", kv, 0, 0, spec.slots, spec.tp, **measured
-            )
+            kind = (spec.name, "transformers", spec.bucket, "emulated")
+            fact = facts.EngineDeclared(*kind, kv, 0, 0, spec.slots, spec.tp, **measured)
             yield _line(1, 0.0, fact)
-    yield _line(2, 0.0, VersionPublished(0))
+    yield _line(2, 0.0, facts.VersionPublished(0))
     for iteration, at_s in record.gate_s.items():
-        yield _line(3, 0.0, GateParked(iteration))
-        yield _line(3, at_s, OpenGate(iteration, ""))
+        yield _line(3, 0.0, facts.GateParked(iteration))
+        yield _line(3, at_s, facts.OpenGate(iteration, ""))
     for batch, at_s in record.iteration_s.items():
         last_s = max(done for (iteration, _), done in record.group_s.items() if iteration == batch)
         members = tuple(sorted(place for place in record.group_s if place[0] == batch))
-        yield _line(3, last_s + commit_s, OpenBatch(batch, members, ""))
-        yield _line(3, at_s, StepFinished(batch, 0.0, 0.0))
-        yield _line(3, at_s, VersionPublished(batch + 1))
+        yield _line(3, last_s + commit_s, facts.OpenBatch(batch, members, ""))
+        yield _line(3, at_s, facts.StepFinished(batch, 0.0, 0.0))
+        yield _line(3, at_s, facts.VersionPublished(batch + 1))
     for (iteration, group), at_s in record.group_s.items():
-        yield _line(3, at_s + commit_s, GroupCommitted("train", iteration, group, 0, None, {}))
+        yield _line(3, at_s + commit_s, facts.GroupCommitted("train", iteration, group, 0, None, {}))
     for given in record.dispatched:
-        fact = QuantumDispatched(given.key, given.phase, given.worker, given.quantum, (), given.reason, True)
+        fact = facts.QuantumDispatched(given.key, given.phase, given.worker, given.quantum, (), given.reason, True)
         yield _line(6, given.at_s, fact)
     yield from _told(simulator)
 
 
 def _told(simulator: RecordedSimulator) -> Iterator[Ranked]:
-    """What the policy was told."""
     where = {(given.key, given.quantum): given.worker for given in simulator.record.dispatched}
     quanta: dict[str, int] = {}
     homes: dict[str, str] = {}
     for at_s, event in simulator.told:
         match event:
-            case WorkerCapacity() | WorkerWithdrawn():
+            case facts.WorkerCapacity() | facts.WorkerWithdrawn():
                 yield _line(1, at_s, event)
-            case TrajectoryParked():
+            case facts.TrajectoryParked():
                 yield _line(5, at_s, event)
-            case QuantumFinished(key=key, phase=phase):
+            case facts.QuantumFinished(key=key, phase=phase):
                 inline = phase is Phase.ROLLOUT and bool(event.status)
                 number = quanta.get(key, 0)
                 quanta[key] = number + (2 if inline else 1)
@@ -128,9 +106,9 @@ def _told(simulator: RecordedSimulator) -> Iterator[Ranked]:
                 if phase is Phase.ROLLOUT:
                     homes[key] = worker
                 yield _line(4, at_s, msgspec.structs.replace(event, quantum=number, worker=worker))
-            case QuantumStarted(key=key, phase=phase):
-                yield _line(5, at_s, QuantumContinued(key, phase, event.worker, quanta[key]))
-            case TrajectoryEnded():
+            case facts.QuantumStarted(key=key, phase=phase):
+                yield _line(5, at_s, facts.QuantumContinued(key, phase, event.worker, quanta[key]))
+            case facts.TrajectoryEnded():
                 yield _line(4, at_s, event)
 
 
@@ -138,7 +116,7 @@ def _store(directory, workload, lines, simulator, engines):
     """The trajectories, with the seconds that engines and tools took of each turn."""
     taken: dict[str, list[tuple[float, str, int]]] = {}
     for _, _, fact in lines:
-        if type(fact) is QuantumFinished and fact.phase is Phase.ROLLOUT:
+        if type(fact) is facts.QuantumFinished and fact.phase is Phase.ROLLOUT:
             taken.setdefault(fact.key, []).append((fact.latency_s, fact.worker, fact.tokens))
     with TrajectoryStore.create(directory / "trajectories.zarr") as store:
         for iteration in sorted({plan.iteration for plan in workload.trajectories}):
@@ -153,9 +131,7 @@ def _trajectory(plan, taken, cached, engines, around):
     rows, context, parts = [], plan.prompt_tokens, iter(zip(taken, cached, strict=True))
     for index, turn in enumerate(plan.turns):
         (latency_s, worker, tokens), there = next(parts)
-        while (
-            tokens < turn.new_tokens
-        ):  # `rollout.chunk_tokens`: a part that goes on is a quantum with its own overhead
+        while tokens < turn.new_tokens:  # `rollout.chunk_tokens`: each part is a quantum with its own overhead
             (more_s, worker, new), _ = next(parts)
             latency_s, tokens = latency_s + more_s - engines[worker].overhead.worker_s[0], tokens + new
         inline_s = turn.tool_s if turn.status != NO_TOOL and turn.tool in around.inline_tools else 0.0

@@ -55,9 +55,8 @@ def check_whole(directory: Path, steps: int, config: RunConfig) -> None:
     with TrajectoryStore.open(directory / "trajectories.zarr", mode="r") as stored:
         assert stored.num_trajectories == steps * trainer.prompts * trainer.group_size
     events = events_of(directory)
-    quanta = Counter(
-        (event.key.split("-e")[0], event.quantum) for event in events if isinstance(event, QuantumFinished)
-    )
+    finished = [event for event in events if isinstance(event, QuantumFinished)]
+    quanta = Counter((event.key.split("-e")[0], event.quantum) for event in finished)
     assert quanta and set(quanta.values()) == {1}
     taken = [[group for wave in waves_of(directory, batch) for group in wave] for batch in range(steps)]
     every = [(batch, g) for batch in range(steps) for g in range(trainer.prompts)]

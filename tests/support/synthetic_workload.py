@@ -26,10 +26,8 @@ def synthetic(
         lengths = np.maximum(1, rng.lognormal(4.8, 1.1, length)).astype(int)
         payloads = rng.lognormal(5.0, 1.2, length).astype(int)
         seconds = np.where(rng.random(length) < 0.75, 0.04, rng.gamma(2.0, 5.0, length))
-        rows = [
-            TurnPlan(int(lengths[i]), "tool", ToolStatus.OK, int(payloads[i]), float(seconds[i]))
-            for i in range(length - 1)
-        ]
+        acted = zip(lengths[: length - 1].tolist(), payloads.tolist(), seconds.tolist(), strict=False)
+        rows = [TurnPlan(new, "tool", ToolStatus.OK, text, took) for new, text, took in acted]
         rows.append(TurnPlan(int(lengths[-1]), "", NO_TOOL, 0, float(seconds[-1])))
         plans.append(TrajectoryPlan(iteration, place // group_size, place % group_size, 1500, tuple(rows), "synthetic"))
     return Workload(name, tuple(plans))

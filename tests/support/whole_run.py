@@ -85,14 +85,12 @@ def journal_records(directory: Path) -> dict[str, str]:
     found, journal = {}, Journal(directory / "journal")
     for name in journal.trajectories():
         for quantum, record in enumerate(journal.read(name)):
-            found[f"{name}.{quantum}"] = json.dumps(
-                msgspec.to_builtins(record, enc_hook=lambda array: array.tolist()), sort_keys=True
-            )
+            plain = msgspec.to_builtins(record, enc_hook=lambda array: array.tolist())
+            found[f"{name}.{quantum}"] = json.dumps(plain, sort_keys=True)
     return found
 
 
 def address_of(client, name: str) -> str:
-    """Address of the worker of that name."""
     (address,) = (address for address, worker in present_workers(client).items() if worker["name"] == name)
     return str(address)
 

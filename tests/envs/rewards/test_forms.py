@@ -106,11 +106,8 @@ def test_a_rubric_is_its_functions_times_their_weights_with_its_parser():
     async def turns(state):
         return float(state["turn"])
 
-    rubric = types.SimpleNamespace(
-        funcs=[correct, turns],
-        weights=[1.0, 0.1],
-        class_objects={"parser": lambda messages: messages[-1]["content"][-2:]},
-    )
+    parser = {"parser": lambda messages: messages[-1]["content"][-2:]}
+    rubric = types.SimpleNamespace(funcs=[correct, turns], weights=[1.0, 0.1], class_objects=parser)
     assert graded(rubric, answer="42") == pytest.approx(1.2)
     rubric.weights = [1.0]
     with pytest.raises(ConfigError):
@@ -137,17 +134,14 @@ def test_names_functions_and_weights_add_up(monkeypatch):
     assert graded([{"name": "gsm8k", "weight": 0.5}, "gsm8k"], answer="42", turns=turns) == 1.5
 
 
-@pytest.mark.parametrize(
-    "reward",
-    [
-        "nowhere:reward",
-        {"function": len, "scale": 2},
-        {"function": annotated, "form": "tlr"},
-        {"function": annotated, "weight": "1"},
-        [annotated, 3],
-        lambda states, completions: [0.0],
-    ],
-)
+@pytest.mark.parametrize("reward", [
+    "nowhere:reward",
+    {"function": len, "scale": 2},
+    {"function": annotated, "form": "tlr"},
+    {"function": annotated, "weight": "1"},
+    [annotated, 3],
+    lambda states, completions: [0.0],
+])  # fmt: skip
 def test_what_cannot_be_is_told_before_a_run(reward):
     with pytest.raises(ConfigError):
         graded(reward, answer="42")

@@ -27,52 +27,43 @@ def graded(reward, make_episode, text="", num_tokens=0, answer=42):
 OVERLONG = {"name": "overlong", "max_tokens": 100, "buffer_tokens": 20}
 
 
-@pytest.mark.parametrize(
-    ("reward", "text", "num_tokens", "value"),
-    [
-        ("gsm8k", "#### 42", 0, 1.0),
-        ({"name": "gsm8k", "method": "flexible"}, "it is 42", 0, 1.0),
-        ({"name": "gsm8k", "format_score": 0.1, "weight": 2}, "#### 41", 0, 0.2),
-        ("math", "\\boxed{42}", 0, 1.0),
-        ("dapo_math", "Answer: 41", 0, -1.0),
-        (["dapo_math", OVERLONG], "Answer: 42", 90, 0.5),
-        (["gsm8k", {"name": "tag_count", "tags": ["a"], "weight": 0.5}], "<a>#### 42", 0, 1.25),
-        ({"name": "tag_format", "tags": ["a"]}, "<a>1</a>", 0, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("reward", "text", "num_tokens", "value"), [
+    ("gsm8k", "#### 42", 0, 1.0),
+    ({"name": "gsm8k", "method": "flexible"}, "it is 42", 0, 1.0),
+    ({"name": "gsm8k", "format_score": 0.1, "weight": 2}, "#### 41", 0, 0.2),
+    ("math", "\\boxed{42}", 0, 1.0),
+    ("dapo_math", "Answer: 41", 0, -1.0),
+    (["dapo_math", OVERLONG], "Answer: 42", 90, 0.5),
+    (["gsm8k", {"name": "tag_count", "tags": ["a"], "weight": 0.5}], "<a>#### 42", 0, 1.25),
+    ({"name": "tag_format", "tags": ["a"]}, "<a>1</a>", 0, 1.0),
+])  # fmt: skip
 def test_a_reward_by_name_grades_and_no_column_becomes_an_option(reward, text, num_tokens, value, make_episode):
     for answer in PUBLISHED:
         assert graded(reward, make_episode, text, num_tokens, answer) == pytest.approx(value), answer
 
 
-@pytest.mark.parametrize(
-    ("reward", "named"),
-    [
-        ("gsm8", "gsm8k"),
-        ({"name": "gsm8k", "metod": "flexible"}, "method"),
-        ({"name": "gsm8k", "weight": "2"}, "weight"),
-        ("overlong", "max_tokens"),
-        ([], "empty"),
-    ],
-)
+@pytest.mark.parametrize(("reward", "named"), [
+    ("gsm8", "gsm8k"),
+    ({"name": "gsm8k", "metod": "flexible"}, "method"),
+    ({"name": "gsm8k", "weight": "2"}, "weight"),
+    ("overlong", "max_tokens"),
+    ([], "empty"),
+])  # fmt: skip
 def test_what_cannot_be_is_told_at_construction(reward, named):
     with pytest.raises(ConfigError, match=named):
         FunctionEnvironment(prompts=[ROW], reward=reward)
 
 
-@pytest.mark.parametrize(
-    ("text", "method", "answer", "value"),
-    [
-        ("#### 1,000,000.", "strict", "1000000", 1.0),
-        ("The total is 1,234", "flexible", "1234", 1.0),
-        ("It costs 3.50.", "flexible", "3.5", 1.0),
-        ("#### -0", "strict", "0", 1.0),
-        ("#### 42 " + "x" * 1000, "strict", "42", 1.0),
-        ("42", "strict", "42", 0.0),
-        ("in 2024, 41", "flexible", "42", 0.1),
-        ("1.2.3", "flexible", "3", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "method", "answer", "value"), [
+    ("#### 1,000,000.", "strict", "1000000", 1.0),
+    ("The total is 1,234", "flexible", "1234", 1.0),
+    ("It costs 3.50.", "flexible", "3.5", 1.0),
+    ("#### -0", "strict", "0", 1.0),
+    ("#### 42 " + "x" * 1000, "strict", "42", 1.0),
+    ("42", "strict", "42", 0.0),
+    ("in 2024, 41", "flexible", "42", 0.1),
+    ("1.2.3", "flexible", "3", 0.0),
+])  # fmt: skip
 def test_numbers_are_compared_as_numbers(text, method, answer, value):
     assert gsm8k.score(text, answer, method, format_score=0.1) == value
 
@@ -100,19 +91,16 @@ def test_many_characters_are_read_at_once(text, method):
 GOOD = "<think>a\nb</think>\n<answer>7</answer>"
 
 
-@pytest.mark.parametrize(
-    ("text", "whole", "share"),
-    [
-        (GOOD, 1.0, 1.0),
-        (f"\n {GOOD} \n", 1.0, 1.0),
-        ("so: " + GOOD, 0.0, 1.0),
-        (GOOD + GOOD, 0.0, 0.0),
-        ("<answer>7</answer><think></think>", 0.0, 1.0),
-        ("<think>a</think> well <answer>7</answer>", 0.0, 1.0),
-        ("<think>a<answer>7</answer>", 0.0, 0.75),
-        ("", 0.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "whole", "share"), [
+    (GOOD, 1.0, 1.0),
+    (f"\n {GOOD} \n", 1.0, 1.0),
+    ("so: " + GOOD, 0.0, 1.0),
+    (GOOD + GOOD, 0.0, 0.0),
+    ("<answer>7</answer><think></think>", 0.0, 1.0),
+    ("<think>a</think> well <answer>7</answer>", 0.0, 1.0),
+    ("<think>a<answer>7</answer>", 0.0, 0.75),
+    ("", 0.0, 0.0),
+])  # fmt: skip
 def test_the_shape_asked_for_and_a_share_of_it(text, whole, share):
     assert (tag_format(text), tag_count(text)) == (whole, share)
 

@@ -15,12 +15,10 @@ json_values = st.recursive(
 
 @given(st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), json_values, max_size=3)), max_size=4))
 def test_calls_written_as_json_come_back_as_they_were(calls):
-    text = "thinking... " + "\n".join(
-        f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in calls
-    )
-    assert [(call.name, dict(call.arguments), call.error) for call in parse_hermes(text)] == [
-        (name, arguments, None) for name, arguments in calls
-    ]
+    written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    text = "thinking... " + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
+    found = [(call.name, dict(call.arguments), call.error) for call in parse_hermes(text)]
+    assert found == [(name, arguments, None) for name, arguments in calls]
 
 
 pieces = st.sampled_from([*'{}[]",:ae1 \n\\', "<tool_call>", "</tool_call>"])
@@ -41,20 +39,17 @@ def test_an_argument_may_contain_the_closing_tag(call_text):
     assert call.arguments == {"code": code}
 
 
-@pytest.mark.parametrize(
-    ("inside", "reason"),
-    [
-        ("{'name': 'f'}", "not valid JSON"),
-        ('{"name": "f", "arguments": {"x": 1}', "not valid JSON"),
-        ("", "not valid JSON"),
-        ("9" * 10_000, "not valid JSON"),
-        ('{"name": "f", "arguments": {}} and more', "not closed"),
-        ('{"arguments": {}}', '"name"'),
-        ("[1]", '"name"'),
-        ('{"name": "f"}', '"arguments"'),
-        ('{"name": "f", "arguments": "x"}', '"arguments"'),
-    ],
-)
+@pytest.mark.parametrize(("inside", "reason"), [
+    ("{'name': 'f'}", "not valid JSON"),
+    ('{"name": "f", "arguments": {"x": 1}', "not valid JSON"),
+    ("", "not valid JSON"),
+    ("9" * 10_000, "not valid JSON"),
+    ('{"name": "f", "arguments": {}} and more', "not closed"),
+    ('{"arguments": {}}', '"name"'),
+    ("[1]", '"name"'),
+    ('{"name": "f"}', '"arguments"'),
+    ('{"name": "f", "arguments": "x"}', '"arguments"'),
+])  # fmt: skip
 def test_a_malformed_call_says_what_is_wrong_and_the_next_one_is_still_read(inside, reason, call_text):
     bad, good = parse_hermes(f"<tool_call>{inside}</tool_call>{call_text('g', y=2)}")
     assert reason in bad.error

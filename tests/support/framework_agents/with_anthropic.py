@@ -5,13 +5,8 @@ import sys
 
 import anthropic
 
-TOOLS = [
-    {
-        "name": "calc",
-        "description": "Compute.",
-        "input_schema": {"type": "object", "properties": {"expression": {"type": "string"}}},
-    }
-]
+SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}}
+TOOLS = [{"name": "calc", "description": "Compute.", "input_schema": SCHEMA}]
 
 
 def ask(client, mode, said):
@@ -25,11 +20,8 @@ def ask(client, mode, said):
 def main(mode):
     client, said = anthropic.Anthropic(), [{"role": "user", "content": "6*7?"}]
     while (answer := ask(client, mode, said)).stop_reason == "tool_use":
-        results = [
-            {"type": "tool_result", "tool_use_id": block.id, "content": "42"}
-            for block in answer.content
-            if block.type == "tool_use"
-        ]
+        calls = [block.id for block in answer.content if block.type == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": call, "content": "42"} for call in calls]
         said += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
     return answer.content[-1].text
 

@@ -20,9 +20,8 @@ def main(mode):
     agent, asked = create_react_agent(model, [calc]), {"messages": [("user", "6*7?")]}
     if mode == "plain":
         return agent.invoke(asked)["messages"][-1].content
-    return "".join(
-        part.content for part, _ in agent.stream(asked, stream_mode="messages") if part.type == "AIMessageChunk"
-    )
+    parts = (part for part, _ in agent.stream(asked, stream_mode="messages"))
+    return "".join(part.content for part in parts if part.type == "AIMessageChunk")
 
 
 if __name__ == "__main__":

@@ -17,11 +17,8 @@ def calc(expression: str) -> str:
 
 
 async def main(mode):
-    client = AsyncOpenAI()
-    model = (
-        OpenAIResponsesModel("policy", client) if mode == "responses" else OpenAIChatCompletionsModel("policy", client)
-    )
-    agent = Agent(name="solver", instructions="Be brief.", tools=[calc], model=model)
+    kind = OpenAIResponsesModel if mode == "responses" else OpenAIChatCompletionsModel
+    agent = Agent(name="solver", instructions="Be brief.", tools=[calc], model=kind("policy", AsyncOpenAI()))
     if mode != "streamed":
         return (await Runner.run(agent, "6*7?")).final_output
     run = Runner.run_streamed(agent, "6*7?")

@@ -68,9 +68,12 @@ def test_kv_of_another_trajectory_or_version_or_that_is_too_large_is_refused(sen
         ask(address, new_secret(), "a", 0, LIMIT)
 
 
-MOVE = {
-    "home": "a", "worker": "b", "tokens": 43, "prefill_s": 0.0, "transfer_s": 0.0, "sent": True,
-}  # fmt: skip
+MOVE = {"home": "a", "worker": "b", "tokens": 43, "prefill_s": 0.0, "transfer_s": 0.0, "sent": True}
+
+
+def context_of(reports):
+    spec = SimpleNamespace(secret=SECRET)
+    return SimpleNamespace(address="tcp://127.0.0.1:1", name="w", spec=spec, report=reports.append)
 
 
 class Home:
@@ -89,10 +92,7 @@ class Home:
 
     async def start(self):
         await self.engine.start()
-        context = SimpleNamespace(
-            address="tcp://127.0.0.1:1", name="w", spec=SimpleNamespace(secret=SECRET), report=self.reports.append
-        )
-        return KVTransfers(context, self, LIMIT)
+        return KVTransfers(context_of(self.reports), self, LIMIT)
 
 
 def request(turn, context):
@@ -211,11 +211,8 @@ def test_a_home_that_is_stopped_is_given_up_once_and_holds_up_nobody_else(sender
         return True
 
     async def run():
-        context = SimpleNamespace(
-            address="tcp://127.0.0.1:1", name="w", spec=SimpleNamespace(secret=SECRET), report=reports.append
-        )
         engine = SimpleNamespace(version=0, import_kv=import_kv)
-        transfers = KVTransfers(context, SimpleNamespace(engine=engine, generate=generate), LIMIT)
+        transfers = KVTransfers(context_of(reports), SimpleNamespace(engine=engine, generate=generate), LIMIT)
         try:
             monkeypatch.setattr(kv_transfer, "GIVE_UP_S", 1.0)
             for number in range(6):

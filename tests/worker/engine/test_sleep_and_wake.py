@@ -12,9 +12,7 @@ from libra.rollout import TransformersEngine
 
 
 @serving()
-async def test_sleep_waits_for_the_turns_under_way_and_frees_the_model_and_wake_checks_the_newest_version(
-    trainer, worker
-):
+async def test_sleep_waits_for_turns_and_frees_the_model_and_wake_checks_the_newest_version(trainer, worker):
     serving, engine = worker.serving, worker.serving.engine
     model = weakref.ref(engine._batch.model)
     gc.freeze()  # as a worker's host does once it is set up
@@ -90,9 +88,7 @@ async def test_an_engine_that_cannot_be_woken_as_another_kind_is_woken_as_the_ki
 
 
 @serving()
-async def test_an_engine_woken_with_wrong_weights_is_quarantined_and_one_that_is_wrong_twice_stays_asleep(
-    trainer, worker
-):
+async def test_an_engine_woken_with_wrong_weights_is_quarantined_and_twice_stays_asleep(trainer, worker):
     trainer.step(1e-3)
     serving = worker.serving
     build = serving.starter.build

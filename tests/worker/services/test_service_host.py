@@ -118,9 +118,8 @@ async def test_a_teacher_is_restored_when_it_is_asked_evicted_for_others_and_sha
         "teacher": {"model": str(random_model), "function": "teach", "max_wait_s": 0.0},
     }
     reports = []
-    settings = [
-        DistilSection(teacher={"service": "teacher"}, tokens=k, estimator=e) for k, e in ((4, "top_k"), (8, "sampled"))
-    ]
+    kinds, service = ((4, "top_k"), (8, "sampled")), {"service": "teacher"}
+    settings = [DistilSection(teacher=service, tokens=k, estimator=e) for k, e in kinds]
     members = [trajectory(TrajectoryId(0, 0, n), lengths=(2, 3, 1, 1), seed=n, vocabulary=32) for n in range(2)]
     asked = [ToTeach(members, Scoring(distil, 0.7, 32, chunk_tokens=3), seed=5) for distil in settings]
 

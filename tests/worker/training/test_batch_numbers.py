@@ -25,17 +25,14 @@ def numbers(*rewards, advantage=0.0, trains=True):
     return signal_numbers(members, rows)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "without", "equal_frac", "cause"),
-    [
-        ([[0.0, 1.0], [1.0, 1.0]], 1, 0.5, "no group has rewards that differ (0 to 1 between groups)"),
-        ([[0.5, 0.5], [0.5, 0.5]], 2, 1.0, "all 4 rewards are 0.5"),
-        ([[1.0, NAN], [NAN, NAN]], 2, 0.0, "no group has two valid trajectories to compare; the first failure: tool:"),
-        ([[NAN], [NAN]], 0, 0.0, "none of 2 trajectories is valid; the first failure: tool: no such host x"),
-        ([[0.0], [1.0]], 0, 0.0, "no group has two valid trajectories to compare"),
-        ([], 0, 0.0, "none of 0 trajectories is valid"),
-    ],
-)
+@pytest.mark.parametrize(("rewards", "without", "equal_frac", "cause"), [
+    ([[0.0, 1.0], [1.0, 1.0]], 1, 0.5, "no group has rewards that differ (0 to 1 between groups)"),
+    ([[0.5, 0.5], [0.5, 0.5]], 2, 1.0, "all 4 rewards are 0.5"),
+    ([[1.0, NAN], [NAN, NAN]], 2, 0.0, "no group has two valid trajectories to compare; the first failure: tool:"),
+    ([[NAN], [NAN]], 0, 0.0, "none of 2 trajectories is valid; the first failure: tool: no such host x"),
+    ([[0.0], [1.0]], 0, 0.0, "no group has two valid trajectories to compare"),
+    ([], 0, 0.0, "none of 0 trajectories is valid"),
+])  # fmt: skip
 def test_groups_without_signal_and_the_cause(rewards, without, equal_frac, cause):
     found = numbers(*rewards)
     assert (found["groups_without_signal"], found["frac_reward_zero_std"]) == (without, equal_frac)
@@ -52,15 +49,13 @@ def test_members_that_were_cut_are_told_with_the_limit(detail, typed):
     how["turns"] = [{"generated_tokens": 2}]
     cut = [trajectory(TrajectoryId(0, 0, n), lengths=(1, 2), reward=0.0, **how) for n in range(2)]
     cause = signal_numbers([*cut, member(0, 2, 0.0)], [{"advantages": [0.0] * 3, "trains": [True] * 3}])["no_signal"]
-    assert cause.startswith("all 3 rewards are 0; 2 of them were cut by rollout.") and cause.endswith(
-        f"rollout.{typed}"
-    )
+    assert cause.startswith("all 3 rewards are 0; 2 of them were cut by rollout.")
+    assert cause.endswith(f"rollout.{typed}")
 
 
 def test_calls_of_no_tool_are_told_with_the_name_that_is_most_often_called():
-    turns = [
-        {"generated_tokens": 2, "tool": name, "status": "malformed"} for name in ("calculator", "add", "calculator")
-    ]
+    names = ("calculator", "add", "calculator")
+    turns = [{"generated_tokens": 2, "tool": name, "status": "malformed"} for name in names]
     lost = trajectory(TrajectoryId(0, 0, 0), lengths=(1, 2), reward=0.0, turns=turns)
     cause = signal_numbers([lost, member(0, 1, 0.0)], [{"advantages": [0.0] * 2, "trains": [True] * 2}])["no_signal"]
     assert cause == "all 2 rewards are 0; 3 turns called no tool that is there, most often 'calculator'"

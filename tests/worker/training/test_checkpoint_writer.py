@@ -154,9 +154,3 @@ def test_a_run_from_a_checkpoint_serves_and_trains_its_weights(make_config, clie
     third = run(make_config(run=start), client=client)
     steps = load_file(third.checkpoint / "optimizer.safetensors")
     assert {float(value) for name, value in steps.items() if name.endswith(".step")} == {1.0}
-
-
-def test_a_bad_start_is_told_before_anything_is_made(make_config, tmp_path):
-    with pytest.raises(CheckpointError, match=r"run\.from_checkpoint"):
-        run(make_config(run={"from_checkpoint": str(tmp_path / "nowhere")}))
-    assert not (tmp_path / "demo").exists()

@@ -21,7 +21,7 @@ from libra.errors import ConfigError, EngineError, FencedOff, StoreError, ToolFa
 from libra.facts import QuantumFinished, TrajectoryFoundEnded
 from libra.rollout import TransformersEngine
 from libra.rollout.chat_format import load_chat_format
-from libra.store.quantum_records import GenerationRecord, RestartRecord
+from libra.store.quantum_records import GenerationRecord
 from libra.store.run_records import write_group
 from libra.store.start_records import take_epoch
 from libra.store.trajectory_journal import Journal
@@ -231,9 +231,7 @@ def test_a_trajectory_of_one_version_begins_again_where_its_engine_serves_anothe
     assert set(t.weight_version[t.is_action].tolist()) == kept
     assert [turn.text for turn in made.state.episode().turns] == [chat.decode(np.array(x)) for x in made.serving.turns]
     assert len(t.turns) == 2 and t.failure is FailureClass.NONE and not t.retried
-    assert (
-        sum(isinstance(record, RestartRecord) for record in made.state.records) == restarts == made.state.attempt.number
-    )
+    assert kinds_of(made.state.records).count("restart") == restarts == made.state.attempt.number
     seeds = [request.seed for request in requests]
     assert len(set(seeds)) == len(seeds) and seeds[-1] == 100 * restarts + 1
 

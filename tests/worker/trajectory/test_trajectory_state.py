@@ -104,12 +104,8 @@ def test_after_any_other_failure_nothing_of_the_draw_is_left(failure):
     state.apply(generated(0, [10, 11], (CALL,), first=[1, 2, 3]))
     state.apply(failed(FailureClass(failure)))
     assert (state.phase, state.attempt.turns, state.attempt.number, state.quanta, state.attempt.calls) == (
-        Phase.ROLLOUT,
-        0,
-        1,
-        2,
-        (),
-    )
+        Phase.ROLLOUT, 0, 1, 2, (),
+    )  # fmt: skip
     assert len(state.attempt.context_ids) == state.attempt.num_context_tokens == 0
     state.apply(generated(0, [12], first=[1, 2, 3]))
     t = state.trajectory(epoch=0)
@@ -146,11 +142,8 @@ def test_a_turn_without_a_call_waits_for_the_environment_which_may_end_it():
     state.apply(generated(1, [11]))
     state.apply(end_record(1, b"2"))
     assert (state.phase, state.end, state.failure, state.attempt.state) == (
-        None,
-        EndReason.ANSWERED,
-        FailureClass.NONE,
-        b"2",
-    )
+        None, EndReason.ANSWERED, FailureClass.NONE, b"2",
+    )  # fmt: skip
     episode = state.episode(lambda data: f"decoded {data!r}")
     assert episode.state == "decoded b'2'"
     assert [turn.returns[0].content if turn.returns else None for turn in episode.turns] == ["higher", None]

@@ -1,8 +1,11 @@
-"""Hostile text of 200,000 characters, on which a quadratic reader would take minutes, where the time-out is one."""
+"""All formats: hostile text of 200,000 characters in linear time, and recorded answers of verl's parsers."""
+
+import json
 
 import pytest
 
-from libra.envs import TOOL_FORMATS, tool_call_formats
+from libra.envs import TOOL_FORMATS, parse_hermes, tool_call_formats
+from libra.envs.tool_call_formats import parse_qwen3_coder
 
 CALL = "<tool_call><function=f><parameter=x></tool_call>"
 HOSTILE = {
@@ -37,3 +40,19 @@ def test_reading_takes_linear_time(name, monkeypatch):
     for made in TOOL_FORMATS.values():
         assert made.parse(text, ())
     assert decoded <= 16 * len(text) + tool_call_formats._WINDOW_CHARS * text.count(tool_call_formats.OPEN)
+
+
+LIBRAS = {"hermes": parse_hermes, "qwen3_coder": parse_qwen3_coder}
+
+
+@pytest.fixture(scope="module")
+def cases(repository):
+    return json.loads((repository / "tests" / "golden" / "tool_parsers.json").read_text())["cases"]
+
+
+def test_libra_reads_the_calls_that_verl_reads(cases):
+    assert len(cases) == 9
+    for case in cases:
+        expected = [(call["name"], json.loads(call["arguments"])) for call in case["calls"]]
+        got = [(call.name, call.arguments) for call in LIBRAS[case["parser"]](case["text"]) if call.error is None]
+        assert got == expected
