@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.facts import (
-    RoleChangeCancelled,
-    RoleChangeFailed,
-    RoleChangeStarted,
-    RoleMemberFailed,
-    RoleStage,
-    RoleStageFailed,
-)
+from libra import facts
 from libra.policy import role_changes as say
 from libra.policy.role_changes import Assignment, Role, Roles, Stage
 
@@ -77,16 +70,16 @@ class World:
                 assert process.alive and process.supplied is None
                 assert process.holds == assignment, "it is given work of the role it is in"
                 process.supplied = assignment
-            case RoleMemberFailed(worker=worker):
+            case facts.RoleMemberFailed(worker=worker):
                 if command.restarts:
                     self.restarts.append(worker)
                 assert process.supplied is None
-            case RoleChangeStarted(generation=generation):
+            case facts.RoleChangeStarted(generation=generation):
                 assert generation > max(self.begun, default=0)
                 self.begun[generation] = command
                 settled = {name: self.settled[name] for name in command.assignments}
                 self.before[generation] = {name: {"role": str(has.role), "tp": has.tp} for name, has in settled.items()}
-            case RoleChangeCancelled(generation=generation) | RoleChangeFailed(generation=generation):
+            case facts.RoleChangeCancelled(generation=generation) | facts.RoleChangeFailed(generation=generation):
                 assert generation in self.begun and generation not in self.ended
                 self.undone.add(generation)
             case say.Ended(generation=generation):
@@ -105,7 +98,7 @@ class World:
         told = process.told.popleft()
         assert process.supplied is None
         if fails:
-            self.tell(RoleStageFailed(name, told.generation, "no room"))
+            self.tell(facts.RoleStageFailed(name, told.generation, "no room"))
             return
         if told.stage is Stage.SLEEPING:
             process.holds = None
@@ -119,7 +112,7 @@ class World:
                     if NODES[worker] == node and other.holds is not None and other.holds.role is not Role.LENT
                 ]
                 assert sum(held) <= list(NODES.values()).count(node), "no GPU is in two hands"
-        self.tell(RoleStage(name, told.generation, str(told.stage), 0.0))
+        self.tell(facts.RoleStage(name, told.generation, str(told.stage), 0.0))
 
     def tell(self, event):
         self.mail.append(event)
@@ -134,10 +127,10 @@ class World:
         if not self.sent:
             return
         event = self.sent[index % len(self.sent)]
-        assert isinstance(event, RoleStage | RoleStageFailed)
+        assert isinstance(event, facts.RoleStage | facts.RoleStageFailed)
         change = self.roles.changes.get(event.generation)
         current = change is not None and event.worker not in change.broken and self.roles.members[event.worker].present
-        if isinstance(event, RoleStage):
+        if isinstance(event, facts.RoleStage):
             current = current and change is not None and event.stage == change.stage and event.worker not in change.done
         elif change is None:
             current = event.generation == self.roles.members[event.worker].generation
@@ -172,7 +165,7 @@ class World:
             case "late":
                 change = self.roles.change_of(name)
                 if change is not None and self.processes[name].alive and not self.processes[name].told:
-                    self.tell(RoleStageFailed(name, change.generation, "no room after all"))
+                    self.tell(facts.RoleStageFailed(name, change.generation, "no room after all"))
             case "deliver":
                 self.deliver()
             case "cancel":
@@ -260,7 +253,7 @@ def test_a_change_goes_through_its_stages_and_withdraws_first():
     world = World()
     commands = world.do("request", {"a": TRAIN})
     kinds = [type(command) for command in commands]
-    assert kinds == [RoleChangeStarted, say.Withdraw, say.Perform]
+    assert kinds == [facts.RoleChangeStarted, say.Withdraw, say.Perform]
     stages = [everybody(world) for _ in range(3)]
     assert stages == [[("a", Stage.DRAINING)], [("a", Stage.SLEEPING)], [("a", Stage.TAKING_UP)]]
     assert world.processes["a"].supplied == TRAIN
@@ -322,8 +315,8 @@ def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone():
     while world.mail:
         world.deliver()
     assert world.restarts == ["a"]
-    world.handle(RoleStageFailed("a", 3, "said twice"))
-    world.handle(RoleStage("a", 3, str(Stage.SLEEPING), 0.0))
+    world.handle(facts.RoleStageFailed("a", 3, "said twice"))
+    world.handle(facts.RoleStage("a", 3, str(Stage.SLEEPING), 0.0))
     assert world.restarts == ["a"] and not world.processes["b"].told  # which would take up GPUs that a may hold
     world.lose("a")
     assert world.processes["b"].told[0].stage is Stage.TAKING_UP
@@ -337,7 +330,7 @@ def test_a_role_that_cannot_go_on_is_left_for_what_the_worker_was_started_for():
     world = World()
     world.do("request", {"a": TRAIN})
     world.settle()
-    world.handle(RoleStageFailed("a", 1, "the core refuses it"))
+    world.handle(facts.RoleStageFailed("a", 1, "the core refuses it"))
     assert world.processes["a"].supplied is None
     world.settle()
     assert world.processes["a"].supplied == ROLLOUT

@@ -14,18 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra import facts
 from libra.config import config_from_dict
-from libra.facts import (
-    OpenBatch,
-    OpenGate,
-    OpenWave,
-    QuantumStarted,
-    TrajectoryEnded,
-    TrajectoryParked,
-    Vacate,
-    VersionPublished,
-    WorkerCapacity,
-)
 from libra.graph.member_rows import member_rows
 from libra.policy import Admission, CommittedGroup, OneVersion, StalenessPolicy, Verdict, Waves, judge
 from libra.policy.late_rewards import WaitingGroup, settle
@@ -125,7 +115,7 @@ class Run:
         submitted, rng = 0, self.rng
         lazy = rng.choice((0.2, 1.0, 8.0))  # how much rarer than its start a quantum's end is
         for engine in ENGINES if self.one else ():
-            self.obeyed(self.one.handle(WorkerCapacity(engine, rollout_slots=4)))
+            self.obeyed(self.one.handle(facts.WorkerCapacity(engine, rollout_slots=4)))
         self.published()
         while len(self.taken) < self.rules.iterations or self.training or self.trained:
             starts = [place for place in self.parked if place not in self.generating and self.may(place)]
@@ -179,7 +169,7 @@ class Run:
         else:
             began = self.tokens.get(place)
             assert self.serves[engine] == (began[0] if began else self.version), "one version, the newest to begin with"
-            self.obeyed(self.one.handle(QuantumStarted(str(place), Phase.ROLLOUT, engine)))
+            self.obeyed(self.one.handle(facts.QuantumStarted(str(place), Phase.ROLLOUT, engine)))
         self.parked[place] -= 1
         self.generating[place] = engine
         self.tokens.setdefault(place, []).append(self.serves[engine])
@@ -192,7 +182,7 @@ class Run:
             return
         del self.parked[place]
         if self.one is not None:
-            self.obeyed(self.one.handle(TrajectoryEnded(str(place))))
+            self.obeyed(self.one.handle(facts.TrajectoryEnded(str(place))))
         if self.rules.late != "off" and self.rng.random() < 0.4:
             self.missing.add(place)
         group = place[:2]
@@ -206,7 +196,7 @@ class Run:
 
     def parked_again(self, place, quanta):
         if self.one is not None:
-            self.obeyed(self.one.handle(TrajectoryParked(str(place), place[0], Phase.ROLLOUT, quanta)))
+            self.obeyed(self.one.handle(facts.TrajectoryParked(str(place), place[0], Phase.ROLLOUT, quanta)))
 
     def owed(self, group):
         return {place for place in self.missing if place[:2] == group}
@@ -227,13 +217,13 @@ class Run:
         assert spread < (policy.window or 10**9)
         self.spread = max(self.spread, spread)
         if self.one is not None:
-            self.obeyed(self.one.handle(VersionPublished(self.version)))
+            self.obeyed(self.one.handle(facts.VersionPublished(self.version)))
         self.obeyed(self.admission.version_published(self.version))
 
     def obeyed(self, commands):
         rules, policy = self.rules, self.rules.policy
         for command in commands:
-            if isinstance(command, OpenGate):
+            if isinstance(command, facts.OpenGate):
                 assert command.iteration - policy.eta <= self.version
                 assert command.iteration < len(self.taken) + (policy.in_flight or policy.eta + 1)
                 for group in range(rules.groups):
@@ -241,17 +231,17 @@ class Run:
                         place = command.iteration, group, sample
                         self.parked[place] = self.rng.randint(1, 3)
                         self.parked_again(place, 0)
-            elif isinstance(command, OpenWave):
+            elif isinstance(command, facts.OpenWave):
                 assert command.batch == self.version + len(self.trained)
                 if rules.batches == "own":
                     assert all(iteration == command.batch for iteration, _ in command.members)
                 self.waves.setdefault(command.batch, []).extend(command.members)
                 self.training.append((command.batch, command.wave))
-            elif isinstance(command, OpenBatch):
+            elif isinstance(command, facts.OpenBatch):
                 assert command.batch == len(self.taken) == self.version + len(self.trained)
                 assert not self.streamed or list(command.members) == self.waves[command.batch]
                 self.take(command.batch, command.members)
-            elif isinstance(command, Vacate):
+            elif isinstance(command, facts.Vacate):
                 assert rules.engines == "rounded" and not {*command.keys} & {str(place) for place in self.generating}
                 self.vacated += len(command.keys)
             elif self.one is not None:  # LoadVersion

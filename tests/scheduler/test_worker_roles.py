@@ -5,16 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from libra import keys
-from libra.facts import (
-    EngineKindFields,
-    HybridPoolOpened,
-    RoleMemberJoined,
-    RoleStage,
-    RoleStageFailed,
-    SetupFailed,
-    fields_of,
-)
+from libra import facts, keys
 from libra.policy import Admission, Tail
 from libra.scheduler.worker_roles import WorkerRoles
 from libra.scheduler.worker_supply import Concurrency
@@ -48,7 +39,7 @@ class Stage:
             self.join(name)
 
     def emit(self, fact):
-        self.events.append((fact.name, fields_of(fact)))
+        self.events.append((fact.name, facts.fields_of(fact)))
 
     @staticmethod
     def address(name):
@@ -65,7 +56,7 @@ class Stage:
         self.plugin.add_worker(address)
         self.supplied_when_it_came = self.slots(name)
         if name != "plain":
-            self.say(RoleMemberJoined(name, self.tp or 1, 8, {"cores": name}), name)
+            self.say(facts.RoleMemberJoined(name, self.tp or 1, 8, {"cores": name}), name)
 
     def leave(self, name):
         address = self.address(name)
@@ -78,7 +69,7 @@ class Stage:
         self.plugin.handlers()[type(fact)](self.state, fact, self.address(name))
 
     def breaks(self, name):
-        self.plugin.setup_failed(self.state, SetupFailed(name, "OSError: no space left"), BROKEN)
+        self.plugin.setup_failed(self.state, facts.SetupFailed(name, "OSError: no space left"), BROKEN)
 
     def worker_send(self, address, message):
         self.sent.append((address, message))
@@ -95,7 +86,7 @@ class Stage:
         """These workers finish the stage that they were told."""
         for name in names:
             told = self.told(name)
-            self.say(RoleStage(name, told["generation"], told["stage"], 0.5))
+            self.say(facts.RoleStage(name, told["generation"], told["stage"], 0.5))
 
     def names(self):
         return [name for name, _ in self.events]
@@ -186,7 +177,7 @@ def test_cancelling_is_written_down_and_waited_for():
 
 def test_the_pool_of_the_core_is_told_to_members_old_and_new_and_forgotten_with_its_worker():
     stage = Stage()
-    stage.say(HybridPoolOpened(3, "h", 7), "plain")
+    stage.say(facts.HybridPoolOpened(3, "h", 7), "plain")
     assert stage.told("a")["pool"] == (3, "h", 7) and stage.told("a")["stage"] is None
     stage.leave("b")
     stage.join("b")
@@ -233,13 +224,13 @@ def test_who_cannot_go_back_is_restarted_and_then_failed():
     stage = Stage()
     generation = change(stage, a={"role": "train"})
     stage.plugin.cancel_roles("demo", 0, generation)
-    stage.say(RoleStageFailed("a", generation + 1, "no memory"))
+    stage.say(facts.RoleStageFailed("a", generation + 1, "no memory"))
     ((_, arguments),) = stage.later
     assert arguments[1] == stage.address("a")
     assert stage.events[-1] == ("role_member_failed", {"worker": "a", "detail": "no memory", "restarts": True})
     stage.leave("a")
     stage.join("a")
-    stage.say(RoleStageFailed("a", stage.told("a")["generation"], "still no memory"))
+    stage.say(facts.RoleStageFailed("a", stage.told("a")["generation"], "still no memory"))
     assert ("role_member_failed", {"worker": "a", "detail": "still no memory", "restarts": False}) in stage.events
     assert (row(stage, "a")["stage"], row(stage, "a")["reason"]) == ("failed", "still no memory")
     assert stage.slots("a") == 0
@@ -270,7 +261,7 @@ def test_an_engine_of_two_workers_has_a_limit_of_its_own_that_may_be_set_before_
     stage = Stage(tp=1)
     state = SimpleNamespace(run="demo", workers=SimpleNamespace(engines={}), log=stage.state.log)
     for name in ("a", "b"):
-        stage.concurrency.joined("demo", name, EngineKindFields("vllm", "vllm-tp1-threads1", 1, 8))
+        stage.concurrency.joined("demo", name, facts.EngineKindFields("vllm", "vllm-tp1-threads1", 1, 8))
     assert stage.concurrency.set(state, {"a": {"tp": 2, "slots": 5}}, "a plan") == {}
     change(stage, a={"role": "rollout", "tp": 2}, b={"role": "lent"})
     for _ in range(3):
