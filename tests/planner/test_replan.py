@@ -12,8 +12,10 @@ from deployments import planned_deployment
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.hardware import load_gpu, load_shape
-from libra.planner.arrangement_forecast import EndedIteration, RunFacts
+from libra.config import config_from_dict
+from libra.hardware import engine_seconds, load_gpu, load_shape
+from libra.hardware.run_calibration import EngineOfRun, RunCalibration
+from libra.planner.arrangement_forecast import EndedIteration, RunFacts, ratio_of, run_facts
 from libra.planner.arrangements import REBUCKET, ROLES, SLOTS, Seat, arranged
 from libra.planner.build_plan import plan
 from libra.planner.cost import TrajectoryTotals
@@ -261,3 +263,54 @@ def test_boundaries_share_out_the_tokens_by_what_degrees_generate():
     short = spread.generated_tokens[spread.generated_tokens <= end].sum() / spread.generated_tokens.sum()
     pass_1, pass_2 = STEPS.step_s(4, 4 * weighed.context_tokens), STEPS.step_s(8, 8 * weighed.context_tokens)
     assert short == pytest.approx((4 / pass_1) / (4 / pass_1 + 8 / pass_2), abs=0.1)
+
+
+MODEL = "Qwen3-0.6B"
+
+
+def calibration(path, seconds, model=MODEL):
+    """A file in which a pass of each degree takes so many seconds."""
+    engines = tuple(
+        EngineOfRun(
+            f"rollout-{tp}", "vllm", f"tp{tp}", tp, 8, 10_000, StepSeconds(s, 0.0, 0.0, 0.0, 100, 0.0)
+        )
+        for tp, s in seconds.items()
+    )  # fmt: skip
+    path.write_text(RunCalibration(model, "", engines, None).to_json())
+    return path
+
+
+def advised(**planner):
+    return config_from_dict(
+        {"model": {"path": MODEL}, "rollout": {"engine": "vllm"}, "planner": {"replan": "advise", **planner}}
+    )
+
+
+def modelled(gpu):
+    one, two = (engine_seconds(gpu, MODEL, tp).decode_step_s(4, 400.0) for tp in (1, 2))
+    return two / one
+
+
+def test_a_calibration_is_asked_before_the_tables_of_a_gpu(tmp_path):
+    path = calibration(tmp_path / "c.json", {1: 0.02, 2: 0.05})
+    ratio = ratio_of(advised(calibration=str(path), gpu="H100-80G"), "A100-80G")
+    assert ratio(1, 2, 4.0, 100.0) == (pytest.approx(2.5), f"what {path} measured")
+    found = ratio(1, 4, 4.0, 100.0)  # it did not measure TP 4
+    assert found is not None and found[1] == "the cost model of H100-80G"
+
+
+@pytest.mark.parametrize(
+    ("named", "workers", "used"),
+    [("H100-80G", "A100-80G", "H100-80G"), (None, "H100-80G", "H100-80G"), (None, "cpu", "A800-80G")],
+)
+def test_the_configured_gpu_is_asked_before_the_workers_own(named, workers, used):
+    found = ratio_of(advised(gpu=named), workers)(1, 2, 4.0, 100.0)
+    assert found == (pytest.approx(modelled(used)), f"the cost model of {used}")
+
+
+def test_degrees_that_cannot_be_are_named_with_the_setting():
+    facts = run_facts(advised(tp=[1, 2]))
+    assert facts.may_have("vllm", 2) == ""
+    assert "rollout.engine=vllm" in facts.may_have("transformers", 2)
+    assert "planner.tp with 4" in facts.may_have("vllm", 4)
+    assert facts.ratio(1, 3, 4.0, 100.0) is None  # no heads divide by 3

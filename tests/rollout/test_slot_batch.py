@@ -3,11 +3,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import _disable_current_modes
 
-from libra.errors import EngineError
+from libra.errors import EngineError, ModelError
+from libra.rollout import attention as slot_cache
 from libra.rollout import slot_batch as batch_module
+from libra.rollout.attention import SLOT_ATTENTION, SlotKV
+from libra.rollout.forward import Forward
+from libra.rollout.slot_batch import SlotBatch
 from libra.rollout.slot_table import FREE, RETAINED, RUNNING, Job
+from libra.rollout.weight_loading import load_causal_lm
 from libra.types import StopReason
+from pretended_gpu import PretendedTensor, pretended_gpu
 
 CASES = [("qwen3", True), ("qwen2", True), ("llama", True), ("qwen3", False), ("qwen2", False)]
 """Families and whether their passes are fused."""
@@ -322,3 +329,85 @@ def test_every_request_ends_exactly_once_whatever_happens(actions, shared_batch,
         assert batch.table.state[batch.table.slot_of[name]] == RETAINED
         batch.forget(name)
     assert (batch.table.state == FREE).all()
+
+
+@pytest.fixture
+def load(make_model):
+    slot_cache.register()
+    return lambda family="qwen3", dtype="float32": load_causal_lm(make_model(family), dtype, SLOT_ATTENTION)
+
+
+def kv_for(model, dtype=torch.float32):
+    return SlotKV(model.config, 2, 64, dtype)
+
+
+def test_fused_projections_are_the_stock_modules_own_storage(load):
+    model = load("qwen2")
+    forward = Forward(model, kv_for(model))
+    layer, attention = forward.fused.layers[0], model.model.layers[0].self_attn
+    attention.k_proj.weight.data[0, 0] = 123.0
+    attention.v_proj.bias.data[0] = 321.0
+    assert layer.qkv[attention.q_proj.out_features, 0] == 123.0
+    assert 321.0 in layer.qkv_bias
+
+
+def test_a_pass_that_disagrees_with_transformers_is_refused(load, monkeypatch):
+    model = load()
+    true_attend = slot_cache.attend
+    monkeypatch.setattr("libra.rollout.forward.attend", lambda *a: true_attend(*a) * 1.05)
+    with pytest.raises(ModelError, match="nats"):
+        Forward(model, kv_for(model))
+    Forward(model, kv_for(model), fused=False)
+
+
+def test_bfloat16_logprobs_are_near_those_of_transformers(
+    make_batch, make_model, make_request, reference_logprobs, serve_all
+):
+    request = make_request("b", length=20, new=30)
+    output = serve_all(make_batch(dtype="bfloat16"), request)["b"]
+    expected = reference_logprobs(make_model(), request.context_ids, output.token_ids)
+    assert np.abs(output.logprobs - expected).mean() < 0.1
+
+
+def served(make_model, make_request, device, family, fused, exact):
+    """Everything a batch on ``device`` answers: turns of several trajectories, probes, and all of it after other weights."""
+    slot_cache.register()
+    with _disable_current_modes():  # transformers loads by way of the device ``meta``, a name the pretended GPU has
+        model = load_causal_lm(make_model(family), "float32", slot_cache.SLOT_ATTENTION)
+        others = make_model(family, 1)
+    model.to(device)
+    batch = SlotBatch(model, slots=3, max_context_tokens=96, version=0, fused=fused, exact_logprobs=exact)
+    tokens, answers = [], []
+    for version in (0, 1):
+        if version:
+            batch.load(version, others)
+        requests = [make_request("a", length=40, new=4), make_request("b", new=6, temperature=0.7, top_p=0.9)]
+        requests += [make_request("c", length=40, new=3, temperature=0.0), make_request("d", new=3)]
+        requests += [make_request("e", new=4, context=requests[0].context_ids)]
+        for ticket, request in enumerate(requests):
+            batch.submit(Job(ticket, request, 0.0))
+        turns = {}
+        while batch.has_work:
+            turns |= {job.request.trajectory_id: output for job, output in batch.step()}
+        assert len(turns) == len(requests)
+        tokens += [output.token_ids for _, output in sorted(turns.items())]
+        answers += [output.logprobs for _, output in sorted(turns.items())]
+        answers.append(batch.score(np.arange(20, dtype=np.int32)))
+        answers += [np.array(numbers) for _, numbers in sorted(batch.forward.project(7).items())]
+        wanted = {"model.embed_tokens.weight": (3, 5), "model.norm.weight": ()}
+        wanted["model.layers.0.self_attn.q_proj.weight"] = (1,)
+        answers += [found for _, found in sorted(batch.forward.columns(wanted).items())]
+    return batch, tokens, answers
+
+
+@pytest.mark.parametrize(("family", "fused"), [("qwen3", True), ("qwen2", False)])
+def test_an_engine_elsewhere_answers_as_one_here(make_model, make_request, family, fused):
+    exact = not fused
+    _, expected_tokens, expected = served(make_model, make_request, "cpu", family, fused, exact)
+    with pretended_gpu() as device:
+        batch, got_tokens, got = served(make_model, make_request, device, family, fused, exact)
+        assert all(isinstance(layer, PretendedTensor) for layer in batch.kv.data)
+    for one, other in zip(got_tokens, expected_tokens, strict=True):
+        assert one.tolist() == other.tolist()
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
