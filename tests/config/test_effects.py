@@ -105,17 +105,14 @@ def test_libra_simulate_reads_what_the_table_says(policy, drawn_from_traces, tmp
         for task, sample, turn in itertools.product(range(4), range(2), range(3))
     ]
     trace.write_text("\n".join([header, *rows]) + "\n")
-    config = config_from_dict(
-        {
-            "trainer": {"prompts": 2, "group_size": 2} | ({"algorithm": "opd"} if drawn_from_traces else {}),
-            "distil": {"teacher": {"service": "t"} if policy is None else "Qwen3-8B"} if drawn_from_traces else {},
-            "services": {"named": {"t": TEACHES} if policy is None and drawn_from_traces else {}},
-            "policy": {"name": policy or "mlfq"},
-            "rollout": {"engine": "vllm"},
-            "cluster": {"engines": [{"tp": 2}] if drawn_from_traces else []},
-            "planner": {"lengths": {"turns": 2}} | ({"trace": str(trace)} if drawn_from_traces else {}),
-        }
-    )
+    config = config_from_dict({
+        "trainer": {"prompts": 2, "group_size": 2} | ({"algorithm": "opd"} if drawn_from_traces else {}),
+        "distil": {"teacher": {"service": "t"} if policy is None else "Qwen3-8B"} if drawn_from_traces else {},
+        "services": {"named": {"t": TEACHES} if policy is None and drawn_from_traces else {}},
+        "policy": {"name": policy or "mlfq"}, "rollout": {"engine": "vllm"},
+        "cluster": {"engines": [{"tp": 2}] if drawn_from_traces else []},
+        "planner": {"lengths": {"turns": 2}} | ({"trace": str(trace)} if drawn_from_traces else {}),
+    })  # fmt: skip
     assert read_by(simulate, config) == effective(config, "simulate")
 
 

@@ -115,23 +115,17 @@ def test_each_command_says_it_in_one_line_and_goes_on(capsys):
     assert "alpha: 2.0" in printed.out
 
 
-@pytest.mark.parametrize(
-    ("given", "ignored"),
-    [
-        ("trainer.late_args.versions=5", {"trainer.late_args"}),
-        ("trainer.late=drop & trainer.late_args.versions=3", {"trainer.late_args"}),
-        ("trainer.late=correct & trainer.late_args.versions=3", set()),
-        ("trainer.late=wait & trainer.late_args.wait_s=3.0", set()),
-        ("trainer.algorithm=opd & distil.teacher=t & distil.tokens=8", set()),
-        ("trainer.reject_args.low=0.5", {"trainer.reject_args"}),
-        ("trainer.reject_args.m2po=0.5", set()),
-        ("trainer.kl_args.estimator=k1", {"trainer.kl_args"}),
-        ("trainer.algorithm=opd & distil.teacher=t & distil.wait_s=3.0", set()),
-        ("distil.tokens=8", {"distil.tokens"}),
-        ("staleness.over_age=drop", {"staleness.over_age"}),
-        ("run.eta=1 & staleness.over_age=drop", set()),
-    ],
-)
+@pytest.mark.parametrize(("given", "ignored"), [
+    ("trainer.late_args.versions=5", {"trainer.late_args"}),
+    ("trainer.late=drop & trainer.late_args.versions=3", {"trainer.late_args"}),
+    ("trainer.late=correct & trainer.late_args.versions=3", set()),
+    ("trainer.late=wait & trainer.late_args.wait_s=3.0", set()),
+    ("trainer.algorithm=opd & distil.teacher=t & distil.tokens=8", set()),
+    ("trainer.reject_args.low=0.5", {"trainer.reject_args"}), ("trainer.reject_args.m2po=0.5", set()),
+    ("trainer.kl_args.estimator=k1", {"trainer.kl_args"}),
+    ("trainer.algorithm=opd & distil.teacher=t & distil.wait_s=3.0", set()), ("distil.tokens=8", {"distil.tokens"}),
+    ("staleness.over_age=drop", {"staleness.over_age"}), ("run.eta=1 & staleness.over_age=drop", set()),
+])  # fmt: skip
 def test_late_rewards_teachers_and_staleness_by_hand(given, ignored):
     config = config_from_dict({}, given.split(" & "))
     assert {each.field for each in ignored_settings(config, Situation("run"))} == ignored

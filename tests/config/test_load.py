@@ -69,53 +69,33 @@ def test_all_problems_are_reported_at_once_with_their_lines(tmp_path):
     first, *lines = message.splitlines()
     assert first.startswith("9 ") and len(lines) == 9
     named = (
-        "run.eta",
-        "run.nmae",
-        "group size 1",
-        "trainer.lr (",
-        "stor ",
-        "observe (",
-        "rollout.slots (",
-        "'nonsense'",
-    )
+        "run.eta", "run.nmae", "group size 1", "trainer.lr (", "stor ", "observe (", "rollout.slots (", "'nonsense'",
+    )  # fmt: skip
     for name in (*named, "model.path.deep"):
         assert sum(name in line for line in lines) == 1, name
     assert any("trainer.lr (" in line and "mine.yaml:4" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("text", "field", "value", "typed"),
-    [
-        ("- run\n", "mine.yaml:1", "a list", "run:"),
-        ("hello\n", "mine.yaml:1", "'hello'", "run:"),
-        ("run: 3\n", "run (", "3 (a whole number)", "iterations"),
-        ("run:\n  iterations: ten\n", "mine.yaml:2", "'ten'", "run.iterations=50"),
-        ("run:\n\titerations: 3\n", "mine.yaml:2", "tab", "spaces"),
-        ("runs:\n  iterations: 3\n", "runs (", "mine.yaml:1", "run.iterations"),
-        ("model: libra/tiny-arithmetic\n", "model (", "'libra/tiny-arithmetic'", "path"),
-        ("extends: [a.yaml]\n", "extends", "['a.yaml']", "path of one file"),
-        ("extends: libra/quickstrt\n", "libra/quickstrt", "mine.yaml", "libra/quickstart"),
-    ],
-)
+@pytest.mark.parametrize(("text", "field", "value", "typed"), [
+    ("- run\n", "mine.yaml:1", "a list", "run:"), ("hello\n", "mine.yaml:1", "'hello'", "run:"),
+    ("run: 3\n", "run (", "3 (a whole number)", "iterations"),
+    ("run:\n  iterations: ten\n", "mine.yaml:2", "'ten'", "run.iterations=50"),
+    ("run:\n\titerations: 3\n", "mine.yaml:2", "tab", "spaces"),
+    ("runs:\n  iterations: 3\n", "runs (", "mine.yaml:1", "run.iterations"),
+    ("model: libra/tiny-arithmetic\n", "model (", "'libra/tiny-arithmetic'", "path"),
+    ("extends: [a.yaml]\n", "extends", "['a.yaml']", "path of one file"),
+    ("extends: libra/quickstrt\n", "libra/quickstrt", "mine.yaml", "libra/quickstart"),
+])  # fmt: skip
 def test_a_file_of_another_shape_is_named_with_its_line(text, field, value, typed, tmp_path):
     message = file_problem(tmp_path, text)
     assert field in message and value in message and typed in message
 
 
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [
-        ("run.name=5", "5"),
-        ("run.name=true", "true"),
-        ("run.name=null", None),
-        ("run.name='null'", "null"),
-        ("run.dir=2024", Path("2024")),
-        ("cluster.scheduler=tcp://10.0.0.1:8786", "tcp://10.0.0.1:8786"),
-        ("environment.name=my.module:Thing", "my.module:Thing"),
-        ("trainer.lr=1", 1.0),
-        ("trainer.lr=1e-4", 1e-4),
-    ],
-)
+@pytest.mark.parametrize(("override", "value"), [
+    ("run.name=5", "5"), ("run.name=true", "true"), ("run.name=null", None), ("run.name='null'", "null"),
+    ("run.dir=2024", Path("2024")), ("cluster.scheduler=tcp://10.0.0.1:8786", "tcp://10.0.0.1:8786"),
+    ("environment.name=my.module:Thing", "my.module:Thing"), ("trainer.lr=1", 1.0), ("trainer.lr=1e-4", 1e-4),
+])  # fmt: skip
 def test_an_override_is_typed_as_yaml_or_as_the_text_its_field_holds(override, value):
     section, key = override.partition("=")[0].split(".")
     got = getattr(getattr(config_from_dict({}, [override]), section), key)

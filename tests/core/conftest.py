@@ -23,15 +23,10 @@ def finished(client: Client, random_model: Path, tmp_path_factory: pytest.TempPa
     from libra.driver.run_session import run
 
     settings = factories.run_settings(
-        tmp_path_factory.mktemp("finished"),
-        random_model,
-        run={"iterations": 6, "eta": 1},
-        environment={"name": "troubled:Troubled"},
-        rollout={"max_context_tokens": 512},
-        trainer={"group_size": 6},
-        evaluation={"prompts": 2},
-        store={"keep_versions": 9},
-    )
+        tmp_path_factory.mktemp("finished"), random_model, run={"iterations": 6, "eta": 1},
+        environment={"name": "troubled:Troubled"}, rollout={"max_context_tokens": 512}, trainer={"group_size": 6},
+        evaluation={"prompts": 2}, store={"keep_versions": 9},
+    )  # fmt: skip
     return run(config_from_dict(settings), client=client)
 
 

@@ -161,15 +161,12 @@ def test_what_is_dropped_for_its_age_or_failed_is_replaced_too():
     assert rows[0]["over_age"] == "drop" and rows[2]["trains"] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("trainer", "fix"),
-    [
-        ({"prompts": 4, "train_prompts": 8}, "trainer.prompts=16"),
-        ({"train_prompts": 2, "group_size": 1, "normalize_std": False}, "trainer.group_size=8"),
-        ({"train_prompts": 2, "streaming": "on"}, "trainer.streaming=off"),
-        ({"train_prompts": 2, "late": "correct"}, "trainer.late=wait"),
-    ],
-)
+@pytest.mark.parametrize(("trainer", "fix"), [
+    ({"prompts": 4, "train_prompts": 8}, "trainer.prompts=16"),
+    ({"train_prompts": 2, "group_size": 1, "normalize_std": False}, "trainer.group_size=8"),
+    ({"train_prompts": 2, "streaming": "on"}, "trainer.streaming=off"),
+    ({"train_prompts": 2, "late": "correct"}, "trainer.late=wait"),
+])  # fmt: skip
 def test_what_cannot_be_chosen_is_refused(trainer, fix):
     with pytest.raises(ConfigError, match=fix):
         config_from_dict({"trainer": trainer})

@@ -93,16 +93,11 @@ def test_a_file_of_the_user_replaces_them(tmp_path):
     assert prices.of("A100-80G") is None
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("gpu_hour: {}\n", "currency"),
-        ("currency: USD\nfoo: 1\n", "foo"),
-        ("currency: USD\ncore_hour: {price: -1, source: a, date: 2026-01-31}\n", "core_hour.price"),
-        ("currency: USD\ncore_hour: {price: 1, source: a, date: soon}\n", "core_hour.date"),
-        ("currency: [\n", "YAML"),
-    ],
-)
+@pytest.mark.parametrize(("text", "named"), [
+    ("gpu_hour: {}\n", "currency"), ("currency: USD\nfoo: 1\n", "foo"),
+    ("currency: USD\ncore_hour: {price: -1, source: a, date: 2026-01-31}\n", "core_hour.price"),
+    ("currency: USD\ncore_hour: {price: 1, source: a, date: soon}\n", "core_hour.date"), ("currency: [\n", "YAML"),
+])  # fmt: skip
 def test_a_bad_file_is_one_error_that_names_it(tmp_path, text, named):
     path = tmp_path / "prices.yaml"
     with pytest.raises(ConfigError, match=str(path)):

@@ -74,16 +74,12 @@ def test_an_engine_of_two_is_one_engine_with_all_their_slots_and_its_own_limit()
 HALF = [seat("rollout-0"), seat("rollout-1", may_change=False)]
 
 
-@pytest.mark.parametrize(
-    ("seats", "may_have", "missing"),
-    [
-        (HALF, anything, "cluster.hybrid_workers=2"),
-        ([seat("rollout-0", "x"), seat("rollout-1", "y")], anything, "of one node"),
-        ([seat("rollout-0"), seat("rollout-1")], no_tp, "rollout.engine=vllm"),
-        (HALF, anything, "one more worker that trains"),
-        ([seat("rollout-0")], anything, "rollout.slots=8"),
-    ],
-)
+@pytest.mark.parametrize(("seats", "may_have", "missing"), [
+    (HALF, anything, "cluster.hybrid_workers=2"),
+    ([seat("rollout-0", "x"), seat("rollout-1", "y")], anything, "of one node"),
+    ([seat("rollout-0"), seat("rollout-1")], no_tp, "rollout.engine=vllm"),
+    (HALF, anything, "one more worker that trains"), ([seat("rollout-0")], anything, "rollout.slots=8"),
+])  # fmt: skip
 def test_what_cannot_be_had_names_what_is_missing(seats, may_have, missing):
     said = [option.missing for option in blocked(seats, may_have)]
     assert any(missing in text for text in said), said

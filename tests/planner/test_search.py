@@ -179,17 +179,11 @@ def test_a_single_trainer_publishes_beside_its_next_step():
     assert synchronous.step_s(1, 4.0, 1.0) == pytest.approx(8.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"fixed_train_gpus": 7}, "planner.fixed_train_gpus=6"),
-        ({"fixed_engines": {4: 3}}, "planner.num_gpus=14"),
-        ({"fixed_engines": {2: 1}}, "TP 2"),
-        ({"train_s": [np.inf] * 4}, "memory"),
-        ({"load_s": np.full((2, 3), np.inf)}, "fit no kind"),
-        ({"gpus_per_node": 6}, "nest"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "names"), [
+    ({"fixed_train_gpus": 7}, "planner.fixed_train_gpus=6"), ({"fixed_engines": {4: 3}}, "planner.num_gpus=14"),
+    ({"fixed_engines": {2: 1}}, "TP 2"), ({"train_s": [np.inf] * 4}, "memory"),
+    ({"load_s": np.full((2, 3), np.inf)}, "fit no kind"), ({"gpus_per_node": 6}, "nest"),
+])  # fmt: skip
 def test_what_cannot_be_names_the_constraint_and_the_change(changes, names):
     one = np.ones((2, 3))
     problem = Problem(12, 4, [(1, 8), (4, 8)], one, one, [2, 4, 6, 8], [4.0, 3.0, 2.0, 1.0])

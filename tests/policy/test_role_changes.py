@@ -354,18 +354,11 @@ def test_who_cannot_go_back_is_restarted_once_and_then_given_up():
     assert world.processes["a"].supplied == ROLLOUT
 
 
-@pytest.mark.parametrize(
-    ("targets", "reason"),
-    [
-        ({}, "nothing changes"),
-        ({"a": ROLLOUT}, "nothing changes"),
-        ({"x": TRAIN}, "workers that can: a, b, c, d"),
-        ({"a": LEADS_2}, "tp=1"),
-        ({"a": LENT}, "must take the GPUs"),
-        ({"a": LEADS_2, "d": LENT}, "one node"),
-        ({"a": LEADS_3, "b": LENT}, "tp=2"),
-    ],
-)
+@pytest.mark.parametrize(("targets", "reason"), [
+    ({}, "nothing changes"), ({"a": ROLLOUT}, "nothing changes"), ({"x": TRAIN}, "workers that can: a, b, c, d"),
+    ({"a": LEADS_2}, "tp=1"), ({"a": LENT}, "must take the GPUs"), ({"a": LEADS_2, "d": LENT}, "one node"),
+    ({"a": LEADS_3, "b": LENT}, "tp=2"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_and_nothing_happens(targets, reason):
     world = World()
     assert len(world.do("request", targets)) == 1

@@ -30,13 +30,9 @@ WORK_S = (280.0 * 8 + TRAIN_S * 8) / 16
 
 def test_the_forms_of_a_synchronous_step():
     found = forms(MADE, 18.8)
-    assert found == pytest.approx(
-        {
-            SPLIT: 470.0,
-            STREAMING: ROLLOUT_S + TRAIN_S / 2 + UPDATE_S,
-            TURNING: ROLLOUT_S + TRAIN_S / 4 + UPDATE_S + 18.8,
-        }
-    )
+    assert found == pytest.approx({
+        SPLIT: 470.0, STREAMING: ROLLOUT_S + TRAIN_S / 2 + UPDATE_S, TURNING: ROLLOUT_S + TRAIN_S / 4 + UPDATE_S + 18.8,
+    })  # fmt: skip
     assert MADE.path_over_work == pytest.approx((100.0 + UPDATE_S) / WORK_S)
     measured = forms(replace(MADE, left_s=10.0), 18.8)
     assert measured[STREAMING] == pytest.approx(ROLLOUT_S + 10.0 + UPDATE_S) and measured[SPLIT] == found[SPLIT]
@@ -44,13 +40,10 @@ def test_the_forms_of_a_synchronous_step():
 
 def test_the_forms_of_steps_that_overlap():
     later = forms(replace(MADE, eta=1, throughput_s=100.0), 18.8)
-    assert later == pytest.approx(
-        {
-            SPLIT: (ROLLOUT_S + TRAIN_S + UPDATE_S) / 2,
-            STREAMING: (ROLLOUT_S + TRAIN_S / 2 + UPDATE_S) / 2,
-            TURNING: (ROLLOUT_S + TRAIN_S / 4 + UPDATE_S) / 2 + 18.8,
-        }
-    )
+    assert later == pytest.approx({
+        SPLIT: (ROLLOUT_S + TRAIN_S + UPDATE_S) / 2, STREAMING: (ROLLOUT_S + TRAIN_S / 2 + UPDATE_S) / 2,
+        TURNING: (ROLLOUT_S + TRAIN_S / 4 + UPDATE_S) / 2 + 18.8,
+    })  # fmt: skip
     bound = forms(replace(MADE, eta=4), 18.8)  # engines are the limit, whatever the trainers do
     assert bound[SPLIT] == bound[STREAMING] == 280.0 and bound[TURNING] > 280.0
 

@@ -216,13 +216,9 @@ def test_an_unknown_schema_or_a_headless_log_is_refused(recorded):
 
 async def test_a_resumed_epoch_goes_on_from_what_it_was_given(emulation, tmp_path):
     restored = Admission.resumed(
-        1,
-        GROUPS,
-        version=1,
-        opened={0: ((0, 0), (0, 1))},
-        committed=[CommittedGroup(0, 0, 0), CommittedGroup(0, 1, 0), CommittedGroup(1, 0, 0)],
-        started={(1, 1): 0},
-    ).snapshot()
+        1, GROUPS, version=1, opened={0: ((0, 0), (0, 1))},
+        committed=[CommittedGroup(0, 0, 0), CommittedGroup(0, 1, 0), CommittedGroup(1, 0, 0)], started={(1, 1): 0},
+    ).snapshot()  # fmt: skip
 
     config = emulation.config_of(eta=1, groups=GROUPS)
     async with emulation.cluster() as live:

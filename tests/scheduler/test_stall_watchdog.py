@@ -83,14 +83,11 @@ def stalls(directory):
 
 
 @pytest.mark.live
-@pytest.mark.parametrize(
-    ("blocks", "seen"),
-    [
-        ("event loop", r"written by faulthandler(.|\n)*threading\.py.* in wait"),
-        ("coroutine", r"Coroutine (.|\n)*test_stall_watchdog\.py.* in run(.|\n)*locks\.py"),
-        ("process", r"it is stopped; kill -CONT \d+"),
-    ],
-)
+@pytest.mark.parametrize(("blocks", "seen"), [
+    ("event loop", r"written by faulthandler(.|\n)*threading\.py.* in wait"),
+    ("coroutine", r"Coroutine (.|\n)*test_stall_watchdog\.py.* in run(.|\n)*locks\.py"),
+    ("process", r"it is stopped; kill -CONT \d+"),
+])  # fmt: skip
 async def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(
     emulation, blocks, seen, tmp_path, caplog
 ):

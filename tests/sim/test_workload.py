@@ -57,19 +57,11 @@ def test_a_workload_file_reads_back(tmp_path):
 HEAD = '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",'
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        '{"schema": 9}',
-        HEAD + '[[0,"","",0,0]]]]}',
-        HEAD + "[]]]}",
-        HEAD + '[[7,"t","success",3,1.5],[1,"","",0,0]]]]}',
-        HEAD + '[[7,"","",3,1.5],[1,"","",0,0]]]]}',
-        HEAD + '[[7,"t","",3,1.5]]]]}',
-        HEAD + '[[1,"","",0,0]]],[0,0,0,5,"",[[1,"","",0,0]]]]}',
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "{", '{"schema": 9}', HEAD + '[[0,"","",0,0]]]]}', HEAD + "[]]]}",
+    HEAD + '[[7,"t","success",3,1.5],[1,"","",0,0]]]]}', HEAD + '[[7,"","",3,1.5],[1,"","",0,0]]]]}',
+    HEAD + '[[7,"t","",3,1.5]]]]}', HEAD + '[[1,"","",0,0]]],[0,0,0,5,"",[[1,"","",0,0]]]]}',
+])  # fmt: skip
 def test_what_is_no_workload_is_refused(tmp_path, text):
     (tmp_path / "w.json").write_text(text)
     with pytest.raises(ConfigError, match=r"w\.json|schema|trajector"):

@@ -88,16 +88,11 @@ def test_a_sequence_longer_than_a_micro_batch_is_refused():
         pack(made([9]), max_row_tokens=20, micro_batch_tokens=8)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: t.behaviour_logprob.__setitem__(6, np.nan),
-        lambda t: setattr(t, "advantage", np.inf),
-        lambda t: t.is_action.__setitem__(0, True),
-        lambda t: t.is_action.fill(False),
-        lambda t: setattr(t, "token_ids", t.token_ids[:-1]),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda t: t.behaviour_logprob.__setitem__(6, np.nan), lambda t: setattr(t, "advantage", np.inf),
+    lambda t: t.is_action.__setitem__(0, True), lambda t: t.is_action.fill(False),
+    lambda t: setattr(t, "token_ids", t.token_ids[:-1]),
+])  # fmt: skip
 def test_a_trajectory_that_cannot_be_trained_on_is_named(trajectory, change):
     bad = trajectory(3)
     change(bad)

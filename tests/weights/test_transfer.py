@@ -145,21 +145,14 @@ def flipped(data, offset):
     return data[offset:-1] + bytes([data[-1] ^ 1])
 
 
-@pytest.mark.parametrize(
-    "lies",
-    [
-        {"model": flipped},
-        {"model": lambda data, offset: bytes(len(data))},
-        {"size": 2**50},
-        {"version": lambda data, offset: bytes(MAX_SMALL_BYTES + 1)},
-        {"version": lambda data, offset: b"{}"},
-        {"version": manifest_with(number=1)},
-        {"version": manifest_with(digest="abc")},
-        {"version": manifest_with(num_bytes=2**50)},
-        {"version": manifest_with(tensors={"w": {"shape": [-1], "dtype": "float32"}})},
-        {"version": manifest_with(tensors={"w": {"shape": [1], "dtype": "nn"}})},
-    ],
-)
+@pytest.mark.parametrize("lies", [
+    {"model": flipped}, {"model": lambda data, offset: bytes(len(data))}, {"size": 2**50},
+    {"version": lambda data, offset: bytes(MAX_SMALL_BYTES + 1)}, {"version": lambda data, offset: b"{}"},
+    {"version": manifest_with(number=1)}, {"version": manifest_with(digest="abc")},
+    {"version": manifest_with(num_bytes=2**50)},
+    {"version": manifest_with(tensors={"w": {"shape": [-1], "dtype": "float32"}})},
+    {"version": manifest_with(tensors={"w": {"shape": [1], "dtype": "nn"}})},
+])  # fmt: skip
 def test_what_a_rogue_server_gives_is_deleted_and_the_next_one_is_used(tmp_path, lies):
     store = WeightStore(tmp_path / "a")
     published = store.publish(0, tensors())
