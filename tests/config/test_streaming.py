@@ -41,12 +41,10 @@ def test_waves_are_bounded_and_off_is_the_default():
 
 
 NO_TURNS = {
-    "streaming": {"trainer": {"streaming": "off"}},
-    "nobody": {"cluster": {"hybrid_workers": 0}},
-    "alone": {"cluster": {"rollout_workers": 1, "hybrid_workers": 1}},
-    "wide": {"rollout": {"engine": "vllm", "tp": 2}},
+    "streaming": {"trainer": {"streaming": "off"}}, "nobody": {"cluster": {"hybrid_workers": 0}},
+    "alone": {"cluster": {"rollout_workers": 1, "hybrid_workers": 1}}, "wide": {"rollout": {"engine": "vllm", "tp": 2}},
     "planner": {"planner": {"replan": "apply"}},
-}
+}  # fmt: skip
 
 
 def turning(choice, **changes):

@@ -24,11 +24,9 @@ def test_a_run_learns(make_config, client):
 
     environment = FunctionEnvironment(prompts=[{"prompt": str(i)} for i in range(8)], reward=reward, seed=0)
     config = make_config(
-        run={"iterations": 25},
-        rollout={"max_new_tokens": 8},
-        trainer={"prompts": 2, "group_size": 8, "lr": 2e-2},
+        run={"iterations": 25}, rollout={"max_new_tokens": 8}, trainer={"prompts": 2, "group_size": 8, "lr": 2e-2},
         checkpoint={"every": 0},
-    )
+    )  # fmt: skip
     rewards = [values["reward"] for values in run(config, environment=environment, client=client).iterations]
     assert np.mean(rewards[:5]) < 0.25 and np.mean(rewards[-5:]) > 2 * np.mean(rewards[:5]), rewards
 

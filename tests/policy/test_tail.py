@@ -223,10 +223,8 @@ def test_an_engine_turns_only_for_a_backlog_that_is_worth_it():
 
 def test_engines_return_when_more_is_open_than_the_others_should_have():
     turned = [
-        TurningEngine("e0", 2, facts.Turned.TRAINING, 0),
-        TurningEngine("e1", 2, facts.Turned.TRAINING, 0),
-        *engines(8),
-    ]
+        TurningEngine("e0", 2, facts.Turned.TRAINING, 0), TurningEngine("e1", 2, facts.Turned.TRAINING, 0), *engines(8),
+    ]  # fmt: skip
     assert [turn.worker for turn in RULE.turns(turned, 9, step())] == ["e0"]
     assert [turn.to for turn in RULE.turns(turned, 30, None)] == [facts.Turned.ROLLOUT] * 2
     assert RULE.turns(turned, 8, None) == ()

@@ -71,11 +71,9 @@ async def cluster(rollout=2, tool=2):
 def config_of(eta=0, iterations=1, groups=1, policy=None, **watchdog):
     """A configuration as a registration has it; without a watchdog, unless its settings are given."""
     sections = {
-        "run": {"eta": eta, "iterations": iterations},
-        "trainer": {"prompts": groups},
-        "policy": policy or {"name": "fifo"},
-        "watchdog": {"timeout_s": None} | watchdog,
-    }
+        "run": {"eta": eta, "iterations": iterations}, "trainer": {"prompts": groups},
+        "policy": policy or {"name": "fifo"}, "watchdog": {"timeout_s": None} | watchdog,
+    }  # fmt: skip
     return config_from_dict(sections).model_dump(mode="json")
 
 

@@ -38,14 +38,12 @@ def workload(iterations=2):
         for number in range(48):
             turns = [
                 TurnPlan(
-                    20 + (7 * number + 13 * turn + iteration) % 90,
-                    "" if (number + turn) % 7 == 3 else "bash",
-                    ToolStatus.MALFORMED if (number + turn) % 7 == 3 else ToolStatus.OK,
-                    5 + (3 * number + turn) % 40,
+                    20 + (7 * number + 13 * turn + iteration) % 90, "" if (number + turn) % 7 == 3 else "bash",
+                    ToolStatus.MALFORMED if (number + turn) % 7 == 3 else ToolStatus.OK, 5 + (3 * number + turn) % 40,
                     0.0 if (number + turn) % 7 == 3 else 0.05 + 0.01 * (number % 5),
                 )
                 for turn in range(2 + number % 6)
-            ]
+            ]  # fmt: skip
             turns[-1] = TurnPlan(turns[-1].new_tokens, "", NO_TOOL, 0, 0.0)
             plans.append(TrajectoryPlan(iteration, number // 4, number % 4, 150 + number // 4, tuple(turns)))
     return Workload("emulated", tuple(plans))

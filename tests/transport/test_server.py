@@ -125,10 +125,8 @@ sys.stdin.read()
 @pytest.mark.live
 def test_a_process_without_file_descriptors_serves_again_when_it_has_some(repository):
     options = {
-        "env": {**os.environ, "PYTHONPATH": str(repository)},
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-    }
+        "env": {**os.environ, "PYTHONPATH": str(repository)}, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE,
+    }  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", FEW_FILES, SECRET], text=True, **options)
     try:
         address = ("127.0.0.1", int(process.stdout.readline()))

@@ -206,11 +206,9 @@ def test_digest_sees_names_shapes_dtypes_and_elements():
 DTYPES = (torch.float16, torch.int64, torch.bool, torch.uint8, torch.float64)
 TENSORS = {
     "b": torch.arange(6, dtype=torch.float32).reshape(2, 3),
-    "a": torch.randn(5, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)),
-    "scalar": torch.tensor(3.0),
-    "empty": torch.zeros(0, 4),
-    **{str(dtype): torch.arange(3).to(dtype) for dtype in DTYPES},
-}
+    "a": torch.randn(5, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)), "scalar": torch.tensor(3.0),
+    "empty": torch.zeros(0, 4), **{str(dtype): torch.arange(3).to(dtype) for dtype in DTYPES},
+}  # fmt: skip
 
 
 def test_files_have_the_digest_of_their_tensors(tmp_path):
