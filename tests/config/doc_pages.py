@@ -50,7 +50,6 @@ libra config --fields                                           # print this pag
 
 
 def reference_markdown() -> str:
-    """The whole of docs/configuration.md."""
     parts = [_REFERENCE_HEAD]
     for section_name, section in sections().items():
         summary = " ".join((section.__doc__ or "").split())
@@ -90,7 +89,6 @@ paper and the functions that were compared.
 
 
 def algorithms_markdown() -> str:
-    """The whole of docs/algorithms.md."""
     chosen = ["| `trainer.algorithm` | what | when | source |", "|---|---|---|---|"]
     chosen += [f"| `{name}` | {found.what} | {found.when} | {found.source} |" for name, found in ALGORITHMS.items()]
     knobs = ["| `trainer.algorithm` | keys of `trainer` it sets away from the plain clipped loss |", "|---|---|"]
@@ -154,7 +152,6 @@ the run started), and the fields below. `zcat -f RUN/events/* RUN/events.jsonl` 
 
 
 def facts_markdown() -> str:
-    """The whole of docs/facts.md."""
     logged = sorted((name_of(kind), kind) for kind in kinds() if not issubclass(kind, Signal))
     rows = (
         f"| `{name}` | {', '.join(f'`{field}`' for field in kind.__struct_fields__)} | {_first_line(kind)} |"
@@ -180,7 +177,6 @@ Libra's own errors are one message on standard error and exit code 2; `LIBRA_TRA
 
 
 def commands_markdown() -> str:
-    """The whole of docs/cli.md."""
     parts = [_COMMANDS_HEAD]
     parent = click.Context(cli, info_name="libra", terminal_width=120, **cli.context_settings)
     for name, command in sorted(cli.commands.items()):

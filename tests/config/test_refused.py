@@ -194,7 +194,6 @@ NOT_OVERRIDES = (
 
 
 def problem(typed):
-    """The one error of these overrides."""
     with pytest.raises(ConfigError) as caught:
         config_from_dict({}, typed.split(" & "))
     message = str(caught.value)

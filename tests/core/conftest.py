@@ -32,7 +32,6 @@ def finished(client: Client, random_model: Path, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def worker_address(client: Client) -> Callable[[str], str]:
-    """Address of a worker of `cluster`, by its name."""
     from libra.cluster.connection import present_workers
 
     def address(name: str) -> str:

@@ -173,7 +173,6 @@ def lengths(context, number=16):
 
 
 def measured(seats, tokens=2000.0, rollout_s=4.0):
-    """A run's forecast after a few like iterations on these seats."""
     now, forecast = arranged(seats), StepForecast()
     each = {kind: int(tokens * count / len(now.engines)) for kind, count in now.by_kind.items()}
     for _ in range(4):
@@ -269,7 +268,6 @@ MODEL = "Qwen3-0.6B"
 
 
 def calibration(path, seconds, model=MODEL):
-    """A file in which a pass of each degree takes so many seconds."""
     engines = tuple(
         EngineOfRun(
             f"rollout-{tp}", "vllm", f"tp{tp}", tp, 8, 10_000, StepSeconds(s, 0.0, 0.0, 0.0, 100, 0.0)

@@ -43,7 +43,6 @@ class Run:
         return None if self.numbers is None else Waves(*self.numbers)
 
     def given(self, batch, members):
-        """The trainer gets groups of a batch."""
         assert batch == self.ended <= self.version + self.beside, "step batch - 1 has ended"
         assert all(group in self.committed and 0 <= batch - self.begun[group] <= self.eta for group in members)
         if self.numbers and not self.first_come:
@@ -88,7 +87,6 @@ class Run:
         self.told(self.admission.version_published(self.version))
 
     def report(self, group):
-        """The record of a group is written, or was written before the kill."""
         self.told(self.admission.group_committed(CommittedGroup(*group, self.begun[group])))
 
     def moves(self, steps):

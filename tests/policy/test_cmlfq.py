@@ -126,7 +126,6 @@ def test_nobody_is_passed_over_more_often_than_the_bound(name, num, order):
 
 
 def test_without_patience_the_short_one_would_starve():
-    """The bound is what moves it: with endless patience it never runs."""
     for patience, runs in ((PATIENCE, True), (10**9, False)):
         queue = Queue(Oracle(LENGTHS, patience=patience))
         for key in LENGTHS:
@@ -147,7 +146,6 @@ def test_phases_are_counted_apart():
 
 
 def test_by_default_nobody_is_overdue_within_one_large_iteration():
-    """3,000 trajectories of 42 turns; those that have not begun wait while the others park again and again."""
     patience = StarvationGuard(DEFAULT)
     patience.parked("unbegun", ROLLOUT)
     for turn in range(3_000 * 42):
@@ -166,7 +164,6 @@ def engine(token_bytes=1000):
 
 
 def priority_of(ordering, key, tokens):
-    """Of a trajectory that parks after so many tokens."""
     answers = ordering.handle(facts.TrajectoryParked(key, 0, ROLLOUT, 0))
     if tokens:
         ordering.handle(facts.QuantumFinished(key, ROLLOUT, tokens, "", "", 1.0))

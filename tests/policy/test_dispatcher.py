@@ -113,7 +113,6 @@ def two_workers(**more):
 
 
 def at_home(dispatcher, key, context):
-    """Run one quantum of ``key``; where."""
     park(dispatcher, key, 0, context=context)
     (place,) = dispatcher.dispatch(ROLLOUT)
     return place.worker
@@ -296,7 +295,6 @@ class Twice:
             each.apply(commands)
 
     def happens(self):
-        """One event, and what follows from it."""
         rng, what = self.rng, self.rng.random()
         if what < 0.25 and len(self.context) < 14:
             key, self.begun = str(self.begun), self.begun + 1
@@ -346,7 +344,6 @@ def planned_engine(name, tp, token_s, slots=4):
 
 
 def begun(dispatcher, key, begins_tp, left=1000):
-    """Worker and reason of a trajectory that is believed to have so many tokens left."""
     dispatcher.handle(TrajectoryParked(key, 0, ROLLOUT, 0))
     answers = CMLFQ().handle(TrajectoryParked(key, 0, ROLLOUT, 0))
     dispatcher.apply([answers[0], Prefer(key, (), "test", left, left, begins_tp)])

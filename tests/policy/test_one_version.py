@@ -53,7 +53,6 @@ class Played:
                 assert self.at.pop(key) == command.worker and key not in self.running
 
     def able(self, version):
-        """Engines of a version that keep their trajectories."""
         return {each for each in self.serves if self.serves[each] == version and each not in self.one.emptying}
 
     def forget(self, key, *tables):
@@ -116,7 +115,6 @@ def test_no_engine_changes_under_a_trajectory_and_all_get_the_newest_at_last(mov
 
 
 def with_versions(under_way, *, context=10, slots=8):
-    """Engines of version 0, each with as many trajectories in actions."""
     one = OneVersion(rounded=True)
     one.handle(facts.VersionPublished(0))
     for worker in under_way:

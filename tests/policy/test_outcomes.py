@@ -20,8 +20,6 @@ BEHAVIOURS = ("returns", "raises", "hangs", "floods", "no such tool", "no such a
 
 @cache
 def act(how: str) -> ToolReturn:
-    """What an environment of Libra says of a tool that behaves like this."""
-
     async def work(how: str) -> str:
         """Do something.
 

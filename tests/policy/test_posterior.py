@@ -37,7 +37,6 @@ def parked(key, group="", family=""):
 
 
 def take(forecaster, step):
-    """Do a step; what a policy could see of it."""
     match step:
         case ("turn", key, tokens, tool, success):
             forecaster.handle(parked(key, key[:3], "family"))
@@ -62,7 +61,6 @@ def through_json(forecaster):
 
 
 def run(forecaster, key, turns, *, group="", family=""):
-    """A whole trajectory, then a call of learn."""
     forecaster.handle(parked(key, group, family))
     for tokens, tool in turns:
         forecaster.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, tool, ToolStatus.OK if tool else NO_TOOL, 1.0))
@@ -95,7 +93,6 @@ def test_without_anything_measured_the_least_served_goes_first_and_skill_is_zero
 
 
 def worlds(rng, count):
-    """Half of the trajectories use a tool that others do not, and run four times as long."""
     made = []
     for number in range(count):
         long = bool(rng.random() < 0.5)
@@ -233,7 +230,6 @@ def test_rows_to_learn_from_are_kept_of_a_bounded_number():
 
 
 def with_siblings(lengths, groups):
-    """A posterior that has seen trajectories of these lengths end, and has three siblings waiting in each group."""
     posterior = Posterior()
     for number, tokens in enumerate(lengths):
         key, group = f"done-{number}", f"g{number % groups}"
@@ -291,7 +287,6 @@ PROMPTS, SAMPLES = 40, 4
 
 
 def begin(posterior, iteration, prompts):
-    """All groups of an iteration are named and parked; their keys."""
     posterior.handle(prompts_named("train", iteration, prompts))
     groups = [[f"t-{iteration}-{g}-{s}" for s in range(SAMPLES)] for g in range(len(prompts))]
     for g, keys in enumerate(groups):

@@ -89,7 +89,6 @@ class World:
                 self.refused.append(reason)
 
     def work(self, name, *, fails=False, skips=False):
-        """A worker does the first thing that it was told and has not done, and says so."""
         process = self.processes[name]
         while skips and len(process.told) > 1 and process.told[0].generation < process.told[-1].generation:
             process.told.popleft()
@@ -153,7 +152,6 @@ class World:
             self.announce(name)
 
     def step(self, what, number):
-        """One thing happens, of one kind."""
         busy = [name for name, process in self.processes.items() if process.told] or list(NODES)
         name = busy[number % len(busy)]
         going = sorted(self.roles.changes) or [number]
@@ -181,7 +179,6 @@ class World:
                 everybody(self)
 
     def settle(self):
-        """Everybody does all that is to be done, restarts included, and whoever is away comes back."""
         for _ in range(200):
             for name in NODES:
                 self.come_back(name)
@@ -193,7 +190,6 @@ class World:
 
 
 def targets_of(number):
-    """One of many things that can be asked for, sensible or not."""
     choices = [
         {"a": TRAIN}, {"b": TRAIN}, {"d": TRAIN}, {"a": ROLLOUT}, {"b": ROLLOUT}, {"a": TRAIN, "d": TRAIN},
         {"a": LEADS_2, "b": LENT}, {"b": LEADS_2, "a": LENT}, {"a": LEADS_3, "b": LENT, "c": LENT},

@@ -63,7 +63,6 @@ class Rules:
 
 @st.composite
 def rules(draw):
-    """Every combination that a run allows, with a bound of up to 3."""
     eta, batches = draw(st.integers(0, 3)), draw(st.sampled_from(["whole", "whole", "own", "first_come"]))
     whole = batches == "whole"
     over_age = draw(st.sampled_from(OVER_AGE)) if eta and whole else Verdict.WAIT
@@ -300,7 +299,6 @@ class Run:
         self.waiting = (*found.waiting, *(group for group in fresh if group.missing))
 
     def checked(self):
-        """After the last step."""
         rules, consumed = self.rules, [group for members in self.taken.values() for group in members]
         assert len(consumed) == len(set(consumed)) == rules.groups * rules.iterations
         assert min(self.lags) >= 0

@@ -171,7 +171,6 @@ def test_the_state_survives_json():
 
 
 def held():
-    """A run of four groups a batch, whose first three are complete."""
     admission = Admission(0, 4, Waves(4))
     admission.ways = choice(("split", "streaming"), "split")
     commands = []

@@ -37,7 +37,6 @@ class Run:
         self.admission.version_published(version)
 
     def begin(self, iteration):
-        """Everything of the iteration is generated on e2."""
         for group in range(GROUPS):
             for sample in range(SIZE):
                 key = f"t-{iteration}-{group}-{sample}"
@@ -45,7 +44,6 @@ class Run:
                 self.tail.handle(facts.QuantumStarted(key, Phase.ROLLOUT, "e2"))
 
     def end(self, group, tokens=100):
-        """A group is generated and committed; a wave opens with it if the trainer is free."""
         for sample in range(SIZE):
             key = f"t-0-{group}-{sample}"
             self.tail.handle(facts.QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))

@@ -88,7 +88,6 @@ class Cluster:
     st.integers(0, 6),
 )  # fmt: skip
 def test_bounds_hold_and_a_constant_load_settles(loads, start_s, least, extra):
-    """Each load lasts five minutes; then it does not change for half an hour."""
     cluster = Cluster(ToolFleet(least, least + extra), start_s, [f"tool-{n}" for n in range(least)])
     at = 0
     for load in loads:

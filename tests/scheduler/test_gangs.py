@@ -60,7 +60,6 @@ class Stage:
         return key
 
     def form(self, number):
-        """Everybody does as told, up to a ready group."""
         self.say(GangOpen(number, "h", 1))
         for rank in range(2):
             self.say(GangRankJoined(number, rank, number))

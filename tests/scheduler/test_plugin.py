@@ -104,7 +104,6 @@ async def keeps_its_slot(key):
 
 
 async def waits(key):
-    """One generation."""
     KEPT["emulation"].report(key, "demo", 0, following=None)
     return "second"
 

@@ -56,7 +56,6 @@ async def record(emulation, directory, policy=None):
 
 @pytest.fixture(scope="module")
 def recorded(emulation, tmp_path_factory):
-    """Events of a run; a test leaves them alone."""
     directory = tmp_path_factory.mktemp("recorded")
     asyncio.run(record(emulation, directory))
     return directory / "events.jsonl"

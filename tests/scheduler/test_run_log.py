@@ -58,7 +58,6 @@ class Part(WorkerPlugin):
 
 
 def registration(directory, client, epoch):
-    """What a driver sends."""
     return msgspec.to_builtins(RunRegistration("demo", epoch, str(directory), client=client.id))
 
 

@@ -17,7 +17,6 @@ RUNS = []
 
 
 async def once_more():
-    """Ask to be scheduled again the first time."""
     worker = get_worker()
     RUNS.append((worker.name, quantum_here(worker, "again")))
     if len(RUNS) == 1:

@@ -59,7 +59,6 @@ def quantum(blocks):
 
 @contextlib.asynccontextmanager
 async def processes():
-    """A scheduler here and one rollout worker in a process of its own."""
     with dask.config.set(DASK_SETTINGS):
         async with (
             Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler,

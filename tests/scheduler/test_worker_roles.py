@@ -46,7 +46,6 @@ class Stage:
         return f"tcp://10.0.0.1:{ord(name[0])}"
 
     def join(self, name):
-        """A worker comes, with what its command line says, and its host announces itself."""
         address = self.address(name)
         resources = {keys.ROLLOUT: 8} | ({keys.TP: self.tp} if self.tp else {})
         self.workers[address] = SimpleNamespace(name=name, resources=resources, used_resources={})
@@ -83,7 +82,6 @@ class Stage:
         return next(message for address, message in reversed(self.sent) if address == self.address(name))
 
     def done(self, *names):
-        """These workers finish the stage that they were told."""
         for name in names:
             told = self.told(name)
             self.say(facts.RoleStage(name, told["generation"], told["stage"], 0.5))

@@ -39,7 +39,6 @@ class Host(WorkerPlugin):
 
 
 def ends(run, detail=""):
-    """The setup of a run on the worker that joins ends so."""
     Host.ends.setdefault(run, asyncio.get_running_loop().create_future()).set_result(detail)
 
 
@@ -70,7 +69,6 @@ def rows(live, run="demo"):
 
 
 def supplied(live, address):
-    """What Dask gives out there."""
     return {name for name, by in live.scheduler.resources.items() if address in by and name != keys.TOOL}
 
 

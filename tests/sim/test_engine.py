@@ -18,7 +18,6 @@ def engine_of(tables, residuals=None):
 
 
 def run_dry(engine):
-    """When each request ends, if nothing more is submitted."""
     ends = {}
     while (at_s := engine.next_finish_s()) is not None:
         for request in engine.finished(at_s):

@@ -35,7 +35,6 @@ def lines_of(*facts):
 
 
 def stored(run_dir, *turns):
-    """A run with one trajectory, its turns given as (tool, status)."""
     rows = [
         {"turn": i, "tool": tool, "status": status, "prompt_tokens": 10 * (i + 1), "generated_tokens": 3,
          "observation_tokens": 4 if status else 0, "tool_s": 0.5 if status else 0.0, "generate_s": 0.1}

@@ -32,7 +32,6 @@ AROUND = SimulationOptions(
 
 
 def workload(iterations=2):
-    """Turns of many lengths; some calls cannot be read and are answered within the generation."""
     plans = []
     for iteration in range(iterations):
         for number in range(48):
@@ -50,7 +49,6 @@ def workload(iterations=2):
 
 
 def engines():
-    """Two of different speed and size."""
     kinds = (("rollout-0", FAST, 16), ("rollout-1", SLOW, 6))
     return tuple(
         EngineSpec(

@@ -36,7 +36,6 @@ def make_batch(step):
 
 
 def make_taught(rng, one, k=5):
-    """What a teacher might say of a trajectory: five tokens of 48 at each place, and all others together."""
     count = one.num_action_tokens
     columns = rng.random((count, 48)).argsort(axis=1)[:, :k]
     parts = np.log(rng.dirichlet(np.ones(k + 1), count)).astype(np.float32)
@@ -146,7 +145,6 @@ class Member:
         self.recorded.replica.save(directory)
 
     def keep(self, path):
-        """Write the published weights, and what the optimizer updates."""
         replica = self.recorded.replica
         weights = {f"weights/{name}": tensor for name, tensor in replica.weights().items()}
         optimized = {f"optimized/{name}": whole(tensor.detach()) for name, tensor in replica.optimized().items()}

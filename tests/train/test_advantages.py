@@ -17,7 +17,6 @@ def group(reward, **changes):
 
 
 def of_one(reward, valid=None, **options):
-    """GRPO's advantages of one group."""
     return adv.batch_advantages([group(reward, **({} if valid is None else {"valid": valid}))], "grpo", **options)[0][0]
 
 

@@ -56,7 +56,6 @@ def near(model, batch, score, rng):
 
 
 def gradient(model, samples):
-    """Loss and gradient accumulated over micro-batches."""
     denominator = model.gradient.objective.aggregation.divisor_of(model.gradient.weight_of(samples))
     model.optimizer.zero_grad()
     total, batches = 0.0, pack(samples, max_row_tokens=64, micro_batch_tokens=90, logp_dtype=torch.float64)

@@ -17,7 +17,6 @@ DOUBLE = torch.float64
 
 @pytest.fixture
 def logits():
-    """Hidden states and head of a student, and log-probabilities of a teacher."""
     torch.manual_seed(3)
     return torch.randn(N, H, dtype=DOUBLE), torch.randn(V, H, dtype=DOUBLE), (2 * torch.randn(N, V)).log_softmax(-1)
 

@@ -19,7 +19,6 @@ from libra.types import Taught
 
 @pytest.fixture
 def wires():
-    """Both ends of a connection: the core's, and a hybrid's."""
     accepted = SimpleQueue()
     ended = threading.Event()
 

@@ -210,7 +210,6 @@ DIVIDED = {"token-mean": {}, "seq-mean-token-mean": {}, "seq-mean-token-sum-norm
 
 
 def gradient(replica, trajectories):
-    """The divided gradient of one batch, flat."""
     replica.optimizer.zero_grad(set_to_none=True)
     weight = replica.gradient.accumulate([sample_of(made, 0) for made in trajectories], 0, Tally())
     parts = [p.grad.flatten() for p in replica.optimized().values() if p.grad is not None]

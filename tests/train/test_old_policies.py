@@ -35,7 +35,6 @@ def mix(batch, newest, rng):
 
 
 def spied(model):
-    """Samples as a step differentiates them."""
     seen = []
     accumulate = model.gradient.accumulate
 

@@ -15,7 +15,6 @@ from libra.types import FailureClass
 
 @pytest.fixture
 def batch(trajectory):
-    """Seven trajectories of different lengths; one failed, one has no generated token."""
     made = [trajectory(seed, 0.5 - seed % 3, lengths=(3 + seed, 2 + 3 * seed, 2, 4)) for seed in range(5)]
     failed, silent = trajectory(5), trajectory(6, lengths=(9,))
     failed.failure = FailureClass.ENGINE
@@ -75,7 +74,6 @@ def test_another_trajectory_than_announced_is_refused(batch, trajectory):
 
 
 def gradient_of(replica, batch):
-    """The gradient of step 0, before it is clipped."""
     found = []
     replica.apply_gradient = lambda step, tally: found.append(
         torch.cat([p.grad.flatten().clone() for p in replica.optimized().values() if p.grad is not None])

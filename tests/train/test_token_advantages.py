@@ -19,7 +19,6 @@ def of_run(**trainer):
 
 
 def groups_of(batch, size):
-    """The batch as groups of ``size`` with rewards of their own."""
     rng = np.random.default_rng(0)
     for index, one in enumerate(batch):
         one.trajectory_id = TrajectoryId(0, index // size, index % size)

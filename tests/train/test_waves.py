@@ -39,7 +39,6 @@ def double(replica):
 
 @pytest.fixture
 def mixed(batch):
-    """The batch, with one trajectory that failed and one without an advantage, which weighs and has no gradient."""
     batch[4].advantage = 0.0
     batch[5].failure = FailureClass.WORKER
     return batch

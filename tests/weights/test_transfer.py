@@ -79,7 +79,6 @@ def closed_port():
 
 
 def check_only(store, *numbers):
-    """Nothing but these versions is under the root, each with its digest."""
     assert sorted(path.name for path in store.root.iterdir()) == [f"{number:08d}" for number in numbers]
     for number in numbers:
         store.read(number)

@@ -16,7 +16,6 @@ def park(dispatcher, key, *tools, level=0):
 
 
 def at(dispatcher, at_s):
-    """Who begins, and who is stopped."""
     places = dispatcher.dispatch(Phase.TOOL, at_s)
     return [place.key for place in places], dispatcher.revocations()
 
@@ -27,7 +26,6 @@ def ended(dispatcher, key, tool, took_s, status=ToolStatus.OK):
 
 @pytest.fixture
 def dispatcher():
-    """A tool worker with one core, after an action of each tool."""
     made = Dispatcher()
     made.handle(facts.WorkerCapacity("a", tool_slots=4))
     made.handle(facts.ToolsDeclared(TOOLS, {}))

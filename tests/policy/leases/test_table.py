@@ -72,7 +72,6 @@ class Model:
         self.num_revoked = 0
 
     def act(self, move):
-        """Do one thing; returns the answers of `admit`."""
         table = self.table
         match move:
             case ("request", holder, least, level, tool):
@@ -330,7 +329,6 @@ def test_sizes_of_a_measured_tool_are_tried_and_then_used_by_their_speed():
 
 
 def learned(cores=8, **seconds):
-    """One worker of ``cores`` cores; actions of each tool have taken so long on one."""
     table = one_worker(cores=cores)
     for tool, took_s in seconds.items():
         ask(table, request("first", 1, tool=tool))

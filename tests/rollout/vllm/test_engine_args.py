@@ -70,7 +70,6 @@ def test_the_environment_of_this_process_is_as_before(monkeypatch):
 @pytest.mark.vllm
 @pytest.mark.skipif(not vllm_is_installed(), reason="vllm is not installed here: make setup-vllm")
 def test_a_connector_that_keeps_stale_kv_and_drafts_on_a_cpu_are_refused(make_model):
-    """And a connector that drops it is passed on."""
     for field, value in (
         ("kv_transfer_config", {"kv_connector": "ExampleConnector"}),
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),

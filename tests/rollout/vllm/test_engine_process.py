@@ -18,7 +18,6 @@ from libra.testing.models import Models
 
 @pytest.mark.parametrize(("kernel", "fp64"), [("forward_cpu", False), ("forward_cpu", True), ("forward_native", False)])
 def test_a_continued_request_skips_what_its_tokens_drew(kernel, fp64):
-    """As vLLM's two ways of drawing a token on a CPU do it."""
     vocab, dtype = 300, torch.float64 if fp64 else torch.float32
 
     def draw(generator):
