@@ -10,6 +10,12 @@ from libra.config import RunConfig, config_from_dict, dump_config, load_config, 
 from libra.config.field_help import field_references
 from libra.errors import ConfigError
 
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1, max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
 
 def file_problem(directory, text, *overrides):
     path = directory / "mine.yaml"
@@ -146,13 +152,6 @@ def test_the_resolved_configuration_reads_back(tmp_path):
     assert set(field_references()) <= {
         f"{section}.{key}" for section, values in config.model_dump().items() for key in values
     }
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1, max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
 
 
 @settings(max_examples=10)  # each writes and reads every setting

@@ -20,6 +20,7 @@ _PLAIN = {
     facts.Priority: st.builds(facts.Priority, _INTS, _INTS, _INTS),
     facts.ToolNeeds: st.builds(facts.ToolNeeds, _INTS, _INTS, _INTS, _INTS, st.none() | st.dictionaries(_INTS, _FLOATS)),
 }  # fmt: skip
+_OUTCOMES = st.sampled_from([NO_TOOL, *ToolStatus])
 
 
 def values_of(kind):
@@ -32,9 +33,6 @@ def values_of(kind):
     if get_origin(kind) is tuple:
         return st.lists(arguments[0]).map(tuple) if Ellipsis in get_args(kind) else st.tuples(*arguments)
     return st.one_of(*arguments) if arguments else st.from_type(kind)
-
-
-_OUTCOMES = st.sampled_from([NO_TOOL, *ToolStatus])
 
 
 @pytest.mark.parametrize("kinds", [list(facts.known().values())[n::8] for n in range(8)])

@@ -14,6 +14,7 @@ CONFIG = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100, "tie_word_embeddings": True,
 }  # fmt: skip
+GOOD = "currency: EUR\ngpu_hour:\n  H100-80G: {price: 2.5, source: invoice, date: 2026-01-31}\n"
 
 
 def test_names_of_gpus_are_forgiving_but_not_guessed():
@@ -72,9 +73,6 @@ def test_key_value_heads_are_copied_beyond_their_number():
         with pytest.raises(ConfigError, match="tp"):
             shape.check_tp(tp)
     assert load_shape("Qwen3-32B").kv_bytes_per_token(16) == load_shape("Qwen3-32B").kv_bytes_per_token(8)
-
-
-GOOD = "currency: EUR\ngpu_hour:\n  H100-80G: {price: 2.5, source: invoice, date: 2026-01-31}\n"
 
 
 def test_the_shipped_prices_name_known_gpus_sources_and_dates():

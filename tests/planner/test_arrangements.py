@@ -21,6 +21,9 @@ from libra.planner.arrangements import (
 )
 from libra.policy.role_changes import Assignment, Refuse, Role, Roles
 
+ROLE = {"rollout": Role.ROLLOUT, "train": Role.TRAIN, "lent": Role.LENT}
+NAMES = ("a", "b", "c", "d")
+
 
 def seat(name, host="node", **more):
     return Seat(name, host, "vllm", "vllm-tp1-threads1", 1, 4, **{"may_change": True, **more})
@@ -100,9 +103,6 @@ def test_kinds_and_limits_of_a_change():
     assert limits_for(now, now) == {}
 
 
-ROLE = {"rollout": Role.ROLLOUT, "train": Role.TRAIN, "lent": Role.LENT}
-
-
 def carry_out(roles, assignments):
     """A change, as the scheduler's state machine sees it; refused: an error."""
     wanted = {name: Assignment(ROLE[str(has["role"])], int(str(has["tp"]))) for name, has in assignments.items()}
@@ -112,9 +112,6 @@ def carry_out(roles, assignments):
         (generation, change), *_ = roles.changes.items()
         for name in change.moves:
             roles.handle(RoleStage(name, generation, str(change.stage), 0.0))
-
-
-NAMES = ("a", "b", "c", "d")
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=6))

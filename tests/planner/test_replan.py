@@ -24,6 +24,11 @@ from libra.planner.snapshot import PlanningSnapshot
 from libra.planner.step_forecast import Batch, StepForecast, Taken
 from libra.types import EngineCapacity, StepSeconds
 
+TOKENS_S = 100.0
+LONG, HEAVY = Batch(3000.0, 3500.0), Batch(300.0, 30000.0)
+STEPS = StepSeconds(0.02, 0.001, 1e-6, 1e-5, 500, 0.02)
+MODEL = "Qwen3-0.6B"
+
 
 def small_snapshot(num=24, factor=1.0):
     tokens = np.linspace(200, 2000, num) * factor
@@ -88,10 +93,6 @@ def test_a_factor_scales_training():
 
 
 # ---------------------------------------------------------------- arrangements of a run
-
-TOKENS_S = 100.0
-LONG, HEAVY = Batch(3000.0, 3500.0), Batch(300.0, 30000.0)
-STEPS = StepSeconds(0.02, 0.001, 1e-6, 1e-5, 500, 0.02)
 
 
 def run(engine="vllm", ratio=0.8, **changes):
@@ -262,9 +263,6 @@ def test_boundaries_share_out_the_tokens_by_what_degrees_generate():
     short = spread.generated_tokens[spread.generated_tokens <= end].sum() / spread.generated_tokens.sum()
     pass_1, pass_2 = STEPS.step_s(4, 4 * weighed.context_tokens), STEPS.step_s(8, 8 * weighed.context_tokens)
     assert short == pytest.approx((4 / pass_1) / (4 / pass_1 + 8 / pass_2), abs=0.1)
-
-
-MODEL = "Qwen3-0.6B"
 
 
 def calibration(path, seconds, model=MODEL):

@@ -16,6 +16,7 @@ from libra.types import StepSeconds
 KINDS = {"fast": 1, "slow": 1}
 SPEED = {"fast": 800.0, "slow": 200.0}
 TRAIN_S, REST_S = 1.5, 0.1
+FLAT = StepSeconds(0.01, 0.0, 0.0, 0.0, 100, 0.0)
 
 
 def took(lengths, factor=1.0):
@@ -116,9 +117,6 @@ def test_training_is_proportional_until_the_run_says_otherwise():
     assert known.expected_s(1000.0, 2) > 7.0
     assert TrainingForecast().expected_s(1000.0, 1) == 0.0
     assert known.after(0.0, 1, 3.0) == known
-
-
-FLAT = StepSeconds(0.01, 0.0, 0.0, 0.0, 100, 0.0)
 
 
 def batch(*tokens, prompt=0.0, tool_s=0.0):

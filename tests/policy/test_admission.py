@@ -15,6 +15,20 @@ from libra.policy.admission import KEPT_BATCHES
 from libra.policy.waves import first_come
 
 Group = tuple[int, int]
+WAVES = st.none() | st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(0, 3))
+NUMBERS = st.integers(0, 5)
+CALLS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["gate_parked", "batch_parked", "version_published", "step_ended"]), NUMBERS),
+        st.tuples(st.just("generation_started"), NUMBERS, st.integers(0, 2), NUMBERS),
+        st.tuples(st.just("group_committed"), st.builds(CommittedGroup, NUMBERS, st.integers(0, 2), st.integers(-1, 5))),
+    ),
+    max_size=40,
+)  # fmt: skip
+POLICIES = st.builds(
+    StalenessPolicy, st.integers(0, 2), st.sampled_from([Verdict.WAIT, Verdict.MASK]), st.sampled_from([None, 3]),
+    st.sampled_from([None, 1]),
+)  # fmt: skip
 
 
 class Run:
@@ -174,9 +188,6 @@ class Run:
             assert json.loads(json.dumps(self.admission.snapshot())) == snapshot
 
 
-WAVES = st.none() | st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(0, 3))
-
-
 @given(st.integers(0, 3), st.integers(1, 5), WAVES, st.booleans(), st.booleans(), st.integers(0, 10**6))
 def test_every_group_is_consumed_once_and_in_time_whatever_is_killed(eta, groups, waves, first_come, beside, seed):
     for number in range(4):
@@ -187,23 +198,6 @@ def test_every_group_is_consumed_once_and_in_time_whatever_is_killed(eta, groups
         assert all(each == sorted(each, key=lambda wave: not wave) for each in run.waves.values()), (
             "left over: the last"
         )
-
-
-NUMBERS = st.integers(0, 5)
-CALLS = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from(["gate_parked", "batch_parked", "version_published", "step_ended"]), NUMBERS),
-        st.tuples(st.just("generation_started"), NUMBERS, st.integers(0, 2), NUMBERS),
-        st.tuples(st.just("group_committed"), st.builds(CommittedGroup, NUMBERS, st.integers(0, 2), st.integers(-1, 5))),
-    ),
-    max_size=40,
-)  # fmt: skip
-
-
-POLICIES = st.builds(
-    StalenessPolicy, st.integers(0, 2), st.sampled_from([Verdict.WAIT, Verdict.MASK]), st.sampled_from([None, 3]),
-    st.sampled_from([None, 1]),
-)  # fmt: skip
 
 
 @given(policy=POLICIES, groups=st.integers(1, 3), before=CALLS, after=CALLS)

@@ -36,6 +36,12 @@ EVENTS = st.lists(
     ),
     max_size=40,
 )  # fmt: skip
+PATIENCE = 32
+LENGTHS = {f"long-{i}": 10_000 * (i + 1) for i in range(40)} | {"short": 10}
+BOUNDED = {
+    "oracle": lambda: Oracle(LENGTHS, patience=PATIENCE), "mlfq": lambda: Mlfq(patience=PATIENCE),
+    "completed_calls": lambda: CompletedCalls(patience=PATIENCE), "cmlfq": lambda: CMLFQ(patience=PATIENCE),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -73,13 +79,6 @@ def test_an_earlier_iteration_goes_before_a_later_one(kind, events):
 
 
 # ---------------------------------------------------------------- the bound on waiting
-
-PATIENCE = 32
-LENGTHS = {f"long-{i}": 10_000 * (i + 1) for i in range(40)} | {"short": 10}
-BOUNDED = {
-    "oracle": lambda: Oracle(LENGTHS, patience=PATIENCE), "mlfq": lambda: Mlfq(patience=PATIENCE),
-    "completed_calls": lambda: CompletedCalls(patience=PATIENCE), "cmlfq": lambda: CMLFQ(patience=PATIENCE),
-}  # fmt: skip
 
 
 class Queue:

@@ -28,6 +28,14 @@ KEYS = [f"k{i}" for i in range(8)]
 WORKERS = {"a": ("tp1", 1), "b": ("tp1", 2), "c": ("tp4", 2)}
 TOLD = {"kv_tokens": 10**9, "alone_s_per_token": 0.01, "full_s_per_token": 0.02}
 """Of an engine with room for everybody."""
+MOVE = st.one_of(
+    st.tuples(st.just("park"), st.sampled_from(KEYS), st.integers(-1, 3), st.sampled_from(Phase)),
+    st.tuples(st.just("prefer"), st.sampled_from(KEYS), st.sampled_from(["tp1", "tp4"])),
+    st.tuples(st.sampled_from(["finish", "end"]), st.sampled_from(KEYS)), st.tuples(st.just("dispatch")),
+    st.tuples(st.sampled_from(["join", "leave"]), st.sampled_from(sorted(WORKERS))),
+)  # fmt: skip
+KEEPS = TOLD | {"kv_tokens": 1000, "kv_token_bytes": 100, "prefill_s_per_token": 1.0}
+"""Of an engine that exchanges KV, and on which it is quicker to send KV than to compute it."""
 
 
 def joined(name, **more):
@@ -38,14 +46,6 @@ def joined(name, **more):
 def park(dispatcher, key, order, *, phase=ROLLOUT, context=0):
     dispatcher.handle(TrajectoryParked(key, 0, phase, 0, "", "", context))
     dispatcher.apply([SetPriority(key, Priority(0, 0, order), "test")])
-
-
-MOVE = st.one_of(
-    st.tuples(st.just("park"), st.sampled_from(KEYS), st.integers(-1, 3), st.sampled_from(Phase)),
-    st.tuples(st.just("prefer"), st.sampled_from(KEYS), st.sampled_from(["tp1", "tp4"])),
-    st.tuples(st.sampled_from(["finish", "end"]), st.sampled_from(KEYS)), st.tuples(st.just("dispatch")),
-    st.tuples(st.sampled_from(["join", "leave"]), st.sampled_from(sorted(WORKERS))),
-)  # fmt: skip
 
 
 @given(st.lists(MOVE, max_size=80))
@@ -187,10 +187,6 @@ def test_a_context_that_does_not_fit_any_more_waits_until_it_does_and_pushes_nob
     assert [(place.key, place.reason) for place in dispatcher.dispatch(ROLLOUT)] == [("y", "home")]
     dispatcher.handle(TrajectoryEnded("y"))
     assert [(place.key, place.reason) for place in dispatcher.dispatch(ROLLOUT)] == [("x", "first home")]
-
-
-KEEPS = TOLD | {"kv_tokens": 1000, "kv_token_bytes": 100, "prefill_s_per_token": 1.0}
-"""Of an engine that exchanges KV, and on which it is quicker to send KV than to compute it."""
 
 
 @pytest.mark.parametrize("asleep", [False, True])

@@ -10,18 +10,17 @@ from hypothesis import strategies as st
 
 from libra.policy.late_rewards import GuessWorth, WaitingGroup, age_weight, correction, guessed_share, settle
 
-
-def test_the_weight_of_age_is_that_of_the_paper():
-    assert age_weight(0, 50.0) == 1.0
-    assert age_weight(50, 50.0) == pytest.approx(1 / math.e)
-    assert [age_weight(delay, 1000.0) for delay in (5, 20)] == [math.exp(-0.005), math.exp(-0.02)]
-
-
 ARRIVALS = st.dictionaries(
     st.tuples(st.integers(0, 5), st.integers(0, 2)),  # batch of the group, sample
     st.integers(1, 12),  # the batch by which the reward has come
     max_size=18,
 )
+
+
+def test_the_weight_of_age_is_that_of_the_paper():
+    assert age_weight(0, 50.0) == 1.0
+    assert age_weight(50, 50.0) == pytest.approx(1 / math.e)
+    assert [age_weight(delay, 1000.0) for delay in (5, 20)] == [math.exp(-0.005), math.exp(-0.02)]
 
 
 @given(ARRIVALS, st.integers(1, 4))

@@ -30,6 +30,7 @@ STEP = st.one_of(
     st.tuples(st.sampled_from(["learn", "version"])),
 )  # fmt: skip
 STEPS = st.lists(STEP, max_size=80)
+PROMPTS, SAMPLES = 40, 4
 
 
 def parked(key, group="", family=""):
@@ -281,9 +282,6 @@ def test_the_oracle_gives_the_truth_and_a_predictor_guesses_of_its_accuracy():
     assert oracle.remaining("t-0").order_tokens == truth["t-0"] - 5
     with pytest.raises(ValueError, match="accuracy"):
         KnownLengths(truth, accuracy=0.0)
-
-
-PROMPTS, SAMPLES = 40, 4
 
 
 def begin(posterior, iteration, prompts):

@@ -15,6 +15,11 @@ from libra.policy.role_changes import Assignment, Role, Roles, Stage
 ROLLOUT, TRAIN, LENT = Assignment(Role.ROLLOUT), Assignment(Role.TRAIN), Assignment(Role.LENT)
 LEADS_2, LEADS_3 = Assignment(Role.ROLLOUT, 2), Assignment(Role.ROLLOUT, 3)
 NODES = {"a": "one", "b": "one", "c": "one", "d": "two"}
+KINDS = (
+    *("request",) * 3, *("all",) * 4, *("work",) * 3, *("deliver",) * 3, *("again",) * 2, "cancel", "cancel",
+    "fail", "fail", "late", "skip", "lose", "back", "back",
+)  # fmt: skip
+STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=60)
 
 
 @dataclass
@@ -197,13 +202,6 @@ def targets_of(number):
         dict.fromkeys(NODES, ROLLOUT), {"a": LEADS_2, "d": LENT}, {"a": LENT}, {"x": TRAIN}, {"a": LEADS_2},
     ]  # fmt: skip
     return choices[number % len(choices)]
-
-
-KINDS = (
-    *("request",) * 3, *("all",) * 4, *("work",) * 3, *("deliver",) * 3, *("again",) * 2, "cancel", "cancel",
-    "fail", "fail", "late", "skip", "lose", "back", "back",
-)  # fmt: skip
-STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=60)
 
 
 @given(STEPS)

@@ -12,6 +12,8 @@ from libra.errors import ConfigError
 from libra.policy.service_schedule import Fire, ServiceFacts, ServiceSchedule
 
 GIB = 2**30
+gaps = st.lists(st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5, 2.0]), min_size=1, max_size=60)
+lengths = st.lists(st.sampled_from([0.0, 0.05, 0.2, 1.0]), min_size=1, max_size=8)
 
 
 class Begun(NamedTuple):
@@ -44,10 +46,6 @@ def driven(schedule, arrivals, batch_s, restore_s=0.0):
             serial += 1
             heapq.heappush(agenda, (next_s, serial, "", None))
     return begun
-
-
-gaps = st.lists(st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5, 2.0]), min_size=1, max_size=60)
-lengths = st.lists(st.sampled_from([0.0, 0.05, 0.2, 1.0]), min_size=1, max_size=8)
 
 
 def at_times(waits):

@@ -26,6 +26,8 @@ from libra.policy.step_ways import (
 ROLLOUT_S, TRAIN_S, UPDATE_S = 300.0, 160.0, 10.0
 MADE = StepParts(16, 8, 0, ROLLOUT_S, TRAIN_S, UPDATE_S, throughput_s=280.0, longest_s=100.0)
 WORK_S = (280.0 * 8 + TRAIN_S * 8) / 16
+WAYS = ("split", "streaming", "turning")
+LATE, ALIKE = (1.0, 1.0, 1.0, 9.0), (9.0, 9.0, 9.0, 9.0)
 
 
 def test_the_forms_of_a_synchronous_step():
@@ -95,10 +97,6 @@ def test_a_way_stays_taken_until_it_is_worth_next_to_nothing():
     assert chosen(1.0, between, ways, STREAMING) == STREAMING
     assert chosen(1.0, {SPLIT: 100.0, STREAMING: 99.0}, ways, STREAMING) == SPLIT
     assert chosen(1.0, {SPLIT: 100.0}, ways, STREAMING) == SPLIT  # no seconds of it
-
-
-WAYS = ("split", "streaming", "turning")
-LATE, ALIKE = (1.0, 1.0, 1.0, 9.0), (9.0, 9.0, 9.0, 9.0)
 
 
 def choice(ways=WAYS, way="streaming", train_gpus=1):

@@ -15,6 +15,8 @@ from libra.types import Phase
 
 GROUPS, SIZE, SLOTS = 4, 2, 4
 COMMITTED = facts.GroupCommitted("train", 0, 0, 0, None, {})
+RULE = TurningRule(trajectories_per_gpu=4.0, min_gain_s=10.0, to_training_s=8.0, to_rollout_s=10.0)
+DOING = st.sampled_from(list(facts.Turned))
 
 
 class Run:
@@ -193,10 +195,6 @@ def test_a_snapshot_changes_no_later_answer(seed):
         assert again.look() == run.tail.look()
         generating = [e for e in run.tail.engines() if e.doing in (facts.Turned.ROLLOUT, facts.Turned.TO_ROLLOUT)]
         assert generating, "e2 never turns"
-
-
-RULE = TurningRule(trajectories_per_gpu=4.0, min_gain_s=10.0, to_training_s=8.0, to_rollout_s=10.0)
-DOING = st.sampled_from(list(facts.Turned))
 
 
 def engines(*residents, gpus=2):

@@ -18,6 +18,11 @@ from pretended_gpu import PretendedTensor, pretended_gpu
 
 CASES = [("qwen3", True), ("qwen2", True), ("llama", True), ("qwen3", False), ("qwen2", False)]
 """Families and whether their passes are fused."""
+ACTIONS = st.one_of(
+    st.tuples(st.just("ask"), st.integers(0, 6), st.integers(1, 12), st.integers(1, 6), st.integers(0, 2)),
+    st.tuples(st.sampled_from(["abort", "forget"]), st.integers(0, 6)),
+    st.tuples(st.just("step"), st.integers(1, 4)),
+)
 
 
 @pytest.fixture
@@ -286,13 +291,6 @@ def test_a_leader_whose_next_turn_differs_from_what_it_leads_is_followed_by_nobo
     drain(batch)
     submit(batch, make_request("first", context=prompt[:5], new=2), make_request("second", context=prompt, new=2))
     assert set(drain(batch)) == {"first", "second"}
-
-
-ACTIONS = st.one_of(
-    st.tuples(st.just("ask"), st.integers(0, 6), st.integers(1, 12), st.integers(1, 6), st.integers(0, 2)),
-    st.tuples(st.sampled_from(["abort", "forget"]), st.integers(0, 6)),
-    st.tuples(st.just("step"), st.integers(1, 4)),
-)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -19,6 +19,8 @@ from libra.rollout.speculation import (
     accepted,
 )
 
+TOKENS = st.integers(0, 3)
+
 
 def test_a_draft_follows_what_a_sibling_of_its_group_wrote():
     drafts = GroupDrafts()
@@ -34,9 +36,6 @@ def test_a_draft_follows_what_a_sibling_of_its_group_wrote():
     for index in range(MAX_GROUPS):
         groups.of(f"more {index}")
     assert groups.of("one").propose([1, 2], 1) == []  # the oldest is forgotten
-
-
-TOKENS = st.integers(0, 3)
 
 
 @given(st.lists(st.lists(TOKENS, max_size=40), max_size=4), st.lists(TOKENS, min_size=2, max_size=12))

@@ -19,6 +19,8 @@ from libra.sim.workload import Workload
 
 TABLES = {tp: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", tp)) for tp in (1, 2, 4)}
 LAYOUTS = {"one_kind": {2: 3}, "three_kinds": {1: 4, 2: 2, 4: 2}}
+PAPER = "benchmarks.orderings:Paper"
+OTHERS = [pytest.param(*each, marks=pytest.mark.live) for each in (("mlfq", "three_kinds"), (PAPER, "one_kind"))]
 
 
 def in_live_order(workload, directory):
@@ -39,10 +41,6 @@ def without_ties(workload):
         for plan in workload.trajectories
     ]
     return Workload(workload.name, tuple(plans))
-
-
-PAPER = "benchmarks.orderings:Paper"
-OTHERS = [pytest.param(*each, marks=pytest.mark.live) for each in (("mlfq", "three_kinds"), (PAPER, "one_kind"))]
 
 
 @pytest.mark.parametrize(("name", "layout"), [("cmlfq", "three_kinds"), *OTHERS])

@@ -10,6 +10,9 @@ from libra import facts, keys
 from libra.store.event_log import read_events
 from libra.types import Phase
 
+KEPT = {}
+"""State of the two tasks below; functions of a module are not copied on their way to a worker of this process."""
+
 
 class RandomOrder:
     """A policy that gives every arrival a place of its own, at random: the worst case for the queue."""
@@ -84,10 +87,6 @@ async def test_a_gate_waits_for_its_version_and_hears_nothing_of_an_older_epoch(
         await emulation.until(lambda: getattr(live.scheduler.tasks.get(gates[2]), "state", "") == "no-worker")
         emulation.publish(live, 1, epoch=3)
         assert await futures[2] == 2
-
-
-KEPT = {}
-"""State of the two tasks below; functions of a module are not copied on their way to a worker of this process."""
 
 
 async def keeps_its_slot(key):

@@ -14,6 +14,8 @@ from libra.scheduler.run_log import RunLog
 from libra.scheduler.run_state import Holders
 from libra.store.event_log import EventLog, read_events, segments_of
 
+TRAINER, NEAR, FAR, ASKER = "tcp://a:1", "tcp://b:1", "tcp://c:1", "tcp://b:2"
+
 
 async def test_a_run_whose_driver_leaves_makes_room_for_the_next_and_one_that_was_resumed_meanwhile_goes_on(
     emulation, tmp_path, caplog
@@ -114,9 +116,6 @@ def test_the_log_of_an_ended_run_is_compressed_to_its_last_line_and_goes_on_in_a
     part(20_000, 20_003)
     assert len(path.read_bytes().splitlines()) == 3, "a few lines stay as they are"
     assert [event["seconds"] for event in read_events(path).events] == [float(number) for number in range(20_003)]
-
-
-TRAINER, NEAR, FAR, ASKER = "tcp://a:1", "tcp://b:1", "tcp://c:1", "tcp://b:2"
 
 
 def test_nearest_first_and_the_trainer_last():

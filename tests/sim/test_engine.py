@@ -11,6 +11,9 @@ from libra.hardware.engine_tables import HostKv, HostPool, Request
 from libra.hardware.virtual_engine import VirtualEngine
 
 NOISE = Residuals((-0.1, 0.0, 0.2), (-0.1, 0.1))
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 400), st.integers(1, 200), st.floats(0, 5), st.integers(0, 2)), min_size=1, max_size=25
+)
 
 
 def engine_of(tables, residuals=None):
@@ -96,11 +99,6 @@ def test_new_weights_compute_running_contexts_again_and_drop_kept_ones(tables):
 def test_a_request_that_never_fits_is_refused_with_what_to_do(tables):
     with pytest.raises(ConfigError):
         engine_of(tables()).submit(0.0, Request("a", "g", 10_000, 0, 1), ())
-
-
-REQUESTS = st.lists(
-    st.tuples(st.integers(1, 400), st.integers(1, 200), st.floats(0, 5), st.integers(0, 2)), min_size=1, max_size=25
-)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -29,6 +29,7 @@ AROUND = SimulationOptions(
     train_s=1.5, tool_slots=64, inline_tools=frozenset({""}), tool_overhead=QuantumOverhead((0.02,), (0.005,)), gate_s=0.1,
     commit_s=0.05, reserve=(256, 4096),
 )  # fmt: skip
+Run = Callable[..., tuple[Path, SimulationResult]]
 
 
 def workload(iterations=2):
@@ -57,9 +58,6 @@ def engines():
         )
         for name, steps, slots in kinds
     )  # fmt: skip
-
-
-Run = Callable[..., tuple[Path, SimulationResult]]
 
 
 @pytest.fixture(name="run", scope="module")

@@ -17,6 +17,8 @@ from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import Simulator
 from libra.types import Phase
 
+TURNS = st.lists(st.tuples(st.integers(1, 300), st.sampled_from([0.0, 0.1, 3.0])), min_size=1, max_size=5)
+
 
 def test_two_turns_with_a_tool_in_between_take_what_they_take(engines, workload):
     outcome = Simulator(workload([(100, 5.0), (50, 0.0)]), engines(1), Fifo()).run()
@@ -148,9 +150,6 @@ class Watched:
 
     def restore(self, snapshot):
         self.inner.restore(snapshot)
-
-
-TURNS = st.lists(st.tuples(st.integers(1, 300), st.sampled_from([0.0, 0.1, 3.0])), min_size=1, max_size=5)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

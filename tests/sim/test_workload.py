@@ -16,6 +16,7 @@ s,m,t1,1,0,bash,failure,40,90,0,5,1.0,
 s,m,t1,1,1,cat,success,80,,0,6,1.0,0.25
 s,m,t2,0,0,none,end,0,50,0,0,1.0,
 """
+HEAD = '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",'
 
 
 def traces_in(tmp_path):
@@ -52,9 +53,6 @@ def test_a_workload_file_reads_back(tmp_path):
     (tmp_path / "w.json").write_text(work.to_json())
     assert load_workload(tmp_path / "w.json") == work
     assert work.to_json() == synthetic(12, turns=4, seed=1, iterations=2).to_json()
-
-
-HEAD = '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",'
 
 
 @pytest.mark.parametrize("text", [

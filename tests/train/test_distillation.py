@@ -13,6 +13,12 @@ from libra.types import Drawn, Taught
 N, H, V, K = 23, 6, 17, 5
 VOCABULARY = 48
 DOUBLE = torch.float64
+DISTIL = {
+    "reverse": ({"tokens": 6, "divergence": "reverse"}, {}),
+    "sampled": ({"estimator": "sampled", "tokens": 6}, {}),
+    "drawn by the student": ({"estimator": "sampled", "tokens": 1, "divergence": "reverse"}, {}),
+    "with rewards": ({"tokens": 6, "reward_coef": 0.5}, {"entropy_coef": 0.1}),
+}
 
 
 @pytest.fixture
@@ -132,14 +138,6 @@ def test_a_teacher_draws_from_its_own_distribution_and_scores_what_the_student_d
     assert scored.token_ids[:, 1:].tolist() == one.drawn.token_ids.tolist() and (scored.old_logp[:, 1:] == -1.5).all()
     expected = whole_logp(reverse, one).gather(1, torch.from_numpy(scored.token_ids.astype(np.int64)))
     np.testing.assert_allclose(scored.logp, expected, atol=1e-5)
-
-
-DISTIL = {
-    "reverse": ({"tokens": 6, "divergence": "reverse"}, {}),
-    "sampled": ({"estimator": "sampled", "tokens": 6}, {}),
-    "drawn by the student": ({"estimator": "sampled", "tokens": 1, "divergence": "reverse"}, {}),
-    "with rewards": ({"tokens": 6, "reward_coef": 0.5}, {"entropy_coef": 0.1}),
-}
 
 
 @pytest.mark.parametrize("case", DISTIL)

@@ -12,6 +12,7 @@ from libra.train.losses import clip_sums
 Arrays = dict[str, torch.Tensor]
 Call = Callable[[dict[str, Any], Arrays], Arrays]
 """From the parameters and the inputs of a recorded case to the outputs that it holds, by name."""
+TRL_NAMES = {"level": "importance_sampling_level", "epsilon_low": "epsilon"}
 
 
 def advantages(estimator):
@@ -43,9 +44,6 @@ def agg_loss(p, a):
 def rollout_weights(p, a):
     given = {"rollout_is": p["level"]} | {f"rollout_is_{key}": p[key] for key in ("threshold", "batch_normalize")}
     return {"weights": peers.verl_rollout_weights(a["log_ratio"], a["response_mask"], **given)}
-
-
-TRL_NAMES = {"level": "importance_sampling_level", "epsilon_low": "epsilon"}
 
 
 def trl(p, a):

@@ -33,6 +33,10 @@ MODES = {
 }
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 seeds = st.integers(0, 2**32 - 1)
+SURROGATES = ("ppo", "ppo_dual", "gspo_sequence", "sapo", "gmpo", "reinforce")
+"""Losses whose gradient is that of their value; the others stop it somewhere on purpose."""
+DIVISOR = {"loss_divisor": 64.0}
+DIVIDED = {"token-mean": {}, "seq-mean-token-mean": {}, "seq-mean-token-sum-norm": DIVISOR}
 
 
 def draw(lengths, seed):
@@ -92,10 +96,6 @@ def test_padding_order_and_cuts_into_whole_sequences_change_nothing(name, length
             part = LOSSES[name](*(column[inside] for column in columns), sequences)
             parts += float(aggregation.weighted_sum(part, sequences)) / aggregation.divisor_of(weight)
         assert parts == pytest.approx(loss, rel=1e-9, abs=1e-12)
-
-
-SURROGATES = ("ppo", "ppo_dual", "gspo_sequence", "sapo", "gmpo", "reinforce")
-"""Losses whose gradient is that of their value; the others stop it somewhere on purpose."""
 
 
 @pytest.mark.parametrize("name", SURROGATES)
@@ -203,10 +203,6 @@ def test_the_mean_of_k1_k3_is_the_divergence_and_the_gradient_of_k2_is_its_gradi
         mean = (logp.detach().exp() * kl_estimate(logp, q.log(), name)).sum()
         (got,) = torch.autograd.grad(mean, logits, retain_graph=True)
         torch.testing.assert_close(got, exact)
-
-
-DIVISOR = {"loss_divisor": 64.0}
-DIVIDED = {"token-mean": {}, "seq-mean-token-mean": {}, "seq-mean-token-sum-norm": DIVISOR}
 
 
 def gradient(replica, trajectories):

@@ -12,6 +12,8 @@ from libra.train.mismatch import alarm_text, observe
 from libra.train.step_report import LARGE_MODEL_BYTES, StepMemory, Tally, resident_bytes
 
 LENGTHS = (5, 4, 3, 6)
+LARGE = 64_000_000
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from Linux's /proc")
 
 
 def recorded(replica, made, version=0):
@@ -144,10 +146,6 @@ def test_one_engine_of_many_raises_the_alarm_that_the_mean_does_not():
     assert alarm_text(numbers, 0, mean_nats=0.2, k3_nats=6e-3) is None
     parts["engine b"]["tokens"] = 10  # too few to say
     assert alarm_text(numbers, 0, k3_nats=1e-3) is None
-
-
-LARGE = 64_000_000
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from Linux's /proc")
 
 
 @linux

@@ -17,6 +17,8 @@ from libra.train.losses import Aggregation
 from libra.train.mismatch import stretches
 from libra.train.packing import share_rows
 
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
 
 def made(lengths):
     """Samples whose inputs and targets are numbers that occur nowhere else."""
@@ -31,9 +33,6 @@ def made(lengths):
 
 def columns_of(sample):
     return sample.action_at, sample.target, sample.behaviour_logp, sample.current
-
-
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
 @given(lengths=LENGTHS, max_row_tokens=st.integers(1, 60), micro_batch_tokens=st.integers(40, 200))

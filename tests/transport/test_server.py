@@ -15,6 +15,25 @@ from libra.transport import channel as channel_module
 
 SECRET = "known to the processes of one run"
 Serve = Callable[..., Server]
+FEW_FILES = """
+import contextlib, logging, os, resource, sys
+from libra.transport import Server
+
+def echo(channel, client):
+    while (frame := channel.recv_frame()) is not None:
+        channel.send_frame(**frame)
+
+server = Server(echo, secret=sys.argv[1], purpose="test", host="127.0.0.1")
+
+class Announced(logging.Handler):
+    def emit(self, record):
+        print(record.getMessage(), flush=True)
+
+logging.getLogger("libra.transport.channel").addHandler(Announced())
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, 4096))
+print(server.address[1], flush=True)
+sys.stdin.read()
+"""
 
 
 def proven(address):
@@ -99,27 +118,6 @@ def test_closing_ends_connections_and_listening():
         assert channel.recv_frame() is None
     with pytest.raises(TransportError):
         connect(server.address, SECRET, purpose="test")
-
-
-FEW_FILES = """
-import contextlib, logging, os, resource, sys
-from libra.transport import Server
-
-def echo(channel, client):
-    while (frame := channel.recv_frame()) is not None:
-        channel.send_frame(**frame)
-
-server = Server(echo, secret=sys.argv[1], purpose="test", host="127.0.0.1")
-
-class Announced(logging.Handler):
-    def emit(self, record):
-        print(record.getMessage(), flush=True)
-
-logging.getLogger("libra.transport.channel").addHandler(Announced())
-resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, 4096))
-print(server.address[1], flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.mark.live

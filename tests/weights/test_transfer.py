@@ -23,6 +23,7 @@ server = WeightServer(WeightStore(sys.argv[1]), sys.argv[2], "127.0.0.1")
 print(server.address[1], flush=True)
 sys.stdin.read()
 """
+Change = Callable[[bytes, int], bytes]
 
 
 def tensors(seed=0):
@@ -35,9 +36,6 @@ def tensors(seed=0):
 def serving(store):
     with contextlib.closing(WeightServer(store, SECRET, "127.0.0.1")) as server:
         yield server.address
-
-
-Change = Callable[[bytes, int], bytes]
 
 
 @contextlib.contextmanager

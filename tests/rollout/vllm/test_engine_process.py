@@ -15,6 +15,21 @@ from libra.rollout.vllm.async_engine import VLLMEngine
 from libra.rollout.vllm.worker_extension import skip_draws
 from libra.testing.models import Models
 
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+import psutil
+from libra.rollout import VLLMEngine
+from libra.testing.models import Models
+
+async def main():
+    await VLLMEngine(Models(Path(sys.argv[1])).first, threads=1, slots=2, max_context_tokens=128).start()
+    print("STARTED", *[each.pid for each in psutil.Process().children(recursive=True)], flush=True)
+    sys.stdin.read()
+
+asyncio.run(main())
+"""
+
 
 @pytest.mark.parametrize(("kernel", "fp64"), [("forward_cpu", False), ("forward_cpu", True), ("forward_native", False)])
 def test_a_continued_request_skips_what_its_tokens_drew(kernel, fp64):
@@ -60,22 +75,6 @@ def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path):
     assert len(processes) >= 3 and len(memory) > 2  # a queue of the two ranks, and what they reduce in
     assert psutil.wait_procs(processes, timeout=60)[1] == []
     assert not [path for path in memory if Path(path).exists()]
-
-
-PROGRAM = """
-import asyncio, sys
-from pathlib import Path
-import psutil
-from libra.rollout import VLLMEngine
-from libra.testing.models import Models
-
-async def main():
-    await VLLMEngine(Models(Path(sys.argv[1])).first, threads=1, slots=2, max_context_tokens=128).start()
-    print("STARTED", *[each.pid for each in psutil.Process().children(recursive=True)], flush=True)
-    sys.stdin.read()
-
-asyncio.run(main())
-"""
 
 
 @pytest.mark.vllm
