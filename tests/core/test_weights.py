@@ -4,18 +4,14 @@ README ("an engine proves its weights"), docs/weights.md, docs/staleness.md (the
 """
 
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import whole_run
 
-from libra.config import RunConfig
 from libra.driver.run_session import run
 
 pytestmark = pytest.mark.core
-
-Config = Callable[..., RunConfig]
 
 
 def test_with_eta_1_no_token_is_older_and_every_group_is_consumed_once(finished):

@@ -1,6 +1,5 @@
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from libra.worker.training.batch_rows import SliceFetcher, lazy_batch, lengths, 
 BATCH, ETA = 6, 2
 VERSIONS = st.lists(st.integers(0, BATCH), max_size=6).map(sorted)
 GROUPS = st.lists(st.lists(st.tuples(VERSIONS, st.booleans()), min_size=2, max_size=3), min_size=1, max_size=4)
-Rows = list[dict[str, Any]]
 
 
 def trajectory(group, sample, versions, sound=True, **changes):

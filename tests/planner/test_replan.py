@@ -92,9 +92,6 @@ def test_a_factor_scales_training():
     assert slow.train_s == pytest.approx(2 * plan(dataclasses.replace(small_snapshot(), fixed_train_gpus=4)).train_s)
 
 
-# ---------------------------------------------------------------- arrangements of a run
-
-
 def run(engine="vllm", ratio=0.8, **changes):
     why = "" if engine == "vllm" else "rollout.engine=vllm"
     values = {"core_trainers": 1, "overlap_steps": 0, "batch_trajectories": 16, "max_context_tokens": 4096} | changes
@@ -164,9 +161,6 @@ def test_whatever_comes_changes_are_rare_and_some_engine_stays(batches):
     changes = sum(a != b for a, b in zip(made_up.history, made_up.history[1:], strict=False))
     assert changes <= 1 + len(batches) / 3
     assert all(0 <= training <= 2 for training in made_up.history)
-
-
-# ---------------------------------------------------------------- memory
 
 
 def lengths(context, number=16):

@@ -14,7 +14,6 @@ from libra.policy import Admission, CommittedGroup, StalenessPolicy, Verdict, Wa
 from libra.policy.admission import KEPT_BATCHES
 from libra.policy.waves import first_come
 
-Group = tuple[int, int]
 WAVES = st.none() | st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(0, 3))
 NUMBERS = st.integers(0, 5)
 CALLS = st.lists(

@@ -78,9 +78,6 @@ def test_an_earlier_iteration_goes_before_a_later_one(kind, events):
         assert all(priority < other for later, other in places.values() if later > iteration)
 
 
-# ---------------------------------------------------------------- the bound on waiting
-
-
 class Queue:
     """One phase, one slot: whoever is first in order is dispatched, runs, and parks again."""
 
@@ -150,9 +147,6 @@ def test_by_default_nobody_is_overdue_within_one_large_iteration():
     for turn in range(3_000 * 42):
         assert not patience.parked(f"k{turn % 3_000}", ROLLOUT)
     assert PolicySection().patience == DEFAULT
-
-
-# ---------------------------------------------------------------- levels
 
 
 def engine(token_bytes=1000):

@@ -332,9 +332,6 @@ def test_a_dispatch_that_places_nothing_changes_no_later_answer(seed):
     assert places > 50
 
 
-# ---------------------------------------------------------------- boundaries of a plan
-
-
 def planned_engine(name, tp, token_s, slots=4):
     return WorkerCapacity(name, f"tp{tp}", slots, 0, 100_000, token_s, 2 * token_s, 1e-5)
 

@@ -155,8 +155,6 @@ class Run:
                 case "give up":  # the time for which a batch waits is over
                     self.commit(rng.choice(self.graded))
 
-    # ---------------------------------------------------------------- rollout
-
     def may(self, place):
         return any(self.one is None or self.one.may(str(place), engine) for engine in ENGINES)
 
@@ -205,8 +203,6 @@ class Run:
             self.graded.remove(group)
         oldest = min(min(self.tokens[(*group, sample)]) for sample in range(SAMPLES))
         self.obeyed(self.admission.group_committed(CommittedGroup(*group, oldest)))
-
-    # ---------------------------------------------------------------- steps
 
     def published(self):
         self.version += 1

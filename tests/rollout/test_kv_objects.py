@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from libra.errors import KVRefused
 from libra.rollout.kv_objects import HostKV, KVObject
 
-GIB = 2**30
 POOL = {"host_kv_gib": 0.25}
 ACTS = st.sampled_from(["put", "get", "drop", "load"])
 

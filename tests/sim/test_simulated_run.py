@@ -1,9 +1,7 @@
 """A run whose every second is known (a declared emulation in virtual time), and what is read and predicted from its directory."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,7 @@ from libra.policy import make_ordering
 from libra.sim.configured import simulator_of_run
 from libra.sim.from_run import run_options, run_setting
 from libra.sim.measured_run import binned
-from libra.sim.simulation_options import Announced, EngineSpec, SimulationOptions, SimulationResult
+from libra.sim.simulation_options import Announced, EngineSpec, SimulationOptions
 from libra.sim.simulator import Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
 from libra.types import NO_TOOL, StepSeconds, ToolStatus
@@ -29,7 +27,6 @@ AROUND = SimulationOptions(
     train_s=1.5, tool_slots=64, inline_tools=frozenset({""}), tool_overhead=QuantumOverhead((0.02,), (0.005,)), gate_s=0.1,
     commit_s=0.05, reserve=(256, 4096),
 )  # fmt: skip
-Run = Callable[..., tuple[Path, SimulationResult]]
 
 
 def workload(iterations=2):

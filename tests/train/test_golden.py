@@ -1,17 +1,11 @@
 """Every recorded case of a peer's function, to 1e-9 in float64, gradients included (tests/golden/README.md)."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from golden import peers
 
 from libra.train.losses import clip_sums
 
-Arrays = dict[str, torch.Tensor]
-Call = Callable[[dict[str, Any], Arrays], Arrays]
-"""From the parameters and the inputs of a recorded case to the outputs that it holds, by name."""
 TRL_NAMES = {"level": "importance_sampling_level", "epsilon_low": "epsilon"}
 
 

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import TransportError
-from libra.transport import Channel, accept, channel, connect, new_secret
+from libra.transport import accept, channel, connect, new_secret
 from libra.transport.channel import MAX_FRAME_BYTES, WINDOW_BYTES
 
-Pair = tuple[Channel, Channel]
 SECRET = "known to both"
 
 

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -14,7 +13,6 @@ from libra.transport import Server, connect
 from libra.transport import channel as channel_module
 
 SECRET = "known to the processes of one run"
-Serve = Callable[..., Server]
 FEW_FILES = """
 import contextlib, logging, os, resource, sys
 from libra.transport import Server

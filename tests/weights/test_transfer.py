@@ -3,7 +3,6 @@ import hashlib
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ server = WeightServer(WeightStore(sys.argv[1]), sys.argv[2], "127.0.0.1")
 print(server.address[1], flush=True)
 sys.stdin.read()
 """
-Change = Callable[[bytes, int], bytes]
 
 
 def tensors(seed=0):
