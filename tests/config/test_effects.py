@@ -156,8 +156,7 @@ def test_an_engine_reads_what_the_table_says(engine, tiny_model):
 def test_an_ordering_has_the_settings_that_the_table_says(name):
     from libra.policy import make_ordering
 
-    config = config_from_dict({"policy": {"name": name}})
-    read = effective(config, "run")
+    read = effective(config_from_dict({"policy": {"name": name}}), "run")
     same = make_ordering(name).snapshot()
     assert (make_ordering(name, objective="stream").snapshot() != same) == ("policy.objective" in read)
     assert (make_ordering(name, patience=3).snapshot() != same) == ("policy.patience" in read)

@@ -64,8 +64,7 @@ def test_the_nodes_of_an_iteration_and_their_keys():
 
 def test_a_streamed_step_is_waves_that_wait_for_no_group_and_an_end():
     waves = 3
-    streamed = spec(prompts=waves, streaming="on")
-    graph = iteration_graph(streamed, 5)
+    graph = iteration_graph(spec(prompts=waves, streaming="on"), 5)
     tasks = layers(graph.end)
     for group in graph.groups:
         tasks |= layers(group)

@@ -153,8 +153,7 @@ def test_groups_that_stand_by_are_in_no_statistic_of_the_whole_batch():
 def test_what_is_dropped_for_its_age_or_failed_is_replaced_too():
     signal = [0.0, 1.0]
     gone = [rewarded(0, signal, version=2), rewarded(1, signal, sound=False)]
-    groups = [*gone, rewarded(2, signal), rewarded(3, signal)]
-    rows = spared(groups, 1, Verdict.DROP)
+    rows = spared([*gone, rewarded(2, signal), rewarded(3, signal)], 1, Verdict.DROP)
     assert [row.get("spare") for row in rows] == ["no signal", "no signal", None, "not needed"]
     assert rows[0]["over_age"] == "drop" and rows[2]["trains"] == [True, True]
 

@@ -91,8 +91,7 @@ def test_what_cannot_be_had_names_what_is_missing(seats, may_have, missing):
 
 
 def test_kinds_and_limits_of_a_change():
-    seats = [seat("a"), seat("b"), seat("c", may_change=False)]
-    now, joined, one, _ = arrangements(seats, anything)
+    now, joined, one, _ = arrangements([seat("a"), seat("b"), seat("c", may_change=False)], anything)
     assert kinds_of_change(now, now) == ()
     assert kinds_of_change(now, joined) == (REBUCKET,)
     assert kinds_of_change(now, one) == (ROLES,)

@@ -76,8 +76,7 @@ def best_by_trying(problem):
                 others = (others - 1) & rest
     steps = []
     for gpus, train_s in zip(problem.train_gpus.tolist(), problem.train_s.tolist(), strict=True):
-        rollout_s = best[problem.num_gpus - gpus][everything]
-        steps.append(step_s(problem, gpus, train_s, rollout_s))
+        steps.append(step_s(problem, gpus, train_s, best[problem.num_gpus - gpus][everything]))
     return min(steps)
 
 
@@ -175,8 +174,7 @@ def test_a_single_trainer_publishes_beside_its_next_step():
         assert step_s == pytest.approx(float(chain.step_s(1, train_s, 0.0)))
         assert chain.step_s(1, train_s, enough_s + 0.1) > step_s
         assert chain.step_s(1, train_s, chain.most_s(1, train_s, 9.0)) == pytest.approx(9.0)
-    synchronous = problem.having(eta=0)
-    assert synchronous.step_s(1, 4.0, 1.0) == pytest.approx(8.0)
+    assert problem.having(eta=0).step_s(1, 4.0, 1.0) == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize(("changes", "names"), [

@@ -252,8 +252,7 @@ def test_its_size_does_not_grow_with_the_run_and_what_it_forgot_is_still_consume
     assert len(long.opened) == len(short.opened) == KEPT_BATCHES + 1
     assert len(json.dumps(long.snapshot())) < 1.3 * len(json.dumps(short.snapshot()))
     opened = {batch: tuple((batch, group) for group in range(3)) for batch in range(500)}
-    resumed = Admission.resumed(1, 3, version=-1, opened=opened, committed=(), started={})
-    for admission in (long, resumed):
+    for admission in (long, Admission.resumed(1, 3, version=-1, opened=opened, committed=(), started={})):
         before = admission.snapshot()
         assert admission.batch_parked(7) == (OpenBatch(7, (), "opened long before; its members are in its file"),)
         admission.generation_started(7, 0, 7)

@@ -123,8 +123,7 @@ def test_a_slot_goes_to_who_is_at_home_there_before_one_who_would_move():
     homes = {key: at_home(dispatcher, key, 100) for key in ("x", "y", "z")}
     assert sorted(homes.values()) == ["a", "b", "b"]
     (mine,) = (key for key, home in homes.items() if home == "a")
-    other = next(key for key, home in homes.items() if home == "b")
-    park(dispatcher, other, 0, context=100)
+    park(dispatcher, next(key for key, home in homes.items() if home == "b"), 0, context=100)
     assert [p.worker for p in dispatcher.dispatch(ROLLOUT)] == ["b"]
     park(dispatcher, mine, 9, context=100)
     assert dispatcher.dispatch(ROLLOUT) == (Place(mine, ROLLOUT, "a", "home"),)

@@ -76,6 +76,5 @@ def test_what_guesses_are_worth_is_a_weight_and_stands_without_evidence():
     assert GuessWorth().after([(guessed, 3 * guessed)]).slope == 1.0
     for scale in (1e-6, 1.0, 1e6):  # of the rewards: their unit says nothing of their worth
         assert GuessWorth().after([(scale * guessed, 0.5 * scale * guessed)]).slope == pytest.approx((2 * 0.5 + 1) / 3)
-    trains = np.array([True, False, True, True])
-    assert guessed_share(trains, (0, 1)) == pytest.approx(1 / 3)
+    assert guessed_share(np.array([True, False, True, True]), (0, 1)) == pytest.approx(1 / 3)
     assert guessed_share(np.zeros(4, np.bool_), (0, 1)) == 0.0

@@ -47,8 +47,7 @@ class Played:
                 self.serves[command.worker] = command.version
                 continue
             assert isinstance(command, facts.Vacate) and self.one.rounded
-            version = self.serves[command.worker]
-            assert self.able(version) - {command.worker}, "others of its version are left"
+            assert self.able(self.serves[command.worker]) - {command.worker}, "others of its version are left"
             for key in command.keys:
                 assert self.at.pop(key) == command.worker and key not in self.running
 

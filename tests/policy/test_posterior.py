@@ -166,8 +166,7 @@ def test_a_sibling_that_runs_on_makes_a_group_a_long_one():
 
 
 def test_learning_from_running_ones_undoes_that_the_first_to_finish_are_short():
-    rng = np.random.default_rng(4)
-    lengths = np.exp(rng.normal(3.0, 0.8, 64)).astype(int) + 2
+    lengths = np.exp(np.random.default_rng(4).normal(3.0, 0.8, 64)).astype(int) + 2
     posterior, ended = Posterior(), []
     for number in range(64):
         posterior.handle(parked(f"t-{number}"))
@@ -328,8 +327,7 @@ def test_who_was_long_is_believed_long_before_anything_of_it_has_run():
     order = np.random.default_rng(1).permutation(PROMPTS)  # the next pass is in another order
     expected = said(posterior, 1, [prompts[k] for k in order])
     assert np.corrcoef(np.log(expected), np.log([means[k] for k in order]))[0, 1] > 0.9
-    strangers = said(posterior, 2, [f"new{k}" for k in range(PROMPTS)])
-    assert len(set(strangers)) == 1
+    assert len(set(said(posterior, 2, [f"new{k}" for k in range(PROMPTS)]))) == 1
 
 
 def test_nobody_probes_for_a_prompt_that_is_known():
@@ -347,8 +345,7 @@ def test_lengths_may_drift_together():
     posterior = Posterior()
     live(posterior, 0, prompts, means, seed=3)
     live(posterior, 1, [f"other{k}" for k in range(PROMPTS)], [m / 4 for m in means], seed=3)
-    expected = said(posterior, 2, prompts)
-    assert np.corrcoef(np.log(expected), np.log(means))[0, 1] > 0.9
+    assert np.corrcoef(np.log(said(posterior, 2, prompts)), np.log(means))[0, 1] > 0.9
 
 
 @pytest.mark.parametrize(("survives", "low", "high"), [(1.0, 0.8, 1.0), (0.0, 0.0, 0.25)])

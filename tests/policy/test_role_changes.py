@@ -246,8 +246,7 @@ def everybody(world):
 def test_a_change_goes_through_its_stages_and_withdraws_first():
     world = World()
     commands = world.do("request", {"a": TRAIN})
-    kinds = [type(command) for command in commands]
-    assert kinds == [facts.RoleChangeStarted, say.Withdraw, say.Perform]
+    assert [type(command) for command in commands] == [facts.RoleChangeStarted, say.Withdraw, say.Perform]
     stages = [everybody(world) for _ in range(3)]
     assert stages == [[("a", Stage.DRAINING)], [("a", Stage.SLEEPING)], [("a", Stage.TAKING_UP)]]
     assert world.processes["a"].supplied == TRAIN

@@ -283,8 +283,7 @@ class Run:
         if self.rules.late != "correct":
             self.provisional |= missing
             return
-        known = dict.fromkeys(self.delivered, 1.0)
-        found = settle(self.waiting, batch, known, versions=LATE_VERSIONS)
+        found = settle(self.waiting, batch, dict.fromkeys(self.delivered, 1.0), versions=LATE_VERSIONS)
         for arrival in found.arrivals:
             assert 1 <= arrival.delay == batch - arrival.group.batch <= LATE_VERSIONS
             self.counted.update((arrival.group.iteration, arrival.group.group, sample) for sample in arrival.rewards)

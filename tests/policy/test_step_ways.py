@@ -67,8 +67,7 @@ def test_roles_change_only_where_that_is_short_against_a_step():
 
 def test_the_fastest_way_that_the_configuration_can_take_is_chosen():
     few = replace(MADE, train_gpus=2, train_s=640.0, throughput_s=200.0)  # too few trainers: engines have to help
-    found = regime(few)
-    assert found.choice == TURNING
+    assert regime(few).choice == TURNING
     barred = regime(few, obstacles={TURNING: "an engine of 2 GPUs would train with one of them"})
     assert barred.choice == STREAMING and barred.obstacles[TURNING].startswith("an engine of 2 GPUs")
 
@@ -127,8 +126,7 @@ def test_engines_may_turn_where_that_is_worth_two_changes_and_no_trajectory_is_t
     assert told is not None and told.way == "turning" and made.turns and made.streams
     told = made.measured(step(change_s=60.0, **busy))
     assert told is not None and told.way == "streaming" and not made.turns  # changes take too long for the step
-    alone = choice()
-    told = alone.measured(step(rollout_gpus=30.0, rollout_gpu_s=30.0, change_s=0.1))
+    told = choice().measured(step(rollout_gpus=30.0, rollout_gpu_s=30.0, change_s=0.1))
     assert told is not None and told.way == "streaming" and told.reason.endswith("; latency-bound, so roles stay")
     assert choice(WAYS[:2]).measured(step(change_s=0.5, **busy)).way == "streaming"
 

@@ -147,8 +147,7 @@ def test_whoever_was_refused_or_failed_rests_until_the_next_version():
     run.tail.handle(facts.TurnRefused("e0"))
     assert run.tail.look() == ()
     run.publish(1)
-    member = run.tail.engines()[0]
-    assert member.may_turn
+    assert run.tail.engines()[0].may_turn
     run.turn("e0", "train", None)  # asked for by somebody else
     assert [engine.name for engine in run.tail.engines()] == ["e1", "e2"], "it stays where it was put"
     assert run.tail.step() is not None and run.tail.step().core_gpus == 2

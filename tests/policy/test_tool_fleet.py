@@ -31,8 +31,7 @@ def test_more_workers_where_many_actions_wait_for_long():
     ],
 )
 def test_no_more_workers_otherwise(change):
-    facts = replace(BUSY, **change)
-    assert ordered(facts) is None
+    assert ordered(replace(BUSY, **change)) is None
 
 
 def test_an_idle_worker_is_given_up_after_a_while_and_only_if_nothing_waits():
@@ -40,8 +39,7 @@ def test_an_idle_worker_is_given_up_after_a_while_and_only_if_nothing_waits():
     reason = "tool-2 has had nothing to do for 60 s"
     assert ordered(idle) == replace(idle, ordered=2, give_up="tool-2", reason=reason)
     for change in ({"waiting": 1, "waiting_s": 1.0}, {"starting": 1}, {"wanted": 1}, {"start_s": 31.0}):
-        facts = replace(idle, **change)
-        assert ordered(facts) is None
+        assert ordered(replace(idle, **change)) is None
 
 
 @dataclass

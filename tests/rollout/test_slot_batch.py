@@ -105,8 +105,7 @@ def test_a_second_turn_on_retained_kv_equals_one_from_scratch(family, make_batch
     batch, fresh = make_batch(family), make_batch(family)
     first = make_request("a", length=12, new=7, seed=1)
     submit(batch, first, make_request("other", length=5, new=30))
-    output = drain(batch)["a"]
-    context = np.concatenate([first.context_ids, output.token_ids, [4, 5, 6]])
+    context = np.concatenate([first.context_ids, drain(batch)["a"].token_ids, [4, 5, 6]])
     second = make_request("a", context=context, turn=1, new=15, seed=2)
     before = batch.counters.prefilled_tokens
     submit(batch, second)
@@ -341,8 +340,7 @@ def kv_for(model, dtype=torch.float32):
 
 def test_fused_projections_are_the_stock_modules_own_storage(load):
     model = load("qwen2")
-    forward = Forward(model, kv_for(model))
-    layer, attention = forward.fused.layers[0], model.model.layers[0].self_attn
+    layer, attention = Forward(model, kv_for(model)).fused.layers[0], model.model.layers[0].self_attn
     attention.k_proj.weight.data[0, 0] = 123.0
     attention.v_proj.bias.data[0] = 321.0
     assert layer.qkv[attention.q_proj.out_features, 0] == 123.0

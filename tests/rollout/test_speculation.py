@@ -148,8 +148,7 @@ def test_new_weights_in_mid_turn_and_requests_without_a_group(make_batch, make_r
     for _ in range(6):
         batch.step()
     batch.load(1, make_model("qwen3", 1))
-    outputs = serve_all(batch)
-    for output in outputs.values():
+    for output in serve_all(batch).values():
         versions = output.weight_versions
         assert len(versions) == 40 and set(versions) == {0, 1} and (np.diff(versions) >= 0).all()
     before = batch.stats().drafted_tokens

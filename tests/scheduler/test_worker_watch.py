@@ -182,13 +182,11 @@ async def test_missing_roles_are_reported_with_cause_and_advice(emulation, tmp_p
         assert told(0.0) == told(TELL_AFTER_S - 0.1) == ""
         assert "TRAIN not there yet: no worker of this cluster has it" in told(TELL_AFTER_S)
         assert told(START_S - 0.1) == ""  # the others are being set up
-        starting = told(START_S)
-        assert "ROLLOUT, TOOL, GRADE, COMMIT not there yet: worker rollout-0 (process" in starting
+        assert "ROLLOUT, TOOL, GRADE, COMMIT not there yet: worker rollout-0 (process" in told(START_S)
         for worker in live.workers:
             ready(worker)
         assert f"is there after {START_S + 4.0:.0f} s: rollout-0, tool-0" in told(START_S + 4.0)
-        late = told(10.0 + REMIND_S)
-        assert f"dask worker {live.scheduler.address} --nthreads 9 --resources TRAIN=1" in late
+        assert f"dask worker {live.scheduler.address} --nthreads 9 --resources TRAIN=1" in told(10.0 + REMIND_S)
 
         await live.workers[1].close()
         await emulation.until(lambda: all(ws.name != "tool-0" for ws in live.scheduler.workers.values()))

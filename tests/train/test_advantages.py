@@ -92,8 +92,7 @@ def test_equal_rewards_give_exactly_zero_everywhere(value, size):
 
 def test_returns_run_over_observations_and_stop_at_padding():
     reward = torch.tensor([[0.0, 0.0, 5.0, 2.0, 9.0]])
-    mask = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]])
-    _, returns = adv.reinforce_pp(reward, mask, gamma=0.5)
+    _, returns = adv.reinforce_pp(reward, torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]]), gamma=0.5)
     assert returns.tolist() == [[0.5, 1.0, 0.0, 2.0, 0.0]]
     assert adv.reinforce_pp(torch.zeros(2, 0), torch.zeros(2, 0))[0].shape == (2, 0)
 

@@ -36,8 +36,7 @@ def settings_of(variant):
     name, changes = VARIANTS[variant]
     if name == "dr_grpo":
         changes = {"loss_divisor": 64.0, **changes}
-    settings = TrainSettings(algorithm=name, **changes)
-    return settings.model_dump(exclude={"lr"})
+    return TrainSettings(algorithm=name, **changes).model_dump(exclude={"lr"})
 
 
 def samples_of(batch, rng, spread=0.2):

@@ -31,8 +31,7 @@ class Relay:
             for source, sink, num_bytes in ((client, server, 32), (server, client, 64), (client, server, 32)):
                 sink.sendall(exactly(source, num_bytes))
             while start := client.recv(4, socket.MSG_WAITALL):
-                frame = start + exactly(client, struct.unpack("!I", start)[0] + 32)
-                server.sendall(self._tamper(frame))
+                server.sendall(self._tamper(start + exactly(client, struct.unpack("!I", start)[0] + 32)))
 
 
 def exactly(connection, num_bytes):

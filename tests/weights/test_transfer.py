@@ -25,8 +25,7 @@ sys.stdin.read()
 
 
 def tensors(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    table = torch.randn(500, 64, generator=generator)
+    table = torch.randn(500, 64, generator=torch.Generator().manual_seed(seed))
     return {"embed.weight": table, "head.weight": table, "norm.weight": torch.ones(64, dtype=torch.bfloat16)}
 
 

@@ -77,8 +77,7 @@ def test_every_option_moves_its_own_term():
     assert away["weights"] == away["optimizer"] == 0
     assert fullest_moment(BIG, SIZE, PLAIN) == "head, forward"
     assert fullest_moment(BIG, SIZE, replace(PLAIN, logit_chunk_tokens=64)) == "head"
-    few = MicroBatchSize(1, 8, 4)
-    assert fullest_moment(BIG, few, PLAIN, 2) in ("embedding", "reduce")
+    assert fullest_moment(BIG, MicroBatchSize(1, 8, 4), PLAIN, 2) in ("embedding", "reduce")
 
 
 def test_micro_batches_are_as_the_trainer_packs_them():

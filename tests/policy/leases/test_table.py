@@ -188,8 +188,7 @@ class Model:
         assert judges <= LIMITS["judge"][0]
         for begin_s in self.searches:
             assert sum(begin_s <= at_s < begin_s + 1.0 for at_s in self.searches) <= LIMITS["search"][0]
-        holders = {lease.holder for lease in table.leases()}
-        assert not holders & set(self.waiting)
+        assert not {lease.holder for lease in table.leases()} & set(self.waiting)
         assert all(table.waits(holder) for holder in self.waiting)
         assert table.num_waiting() == len(self.waiting)
 
