@@ -114,9 +114,7 @@ def algorithms_markdown() -> str:
     differs = ["| `trainer.algorithm` | differs from the paper |", "|---|---|"]
     differs += [f"| `{name}` | {found.differs} |" for name, found in ALGORITHMS.items() if found.differs]
     arguments = ["| mapping | keys and defaults |", "|---|---|"]
-    arguments += [
-        f"| `trainer.loss_args`, `trainer.loss={loss}` | {_defaults(kind)} |" for loss, kind in LOSS_ARGS.items()
-    ]
+    arguments += [f"| `trainer.loss_args`, `trainer.loss={loss}` | {_defaults(k)} |" for loss, k in LOSS_ARGS.items()]
     others = {"correction": CorrectionArgs, "reject": RejectArgs, "adam": AdamArgs, "lora": LoraArgs, "late": LateArgs}
     arguments += [f"| `trainer.{name}_args` | {_defaults(kind)} |" for name, kind in others.items()]
     plain = ", ".join(f"`{key}={one_line_yaml(value)}`" for key, value in asdict(Preset()).items())

@@ -97,14 +97,12 @@ def test_libra_simulate_reads_what_the_table_says(policy, drawn_from_traces, tmp
         simulate_run(config, from_run=None, workload=None, save_workload=None, as_json=False)
 
     trace = tmp_path / "turns.csv"
-    header = (
-        "source,model,task,sample,turn,tool,status,payload_chars,prompt_tokens,completion_tokens,llm_s,tool_s,gap_s"
-    )
+    head = "source,model,task,sample,turn,tool,status,payload_chars,prompt_tokens,completion_tokens,llm_s,tool_s,gap_s"
     rows = [
         f"s,m,t{task},{sample},{turn},bash,ok,40,{100 + 20 * turn},20,1,0.1,0"
         for task, sample, turn in itertools.product(range(4), range(2), range(3))
     ]
-    trace.write_text("\n".join([header, *rows]) + "\n")
+    trace.write_text("\n".join([head, *rows]) + "\n")
     config = config_from_dict({
         "trainer": {"prompts": 2, "group_size": 2} | ({"algorithm": "opd"} if drawn_from_traces else {}),
         "distil": {"teacher": {"service": "t"} if policy is None else "Qwen3-8B"} if drawn_from_traces else {},

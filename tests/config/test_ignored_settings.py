@@ -24,9 +24,7 @@ def configured(values):
 
 
 def test_every_field_has_an_entry_and_nothing_else_has_one():
-    assert set(READ) == set(field_references()), (
-        "libra/config/effects.py: READ says of each field who reads it, and when"
-    )
+    assert set(READ) == set(field_references()), "effects.py: READ says of each field who reads it, and when"
 
 
 def test_needs_look_at_fields_that_exist():
@@ -61,9 +59,8 @@ def test_what_extends_and_overrides_say_is_given(tmp_path):
     (tmp_path / "mine.yaml").write_text("extends: below.yaml\ntrainer: {reject_args: {high: 2}}\n")
     found = ignored_settings(load_config(tmp_path / "mine.yaml", ["rollout.engine_args={enforce_eager: true}"]))
     assert [each.field for each in found] == ["rollout.engine_args", "trainer.reject_args", "policy.patience"]
-    assert not ignored_settings(
-        load_config(tmp_path / "mine.yaml", ["policy.name=mlfq", "trainer.reject_args.high=null"])
-    )
+    config = load_config(tmp_path / "mine.yaml", ["policy.name=mlfq", "trainer.reject_args.high=null"])
+    assert not ignored_settings(config)
 
 
 def test_a_resolved_configuration_tells_what_the_one_it_came_from_told(tmp_path):

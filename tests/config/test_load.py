@@ -74,10 +74,8 @@ def test_all_problems_are_reported_at_once_with_their_lines(tmp_path):
     message = file_problem(tmp_path, text, "rollout.slots=0", "nonsense", "model.path.deep=1")
     first, *lines = message.splitlines()
     assert first.startswith("9 ") and len(lines) == 9
-    named = (
-        "run.eta", "run.nmae", "group size 1", "trainer.lr (", "stor ", "observe (", "rollout.slots (", "'nonsense'",
-    )  # fmt: skip
-    for name in (*named, "model.path.deep"):
+    ids = ("run.eta", "run.nmae", "group size 1", "trainer.lr (", "stor ", "observe (", "rollout.slots (", "'nonsense'")
+    for name in (*ids, "model.path.deep"):
         assert sum(name in line for line in lines) == 1, name
     assert any("trainer.lr (" in line and "mine.yaml:4" in line for line in lines)
 
@@ -149,9 +147,7 @@ def test_the_resolved_configuration_reads_back(tmp_path):
     path = tmp_path / "config.resolved.yaml"
     path.write_text(dump_config(config))
     assert load_config(path) == config
-    assert set(field_references()) <= {
-        f"{section}.{key}" for section, values in config.model_dump().items() for key in values
-    }
+    assert set(field_references()) <= {f"{s}.{key}" for s, values in config.model_dump().items() for key in values}
 
 
 @settings(max_examples=10)  # each writes and reads every setting

@@ -72,7 +72,5 @@ def test_auto_leaves_the_run_a_choice_and_on_does_not():
 
 def test_waves_are_smaller_where_engines_turn():
     for choice in ("on", "auto"):
-        assert (
-            turns(turning(choice)) and enough_groups(turning(choice)) == 3
-        )  # four sequences for each of three trainers
+        assert turns(turning(choice)) and enough_groups(turning(choice)) == 3  # four sequences for each trainer
     assert not turns(turning("off")) and not turns(config_from_dict({}))

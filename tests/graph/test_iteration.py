@@ -89,12 +89,8 @@ def test_gates_trajectories_and_batches_are_parked_and_others_take_a_slot_of_the
     graph = iteration_graph(spec(), 5)
     tasks = layers(graph.end) | layers(graph.groups[0])
     parked = dict.fromkeys(("gate-train-5", "trajectory-train-5-0-2", "batch-train-5"), keys.PARK)
-    for node, resource in {
-        **parked,
-        "group-train-5-0": "GRADE",
-        "step-train-5-0": "TRAIN",
-        "store-train-5": "COMMIT",
-    }.items():
+    others = {"group-train-5-0": "GRADE", "step-train-5-0": "TRAIN", "store-train-5": "COMMIT"}
+    for node, resource in (parked | others).items():
         assert tasks[f"{node}-e7-demo"][0]["resources"] == {resource: 1}
 
 

@@ -10,9 +10,7 @@ from libra.hardware import Efficiencies, ModelOnGPU, Overhead, engine_seconds
 from libra.hardware.engine_seconds import Grid
 from libra.hardware.run_calibration import fit_positive, fit_trainer
 
-ENGINES = {
-    (gpu, tp): engine_seconds(gpu, "Qwen3-14B", tp) for gpu in ("A100-80G", "A800-80G", "H100-80G") for tp in (1, 4)
-}
+ENGINES = {(g, tp): engine_seconds(g, "Qwen3-14B", tp) for g in ("A100-80G", "A800-80G", "H100-80G") for tp in (1, 4)}
 counts = st.integers(1, 300)
 contexts = st.integers(0, 40_000)
 

@@ -137,10 +137,7 @@ class MadeUpRun:
             assert weighed.kinds == (ROLES,)
             self.loop.replanner.changed(0.1)
             training = weighed.chosen.arrangement.training
-            self.seats = {
-                name: replace(each, role="train" if name in training else "rollout")
-                for name, each in self.seats.items()
-            }
+            self.seats = {n: replace(s, role="train" if n in training else "rollout") for n, s in self.seats.items()}
 
 
 @pytest.mark.parametrize("overlap", [False, True])

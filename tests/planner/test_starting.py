@@ -65,9 +65,8 @@ def test_executing_a_plan_gives_back_what_it_deploys(num_gpus, seed, eta, scale)
 def test_a_micro_batch_that_does_not_fit_is_halved_and_one_that_pays_is_doubled():
     tokens = TrajectoryTotals.of([512.0] * 512, [1500.0] * 512)
     gpu = load_gpu("L40S-48G")
-    snapshot = PlanningSnapshot(
-        gpu, QWEN, 4, tokens, tp=(1, 2), training=Layout(micro_batch_tokens=2**20), fixed_train_gpus=2
-    )
+    large = Layout(micro_batch_tokens=2**20)
+    snapshot = PlanningSnapshot(gpu, QWEN, 4, tokens, tp=(1, 2), training=large, fixed_train_gpus=2)
     _, smaller = planned(snapshot, 2048)
     assert smaller < 2**20
     final = tokens.final_context_tokens

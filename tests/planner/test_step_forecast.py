@@ -92,9 +92,7 @@ def test_training_follows_the_tokens_that_the_questions_are_expected_to_have_a_g
 
     def step(lengths):
         trained = [(length, max(0.0, length - 40.0)) for length in lengths]
-        return dataclasses.replace(
-            took(lengths), trained=trained, train_s=0.2 + 1e-3 * sum(tokens for _, tokens in trained)
-        )
+        return dataclasses.replace(took(lengths), trained=trained, train_s=0.2 + 1e-3 * sum(t for _, t in trained))
 
     rng = np.random.default_rng(0)
     forecast = StepForecast()

@@ -194,9 +194,7 @@ def test_every_group_is_consumed_once_and_in_time_whatever_is_killed(eta, groups
         run.play(6, 3, random.Random(seed + number))
         taken = Counter(group for members in run.batches.values() for group in members)
         assert set(taken.values()) == {1} and len(taken) == 6 * groups
-        assert all(each == sorted(each, key=lambda wave: not wave) for each in run.waves.values()), (
-            "left over: the last"
-        )
+        assert all(each == sorted(each, key=lambda wave: not wave) for each in run.waves.values()), "the rest is last"
 
 
 @given(policy=POLICIES, groups=st.integers(1, 3), before=CALLS, after=CALLS)
@@ -325,9 +323,7 @@ def meets(batch, places, groups, left):
 @given(
     st.integers(1, 3), st.integers(1, 4), st.lists(st.integers(0, 3), max_size=7), st.lists(st.integers(0, 3), max_size=4)
 )  # fmt: skip
-def test_what_is_taken_first_come_leaves_the_others_their_places_and_no_choice_takes_more(
-    eta, groups, complete, in_flight
-):
+def test_what_is_taken_first_come_leaves_others_their_places_and_no_choice_takes_more(eta, groups, complete, in_flight):
     """Against every choice, where the deadlines can be met at all."""
     batch, places = 5, groups
     deadlines = {(4, number): batch + min(later, eta) for number, later in enumerate(complete)}

@@ -195,9 +195,7 @@ def test_of_those_that_have_not_begun_the_longest_goes_first():
 def test_where_engines_exchange_kv_those_with_most_left_go_first_and_within_an_octave_those_with_fewest_tokens():
     ordering = CMLFQ(KnownLengths({"long": 9000, "half": 9100, "short": 400}))
     ordering.handle(engine())
-    long, half, short = (
-        priority_of(ordering, key, tokens) for key, tokens in (("long", 500), ("half", 600), ("short", 0))
-    )
+    long, half, short = (priority_of(ordering, k, n) for k, n in (("long", 500), ("half", 600), ("short", 0)))
     assert long < half < short and long.level == half.level
     again = CMLFQ(KnownLengths())
     again.restore(json.loads(json.dumps(ordering.snapshot())))
@@ -220,9 +218,7 @@ def test_whoever_waits_is_looked_at_anew_when_boundaries_are_set_and_it_survives
     other.restore(json.loads(json.dumps(policy.snapshot())))
     late = facts.TrajectoryParked("trajectory-train-0-1-0-e0-demo", 0, ROLLOUT, 0, "h")
     assert other.handle(late) == policy.handle(late)
-    assert [
-        a.begins_tp for a in other.handle(facts.BoundariesSet(((1, 5.0),))) if isinstance(a, facts.Prefer)
-    ] == []  # still TP 2
+    assert not any(isinstance(a, facts.Prefer) for a in other.handle(facts.BoundariesSet(((1, 5.0),))))  # still TP 2
     policy.forget_live()
     assert policy.snapshot()["boundaries"] == []
     plain.handle(facts.BoundariesSet(((1, 10.0),)))

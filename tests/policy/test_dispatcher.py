@@ -168,10 +168,7 @@ def test_new_trajectories_do_not_push_out_the_kv_of_those_under_way_and_the_over
     park(dispatcher, "x", 9, context=700)
     assert dispatcher.dispatch(ROLLOUT) == (Place("x", ROLLOUT, "a", "home"),)
     dispatcher.handle(TrajectoryEnded("x"))
-    assert [(place.key, place.reason) for place in dispatcher.dispatch(ROLLOUT)] == [
-        ("y", "overdue"),
-        ("z", "first home"),
-    ]
+    assert [(p.key, p.reason) for p in dispatcher.dispatch(ROLLOUT)] == [("y", "overdue"), ("z", "first home")]
 
 
 def test_a_context_that_does_not_fit_any_more_waits_until_it_does_and_pushes_nobody_out():
@@ -222,9 +219,7 @@ def test_siblings_begin_on_different_engines_whoever_is_first_in_order():
     """One of each group in turn, as many groups as engines: by number of residents alone a whole group would share an engine."""
     dispatcher = Dispatcher()
     for name in ("a", "b"):
-        dispatcher.handle(
-            WorkerCapacity(name, "tp1", rollout_slots=8, kv_tokens=10**6, alone_s_per_token=0.01, full_s_per_token=0.03)
-        )
+        dispatcher.handle(WorkerCapacity(name, "tp1", 8, 0, 10**6, 0.01, 0.03))
     for order, (sample, group) in enumerate((s, g) for s in range(4) for g in ("g", "h")):
         key = f"{group}{sample}"
         dispatcher.handle(TrajectoryParked(key, 0, ROLLOUT, 0, group))
@@ -245,9 +240,7 @@ def test_where_an_engine_told_nothing_first_homes_go_by_free_slots_and_say_so():
         dispatcher.apply([Prefer(f"k{order}", (), "test", 1000, 2000)])
     places = dispatcher.dispatch(ROLLOUT)
     assert [place.worker for place in places] == ["silent", "silent", "fast", "silent", "fast", "silent"]
-    assert {place.reason for place in places[:5]} == {
-        "first home: by free slots, for silent has not declared its speed"
-    }
+    assert {p.reason for p in places[:5]} == {"first home: by free slots, for silent has not declared its speed"}
 
 
 class Twice:

@@ -89,9 +89,7 @@ def test_an_end_is_seconds_of_steps_of_those_beside_and_of_contexts_and_slots_th
     # Three of 100 tokens on two slots: 150 steps, 300 tokens, contexts of 50 on average.
     expected_s = 150 * 0.01 + 300 * 0.002 + 300 * 50 * 1e-6
     assert loads.finish_s(fleet.of("x"), "a") == pytest.approx(expected_s, rel=1e-6)
-    assert loads.pace_s_per_token(fleet.of("x"), "a") == pytest.approx(
-        0.01 + 2 * 0.002 + 1e-6 * 210, rel=1e-6
-    )  # room: 70 each
+    assert loads.pace_s_per_token(fleet.of("x"), "a") == pytest.approx(0.01 + 2 * 0.002 + 1e-6 * 3 * 70, rel=1e-6)
 
 
 def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_from_one():

@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 
 from libra.policy.late_rewards import GuessWorth, WaitingGroup, age_weight, correction, guessed_share, settle
 
-ARRIVALS = st.dictionaries(
-    st.tuples(st.integers(0, 5), st.integers(0, 2)),  # batch of the group, sample
-    st.integers(1, 12),  # the batch by which the reward has come
-    max_size=18,
-)
+ARRIVALS = st.dictionaries(st.tuples(st.integers(0, 5), st.integers(0, 2)), st.integers(1, 12), max_size=18)
+"""By batch of the group and sample: the batch by which the reward has come."""
 
 
 def test_the_weight_of_age_is_that_of_the_paper():

@@ -60,9 +60,7 @@ def full(token_bytes=1000, tools_s=0.0, *, inline=True):
     assert begin(dispatcher, "long", 1000) and begin(dispatcher, "short", 1000)
     for key, payload in (("long", 8_900), ("short", 5_900)):
         if inline:
-            dispatcher.handle(
-                facts.QuantumFinished(key, Phase.ROLLOUT, 100, "t", "ok", 1.0 + tools_s, payload, tools_s)
-            )
+            dispatcher.handle(facts.QuantumFinished(key, Phase.ROLLOUT, 100, "t", "ok", 1 + tools_s, payload, tools_s))
         else:
             dispatcher.handle(facts.QuantumFinished(key, Phase.ROLLOUT, 100, "", "", 1.0))
             dispatcher.handle(facts.QuantumFinished(key, Phase.TOOL, 0, "t", "ok", tools_s, payload))
@@ -96,12 +94,10 @@ def loaded(*engines):
     """Engines so many times as slow as `engine`, with trajectories at home there that have so many tokens left."""
     dispatcher = Dispatcher()
     dispatcher.allowed = lambda key, worker: key.startswith(worker)
-    for number, (slow, lefts) in enumerate(engines):
-        dispatcher.handle(
-            structs.replace(engine(f"e{number}"), alone_s_per_token=0.01 * slow, full_s_per_token=0.02 * slow)
-        )
+    for n, (slow, lefts) in enumerate(engines):
+        dispatcher.handle(structs.replace(engine(f"e{n}"), alone_s_per_token=0.01 * slow, full_s_per_token=0.02 * slow))
         for place, left in enumerate(lefts):
-            assert begin(dispatcher, f"e{number}-{place}", left + 100)
+            assert begin(dispatcher, f"e{n}-{place}", left + 100)
     return dispatcher
 
 

@@ -120,10 +120,8 @@ def test_tools_that_tell_nothing_earn_next_to_nothing():
     rng = np.random.default_rng(1)
     posterior = Posterior()
     for number in range(120):
-        turns = [
-            (int(rng.integers(50, 150)), str(rng.choice(["ls", "cat", "sed"]))) for _ in range(rng.integers(5, 40))
-        ]
-        run(posterior, f"n-{number}", turns)
+        made = [(int(rng.integers(50, 150)), str(rng.choice(["ls", "cat", "sed"]))) for _ in range(rng.integers(5, 40))]
+        run(posterior, f"n-{number}", made)
     assert posterior.skill < 0.05
 
 
@@ -299,12 +297,10 @@ def live(posterior, iteration, prompts, means, seed):
     lengths = {
         key: float(m * np.exp(0.3 * rng.standard_normal())) for m, keys in zip(means, groups, strict=True) for key in keys
     }  # fmt: skip
-    for number, key in enumerate(sorted(lengths, key=lengths.__getitem__)):
+    for number, k in enumerate(sorted(lengths, key=lengths.__getitem__)):
         for _ in range(5):
-            posterior.handle(
-                QuantumFinished(key, Phase.ROLLOUT, max(1, int(lengths[key] / 5)), "ls", ToolStatus.OK, 1.0)
-            )
-        posterior.handle(TrajectoryEnded(key))
+            posterior.handle(QuantumFinished(k, Phase.ROLLOUT, max(1, int(lengths[k] / 5)), "ls", ToolStatus.OK, 1.0))
+        posterior.handle(TrajectoryEnded(k))
         if number % 16 == 15:
             posterior.learn()
     posterior.learn()

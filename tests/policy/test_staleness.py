@@ -288,9 +288,7 @@ class Run:
             assert 1 <= arrival.delay == batch - arrival.group.batch <= LATE_VERSIONS
             self.counted.update((arrival.group.iteration, arrival.group.group, sample) for sample in arrival.rewards)
         self.dropped.update(found.dropped)
-        fresh = [
-            WaitingGroup(*group, batch, tuple(p[2] for p in sorted(missing) if p[:2] == group)) for group in members
-        ]
+        fresh = [WaitingGroup(*g, batch, tuple(p[2] for p in sorted(missing) if p[:2] == g)) for g in members]
         self.waiting = (*found.waiting, *(group for group in fresh if group.missing))
 
     def checked(self):

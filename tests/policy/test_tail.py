@@ -57,13 +57,13 @@ class Run:
         self.tail.handle(facts.WaveTrained(0, wave, 1, 0, seconds, hybrids))
         self.admission.wave_trained(0, wave)
 
-    def turn(self, worker, role, seconds):
+    def turn(self, worker, role, took_s):
         self.tail.handle(facts.RoleChangeStarted(1, {worker: {"role": role, "tp": 1}}, "", None))
-        if seconds is None:
+        if took_s is None:
             self.tail.handle(facts.RoleRestored(worker, 1, role, 1, {}, 1.0))
         else:
             self.tail.handle(
-                facts.RoleChanged(worker, 1, "", role, 1, 1, {"sleeping": seconds, "draining": 9.0}, seconds)
+                facts.RoleChanged(worker, 1, "", role, 1, 1, {"sleeping": took_s, "draining": 9.0}, took_s)
             )
 
 

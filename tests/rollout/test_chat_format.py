@@ -78,9 +78,7 @@ def whole(chat, messages):
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=20)
 @given(question=TEXT, said=TEXT, contents=st.lists(TEXT, min_size=1, max_size=4))
-def test_prompt_turn_and_what_answers_it_together_are_the_rendered_conversation(
-    formats, name, question, said, contents
-):
+def test_prompt_turn_and_what_answers_it_are_the_rendered_conversation(formats, name, question, said, contents):
     chat = formats[name]
     user, tools = {"role": "user", "content": question}, [{"role": "tool", "content": c} for c in contents]
     generated = [*chat.tokenizer.encode(said, add_special_tokens=False), chat.end_of_turn_id]

@@ -356,9 +356,7 @@ def test_a_pass_that_disagrees_with_transformers_is_refused(load, monkeypatch):
     Forward(model, kv_for(model), fused=False)
 
 
-def test_bfloat16_logprobs_are_near_those_of_transformers(
-    make_batch, make_model, make_request, reference_logprobs, serve_all
-):
+def test_bfloat16_logprobs_are_near_transformers(make_batch, make_model, make_request, reference_logprobs, serve_all):
     request = make_request("b", length=20, new=30)
     output = serve_all(make_batch(dtype="bfloat16"), request)["b"]
     expected = reference_logprobs(make_model(), request.context_ids, output.token_ids)

@@ -25,9 +25,8 @@ OTHERS = [pytest.param(*each, marks=pytest.mark.live) for each in (("mlfq", "thr
 
 def in_live_order(workload, directory):
     """The workload in the order in which the live scheduler first saw its trajectories: Dask's, and none of ours."""
-    seen = [
-        e["key"] for e in emulated_run.plugin_events(directory) if e["name"] == "trajectory_parked" and not e["quanta"]
-    ]
+    events = emulated_run.plugin_events(directory)
+    seen = [e["key"] for e in events if e["name"] == "trajectory_parked" and not e["quanta"]]
     by_key = {workload.key(plan): plan for plan in workload.trajectories}
     assert sorted(seen) == sorted(by_key)
     return Workload(workload.name, tuple(by_key[key] for key in seen))
@@ -50,16 +49,13 @@ def test_live_dispatch_is_the_simulators(name, layout, tmp_path):
     policy = {"name": name, "objective": "makespan", "patience": 4}
     live, live_s = asyncio.run(emulated_run.emulate(workload, specs, policy, tmp_path, tool_slots=6))
 
-    simulator = Simulator(
-        in_live_order(workload, tmp_path), specs, ordering_of(**policy), options=SimulationOptions(tool_slots=6)
-    )
+    work, options = in_live_order(workload, tmp_path), SimulationOptions(tool_slots=6)
+    simulator = Simulator(work, specs, ordering_of(**policy), options=options)
     outcome = simulator.run()
     simulated = [(str(d.phase), d.key, d.worker) for d in outcome.dispatched]
     assert len(simulated) == sum(2 * len(plan.turns) - 1 for plan in workload.trajectories)
-    differing = next((i for i, (a, b) in enumerate(zip(live, simulated, strict=True)) if a != b), None)
-    assert differing is None, (
-        f"dispatch {differing} of {len(live)}: live {live[differing]}, simulated {simulated[differing]}"
-    )
+    at = next((i for i, (a, b) in enumerate(zip(live, simulated, strict=True)) if a != b), None)
+    assert at is None, f"dispatch {at} of {len(live)}: live {live[at]}, simulated {simulated[at]}"
     assert live_s == pytest.approx(outcome.makespan_s, rel=1e-9)
 
     lines = ((i, from_dict(event).fact) for i, event in enumerate(emulated_run.plugin_events(tmp_path), 1))

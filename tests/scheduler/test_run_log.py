@@ -63,9 +63,7 @@ def registration(directory, client, epoch):
     return msgspec.to_builtins(RunRegistration("demo", epoch, str(directory), client=client.id))
 
 
-async def test_a_killed_drivers_run_leaves_its_workers_before_its_next_start_comes_to_them(
-    emulation, tmp_path, monkeypatch
-):
+async def test_a_killed_drivers_run_leaves_its_workers_before_its_next_start_comes(emulation, tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(Part, "order", order, raising=False)
     monkeypatch.setattr(Part, "gate", asyncio.Event(), raising=False)

@@ -87,9 +87,7 @@ def stalls(directory):
     ("coroutine", r"Coroutine (.|\n)*test_stall_watchdog\.py.* in run(.|\n)*locks\.py"),
     ("process", r"it is stopped; kill -CONT \d+"),
 ])  # fmt: skip
-async def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(
-    emulation, blocks, seen, tmp_path, caplog
-):
+async def test_a_hanging_worker_is_named_restarted_and_the_trajectory_ends(emulation, blocks, seen, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "libra.scheduler.stall_watchdog")
     async with processes() as live:
         config = emulation.config_of(timeout_s=1.0, restart=True)

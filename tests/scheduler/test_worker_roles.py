@@ -26,9 +26,8 @@ class Stage:
         self.events = []
         self.later = []
         self.handlers = {}
-        self.state = SimpleNamespace(
-            run="demo", epoch=0, log=SimpleNamespace(emit=self.emit), tail=Tail(Admission(0, 1))
-        )
+        log = SimpleNamespace(emit=self.emit)
+        self.state = SimpleNamespace(run="demo", epoch=0, log=log, tail=Tail(Admission(0, 1)))
         applier = SimpleNamespace(tell=lambda state, fact: state.log.emit(fact))
         trajectories = SimpleNamespace(workers_changed=lambda: None, applier=applier)
         self.concurrency = Concurrency(self, trajectories.workers_changed)

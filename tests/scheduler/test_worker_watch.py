@@ -137,9 +137,7 @@ async def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_p
     assert [e["retry_after_s"] for e in events] == [0.0, 3600.0, None, 0.0]
 
 
-async def test_a_worker_that_failed_for_one_run_is_asked_for_nothing_by_another_until_that_run_is_over(
-    emulation, tmp_path
-):
+async def test_a_worker_that_failed_for_one_run_is_asked_for_nothing_by_another_until_it_is_over(emulation, tmp_path):
     async with emulation.cluster() as live:
         for run in ("demo", "other"):
             emulation.register(live, tmp_path / run, run)

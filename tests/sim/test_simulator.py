@@ -158,9 +158,7 @@ class Watched:
     slots=st.integers(1, 3), count=st.integers(1, 3), tool_slots=st.sampled_from([None, 1, 3]),
     chunk=st.sampled_from([None, 9, 70, 1000]),
 )  # fmt: skip
-def test_every_turn_runs_once_and_slots_are_never_exceeded(
-    engines, workload, name, trajectories, slots, count, tool_slots, chunk
-):
+def test_every_turn_runs_once_within_slots(engines, workload, name, trajectories, slots, count, tool_slots, chunk):
     work = workload(*trajectories, iterations=2)
     ordering = Watched(ORDERINGS[name]())
     around = SimulationOptions(tool_slots=tool_slots, train_s=1.0, load_s=0.5, chunk_tokens=chunk)

@@ -79,9 +79,7 @@ def test_missing_files_and_columns_are_named(tmp_path):
 
 
 def test_totals_are_the_generated_tokens_by_key():
-    work = Workload.from_json(
-        '{"schema":1,"name":"x","trajectories":[[0,1,2,5,"",[[7,"t","ok",3,1.5],[4,"","",0,0]]]]}'
-    )
-    assert work.totals() == {"trajectory-train-0-1-2-e0-x": 11}
-    (plan,) = work.trajectories
-    assert plan.final_tokens == 19 and work.group_key(plan) == "0-1"
+    one = Workload.from_json('{"schema":1,"name":"x","trajectories":[[0,1,2,5,"",[[7,"t","ok",3,1.5],[4,"","",0,0]]]]}')
+    assert one.totals() == {"trajectory-train-0-1-2-e0-x": 11}
+    (plan,) = one.trajectories
+    assert plan.final_tokens == 19 and one.group_key(plan) == "0-1"

@@ -78,14 +78,10 @@ def test_estimators_shift_and_scale_as_they_should(values, lengths, shift, scale
 
 @given(st.floats(-1e6, 1e6), st.integers(2, 9))
 def test_equal_rewards_give_exactly_zero_everywhere(value, size):
-    reward, group = torch.full((size,), value, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
+    reward, one = torch.full((size,), value, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
     length = torch.arange(1, size + 1)
     assert (of_one([value] * size) == 0).all()
-    for got in (
-        adv.rloo(reward, group),
-        adv.opo(reward, length, group),
-        adv.reinforce_pp_baseline(reward, length, group),
-    ):
+    for got in (adv.rloo(reward, one), adv.opo(reward, length, one), adv.reinforce_pp_baseline(reward, length, one)):
         assert (got == 0).all()
     assert (adv.whiten(reward, length) == 0).all()
 

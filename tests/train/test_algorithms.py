@@ -111,9 +111,7 @@ def kept(settings, tokens, rows, old):
     if settings.reject == "binary-kl":
         keep = keep & corrections.binary_kl_mask(trainer, engine, rows, high=settings.reject_args["high"])
     elif settings.reject != "none":
-        args = {key: settings.reject_args[key] for key in ("level", "reduce", "low", "high")} | {
-            "metric": settings.reject
-        }
+        args = {k: settings.reject_args[k] for k in ("level", "reduce", "low", "high")} | {"metric": settings.reject}
         keep = keep & corrections.rejection_mask(trainer - engine, rows, **args)
     if settings.reject_args["off_policy"] is not None:
         tokens_of = (now, engine, tokens["advantage"], rows)

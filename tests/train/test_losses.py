@@ -146,14 +146,11 @@ def test_extreme_log_ratios_stay_finite_in_float32(name, log_ratio, advantage):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_tokens_and_empty_masks_give_zero_and_no_nan(name):
-    for sequences, shape in (
-        (Sequences(torch.zeros(0, dtype=torch.int64), 0), (0,)),
-        (Padded(torch.zeros(2, 3)), (2, 3)),
-    ):
+    for rows, shape in ((Sequences(torch.zeros(0, dtype=torch.int64), 0), (0,)), (Padded(torch.zeros(2, 3)), (2, 3))):
         for aggregation in MODES.values():
             logp = torch.full(shape, -1.0, requires_grad=True)
-            tokens = LOSSES[name](logp, logp.detach(), torch.ones(shape), sequences)
-            loss = aggregated(aggregation, tokens, sequences)
+            tokens = LOSSES[name](logp, logp.detach(), torch.ones(shape), rows)
+            loss = aggregated(aggregation, tokens, rows)
             loss.backward()
             assert float(loss.detach()) == 0
             assert (logp.grad == 0).all()

@@ -120,10 +120,8 @@ def test_closing_ends_connections_and_listening():
 
 @pytest.mark.live
 def test_a_process_without_file_descriptors_serves_again_when_it_has_some(repository):
-    options = {
-        "env": {**os.environ, "PYTHONPATH": str(repository)}, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE,
-    }  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", FEW_FILES, SECRET], text=True, **options)
+    given = {"env": {**os.environ, "PYTHONPATH": str(repository)}, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", FEW_FILES, SECRET], text=True, **given)
     try:
         address = ("127.0.0.1", int(process.stdout.readline()))
         channels = [proven(address) for _ in range(3)]

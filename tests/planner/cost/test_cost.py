@@ -43,9 +43,7 @@ def test_waiting_for_tools_lengthens_the_path_and_not_the_load(index, more_s):
     base = workload()
     wait = base.tool_wait_s.copy()
     wait[index] += more_s
-    before, after = (
-        rollout_cost(each, ENGINES[2], concurrency=8.0) for each in (base, replace(base, tool_wait_s=wait))
-    )
+    before, after = (rollout_cost(w, ENGINES[2], concurrency=8.0) for w in (base, replace(base, tool_wait_s=wait)))
     assert after.alone_s[index] == pytest.approx(before.alone_s[index] + more_s)
     assert np.allclose(after.engine_s, before.engine_s)
 

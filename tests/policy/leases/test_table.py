@@ -80,9 +80,8 @@ class Model:
                 # the legal sizes of an elastic action begin at its least
                 least = least.with_cores(1) if tool == "tests" else least
                 home = "b" if level == 0 else ""
-                self._join(
-                    LeaseRequest(holder, least, tool, home, revocable=tool in ("tests", "long")), Priority(0, level, 0)
-                )
+                revocable = tool in ("tests", "long")
+                self._join(LeaseRequest(holder, least, tool, home, revocable=revocable), Priority(0, level, 0))
             case ("release", holder):
                 table.release(holder)
                 self.revoked.discard(holder)
@@ -142,10 +141,7 @@ class Model:
         free = [a - b for a, b in zip(WORKERS[worker].local, self.table.held(worker).local, strict=True)]
         given = [lease.resources.local for lease in leases if lease is not None]
         for left_out in (None, *range(len(given))):
-            sums = [
-                f + sum(amounts)
-                for f, *amounts in zip(free, *(g for i, g in enumerate(given) if i != left_out), strict=True)
-            ]
+            sums = [f + sum(a) for f, *a in zip(free, *(g for i, g in enumerate(given) if i != left_out), strict=True)]
             fits = all(has >= want for has, want in zip(sums, request.least.local, strict=True))
             assert fits == (left_out is None)
         self.revoked |= {each.holder for each in revokes}
@@ -170,9 +166,7 @@ class Model:
             granted_kinds = {lease.holder: lease.resources.kinds for lease in grants}
             if last is not None and place < last:
                 later = [h for h, where in zip(granted_kinds, order, strict=True) if where > place]
-                assert all(granted_kinds[h] != request.least.kinds for h in later), (
-                    f"{request} was passed over by {later}"
-                )
+                assert all(granted_kinds[h] != request.least.kinds for h in later), f"{request} was passed by {later}"
 
     def check(self):
         """The invariants of `libra.policy.leases.table` that hold at any moment."""

@@ -76,10 +76,8 @@ def test_a_connector_that_keeps_stale_kv_and_drafts_on_a_cpu_are_refused(make_mo
     ):
         with pytest.raises(ModelError, match=field):
             engine_args(settings(model_dir=make_model(), engine_args={field: value}), on_cpu=True)
-    given = settings(
-        model_dir=make_model(), engine_args={"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}
-    )
-    assert engine_args(given, on_cpu=False).kv_transfer_config.kv_connector == "OffloadingConnector"
+    made = settings(model_dir=make_model(), engine_args={"kv_transfer_config": {"kv_connector": "OffloadingConnector"}})
+    assert engine_args(made, on_cpu=False).kv_transfer_config.kv_connector == "OffloadingConnector"
 
 
 def test_a_directory_without_safetensors_is_no_model_for_it(tmp_path):

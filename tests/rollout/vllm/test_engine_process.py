@@ -59,9 +59,7 @@ def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path):
     def shared(processes):
         """What these processes map of /dev/shm: another test's engine may be running."""
         maps = (each.path for process in processes for each in process.memory_maps())
-        return {
-            path for path in maps if path.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")) and Path(path).exists()
-        }
+        return {p for p in maps if p.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")) and Path(p).exists()}
 
     async def body():
         await engine.start()
@@ -81,10 +79,8 @@ def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path):
 @pytest.mark.skipif(not vllm_is_installed(), reason="vllm is not installed here: make setup-vllm")
 @pytest.mark.timeout(600)
 def test_an_engine_does_not_outlive_the_process_that_started_it(tmp_path):
-    command, pipes = (
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
-    )
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as worker:
         line = next((line for line in worker.stdout if line.startswith("STARTED")), "")
         watched = [os.pidfd_open(int(pid)) for pid in line.split()[1:]]
