@@ -243,9 +243,13 @@ def everybody(world):
     return told
 
 
-def test_a_change_goes_through_its_stages_and_withdraws_first():
+def requested(targets):
     world = World()
-    commands = world.do("request", {"a": TRAIN})
+    return world, world.do("request", targets)
+
+
+def test_a_change_goes_through_its_stages_and_withdraws_first():
+    world, commands = requested({"a": TRAIN})
     assert [type(command) for command in commands] == [facts.RoleChangeStarted, say.Withdraw, say.Perform]
     stages = [everybody(world) for _ in range(3)]
     assert stages == [[("a", Stage.DRAINING)], [("a", Stage.SLEEPING)], [("a", Stage.TAKING_UP)]]
@@ -253,8 +257,7 @@ def test_a_change_goes_through_its_stages_and_withdraws_first():
 
 
 def test_members_of_a_rebucket_wait_for_each_other_at_every_stage():
-    world = World()
-    world.do("request", {"a": LEADS_2, "b": LENT})
+    world, _ = requested({"a": LEADS_2, "b": LENT})
     for stage in (Stage.DRAINING, Stage.SLEEPING, Stage.TAKING_UP):
         assert {world.processes[name].told[0].stage for name in "ab"} == {stage}
         world.work("a")
@@ -274,8 +277,7 @@ def test_members_of_a_rebucket_wait_for_each_other_at_every_stage():
 @pytest.mark.parametrize("stage", [Stage.DRAINING, Stage.SLEEPING, Stage.TAKING_UP])
 @pytest.mark.parametrize("how", ["cancel", "fail", "lose"])
 def test_what_ends_early_takes_everybody_back(stage, how):
-    world = World()
-    world.do("request", {"a": LEADS_2, "b": LENT})
+    world, _ = requested({"a": LEADS_2, "b": LENT})
     while world.processes["a"].told[0].stage is not stage:
         everybody(world)
     if how == "cancel":
@@ -295,8 +297,7 @@ def test_what_ends_early_takes_everybody_back(stage, how):
 
 
 def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone():
-    world = World()
-    world.do("request", {"a": LEADS_2, "b": LENT})
+    world, _ = requested({"a": LEADS_2, "b": LENT})
     for _ in range(3):
         everybody(world)
     world.do("request", {"a": ROLLOUT, "b": ROLLOUT})
@@ -320,8 +321,7 @@ def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone():
 
 
 def test_a_role_that_cannot_go_on_is_left_for_what_the_worker_was_started_for():
-    world = World()
-    world.do("request", {"a": TRAIN})
+    world, _ = requested({"a": TRAIN})
     world.settle()
     world.handle(facts.RoleStageFailed("a", 1, "the core refuses it"))
     assert world.processes["a"].supplied is None
@@ -330,8 +330,7 @@ def test_a_role_that_cannot_go_on_is_left_for_what_the_worker_was_started_for():
 
 
 def test_who_cannot_go_back_is_restarted_once_and_then_given_up():
-    world = World()
-    world.do("request", {"a": TRAIN})
+    world, _ = requested({"a": TRAIN})
     world.do("cancel", 1)
     for _ in range(2):
         world.processes["a"].told = deque(list(world.processes["a"].told)[-1:])
@@ -353,14 +352,13 @@ def test_who_cannot_go_back_is_restarted_once_and_then_given_up():
     ({"a": LEADS_3, "b": LENT}, "tp=2"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_and_nothing_happens(targets, reason):
-    world = World()
-    assert len(world.do("request", targets)) == 1
+    world, commands = requested(targets)
+    assert len(commands) == 1
     assert reason in world.refused[0] and world.roles.changes == {}
 
 
 def test_a_change_in_progress_refuses_another_one_of_its_members():
-    world = World()
-    world.do("request", {"a": TRAIN})
+    world, _ = requested({"a": TRAIN})
     world.do("request", {"a": ROLLOUT})
     world.lose("b")
     world.do("request", {"b": TRAIN})

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from libra import facts
 from libra.errors import ConfigError
+from libra.facts import Turned
 from libra.policy import Admission, CommittedGroup, Tail, TailSettings, Waves, WayChoice, WaySettings
 from libra.policy.tail import ASSUMED_LOADS, OpenStep, TurningEngine, TurningRule
 from libra.types import Phase
@@ -16,7 +17,7 @@ from libra.types import Phase
 GROUPS, SIZE, SLOTS = 4, 2, 4
 COMMITTED = facts.GroupCommitted("train", 0, 0, 0, None, {})
 RULE = TurningRule(trajectories_per_gpu=4.0, min_gain_s=10.0, to_training_s=8.0, to_rollout_s=10.0)
-DOING = st.sampled_from(list(facts.Turned))
+DOING = st.sampled_from(list(Turned))
 
 
 class Run:
@@ -62,9 +63,8 @@ class Run:
         if took_s is None:
             self.tail.handle(facts.RoleRestored(worker, 1, role, 1, {}, 1.0))
         else:
-            self.tail.handle(
-                facts.RoleChanged(worker, 1, "", role, 1, 1, {"sleeping": took_s, "draining": 9.0}, took_s)
-            )
+            stages_s = {"sleeping": took_s, "draining": 9.0}
+            self.tail.handle(facts.RoleChanged(worker, 1, "", role, 1, 1, stages_s, took_s))
 
 
 def test_it_counts_what_is_open_and_what_is_left_in_gpu_seconds():
@@ -93,7 +93,7 @@ def test_the_thinnest_turns_once_and_returns_for_the_next_rollout():
     assert run.tail.look() == (), "6 open trajectories fit on two engines of 4, and no gradient is left"
     run.end(1)
     (turn,) = run.tail.look()
-    assert (turn.worker, turn.to) == ("e0", facts.Turned.TRAINING)
+    assert (turn.worker, turn.to) == ("e0", Turned.TRAINING)
     assert "4 open trajectories fit on 2 other GPUs" in turn.reason
     run.tail.handle(COMMITTED)
     assert run.tail.look() == (), "it was asked"
@@ -111,7 +111,7 @@ def test_the_thinnest_turns_once_and_returns_for_the_next_rollout():
     assert run.tail.look() == (), "eight fit on two engines of four"
     run.tail.handle(facts.WorkerWithdrawn("e1"))
     (back,) = run.tail.look()
-    assert (back.worker, back.to) == ("e0", facts.Turned.ROLLOUT)
+    assert (back.worker, back.to) == ("e0", Turned.ROLLOUT)
 
 
 def test_where_the_run_takes_its_steps_without_turning_no_engine_turns():
@@ -123,7 +123,7 @@ def test_where_the_run_takes_its_steps_without_turning_no_engine_turns():
         run.train(0, 5.0)
         run.end(1)
         turns.append([turn.to for turn in run.tail.look()])
-    assert turns == [[], [facts.Turned.TRAINING]]
+    assert turns == [[], [Turned.TRAINING]]
 
 
 def test_before_the_first_change_it_costs_some_loads_of_a_version_on_these_engines_and_never_more_than_was_set():
@@ -192,12 +192,12 @@ def test_a_snapshot_changes_no_later_answer(seed):
         again.restore(json.loads(json.dumps(run.tail.snapshot())))
         assert again.snapshot() == run.tail.snapshot()
         assert again.look() == run.tail.look()
-        generating = [e for e in run.tail.engines() if e.doing in (facts.Turned.ROLLOUT, facts.Turned.TO_ROLLOUT)]
+        generating = [e for e in run.tail.engines() if e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT)]
         assert generating, "e2 never turns"
 
 
 def engines(*residents, gpus=2):
-    return [TurningEngine(f"e{i}", gpus, facts.Turned.ROLLOUT, count) for i, count in enumerate(residents)]
+    return [TurningEngine(f"e{i}", gpus, Turned.ROLLOUT, count) for i, count in enumerate(residents)]
 
 
 def step(backlog_gpu_s=1e4, core_gpus=2, is_full=False, waits=True):
@@ -206,7 +206,7 @@ def step(backlog_gpu_s=1e4, core_gpus=2, is_full=False, waits=True):
 
 def test_the_thinnest_engines_turn_while_the_others_hold_what_is_open():
     turns = RULE.turns(engines(5, 1, 2, 6), 14, step())
-    assert [(turn.worker, turn.to) for turn in turns] == [("e1", facts.Turned.TRAINING), ("e2", facts.Turned.TRAINING)]
+    assert [(turn.worker, turn.to) for turn in turns] == [("e1", Turned.TRAINING), ("e2", Turned.TRAINING)]
     assert RULE.turns(engines(5, 1, 2, 6), 25, step()) == ()
 
 
@@ -217,11 +217,9 @@ def test_an_engine_turns_only_for_a_backlog_that_is_worth_it():
 
 
 def test_engines_return_when_more_is_open_than_the_others_should_have():
-    turned = [
-        TurningEngine("e0", 2, facts.Turned.TRAINING, 0), TurningEngine("e1", 2, facts.Turned.TRAINING, 0), *engines(8),
-    ]  # fmt: skip
+    turned = [TurningEngine("e0", 2, Turned.TRAINING, 0), TurningEngine("e1", 2, Turned.TRAINING, 0), *engines(8)]
     assert [turn.worker for turn in RULE.turns(turned, 9, step())] == ["e0"]
-    assert [turn.to for turn in RULE.turns(turned, 30, None)] == [facts.Turned.ROLLOUT] * 2
+    assert [turn.to for turn in RULE.turns(turned, 30, None)] == [Turned.ROLLOUT] * 2
     assert RULE.turns(turned, 8, None) == ()
 
 
@@ -243,21 +241,16 @@ def test_something_that_is_open_is_never_left_without_an_engine_and_nothing_turn
 ):
     states = [TurningEngine(f"e{i}", *kind) for i, kind in enumerate(kinds)]
     turns = {turn.worker: turn.to for turn in RULE.turns(states, num_open, step(backlog, core, is_full, waits))}
-    between = {facts.Turned.TRAINING: facts.Turned.TO_TRAINING, facts.Turned.ROLLOUT: facts.Turned.TO_ROLLOUT}
+    between = {Turned.TRAINING: Turned.TO_TRAINING, Turned.ROLLOUT: Turned.TO_ROLLOUT}
     after = [state._replace(doing=between[turns[state.name]]) if state.name in turns else state for state in states]
     for state in states:
         if state.name in turns:
-            assert state.doing is (
-                facts.Turned.ROLLOUT if turns[state.name] is facts.Turned.TRAINING else facts.Turned.TRAINING
-            )
-    generates = (facts.Turned.ROLLOUT, facts.Turned.TO_ROLLOUT)
+            assert state.doing is (Turned.ROLLOUT if turns[state.name] is Turned.TRAINING else Turned.TRAINING)
+    generates = (Turned.ROLLOUT, Turned.TO_ROLLOUT)
     if num_open and any(state.doing in generates for state in states):
         assert any(state.doing in generates for state in after)
-    settled = [
-        state._replace(doing=facts.Turned.TRAINING) if state.doing is facts.Turned.TO_TRAINING else state
-        for state in after
-    ]
-    if num_open and facts.Turned.TRAINING in turns.values():
+    settled = [state._replace(doing=Turned.TRAINING) if state.doing is Turned.TO_TRAINING else state for state in after]
+    if num_open and Turned.TRAINING in turns.values():
         assert RULE.turns(settled, num_open, None) == ()
 
 

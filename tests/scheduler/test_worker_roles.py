@@ -80,8 +80,8 @@ class Stage:
     def told(self, name):
         return next(message for address, message in reversed(self.sent) if address == self.address(name))
 
-    def done(self, *names):
-        for name in names:
+    def done(self, *names, stages=1):
+        for name in names * stages:
             told = self.told(name)
             self.say(facts.RoleStage(name, told["generation"], told["stage"], 0.5))
 
@@ -100,8 +100,7 @@ def test_slots_are_zeroed_before_the_drain_and_come_back_with_the_role():
     generation = change(stage, a={"role": "train"})
     assert stage.slots("a") == 0 and keys.ROLLOUT in stage.workers[stage.address("a")].resources
     assert (stage.told("a")["stage"], stage.told("a")["generation"]) == ("draining", generation)
-    for _ in range(3):
-        stage.done("a")
+    stage.done("a", stages=3)
     assert stage.slots("a") == 0  # it trains
     back = change(stage, a={"role": "rollout"})
     for _ in range(3):
@@ -126,8 +125,7 @@ def test_a_leader_supplies_the_slots_of_all_whose_gpus_it_has(tp):
     assert stage.told("a")["shares"] == [{"cores": "a"}, {"cores": "b"}]
     assert stage.workers[stage.address("a")].resources[keys.TP] == 2
     change(stage, a={"role": "rollout"}, b={"role": "rollout"})
-    for _ in range(3):
-        stage.done("a", "b")
+    stage.done("a", "b", stages=3)
     assert (stage.slots("a"), stage.slots("b")) == (8, 8)
     assert stage.workers[stage.address("a")].resources[keys.TP] == tp
 
@@ -135,8 +133,7 @@ def test_a_leader_supplies_the_slots_of_all_whose_gpus_it_has(tp):
 def test_a_worker_that_comes_back_supplies_nothing_until_its_role_is_settled():
     stage = Stage()
     change(stage, a={"role": "train"})
-    for _ in range(3):
-        stage.done("a")
+    stage.done("a", stages=3)
     assert stage.plugin.role_known("demo", 0, "a") and not stage.plugin.role_known("demo", 0, "plain")
     stage.leave("a")
     assert stage.plugin.roles("demo", 0)[0]["stage"] == "lost"
@@ -186,8 +183,7 @@ def test_the_pool_of_the_core_is_told_to_members_old_and_new_and_forgotten_with_
 def test_workers_supply_what_they_were_started_with_when_the_run_ends():
     stage = Stage()
     change(stage, a={"role": "rollout", "tp": 2}, b={"role": "lent"})
-    for _ in range(3):
-        stage.done("a", "b")
+    stage.done("a", "b", stages=3)
     as_started = stage.plugin.as_started("demo")  # which a run that starts next counts on
     assert as_started == {stage.address(name): {keys.ROLLOUT: 8} for name in "ab"}
     assert stage.plugin.as_started("other") == stage.plugin.as_started(None) == {}
@@ -261,10 +257,8 @@ def test_an_engine_of_two_workers_has_a_limit_of_its_own_that_may_be_set_before_
         stage.concurrency.joined("demo", name, facts.EngineKindFields("vllm", "vllm-tp1-threads1", 1, 8))
     assert stage.concurrency.set(state, {"a": {"tp": 2, "slots": 5}}, "a plan") == {}
     change(stage, a={"role": "rollout", "tp": 2}, b={"role": "lent"})
-    for _ in range(3):
-        stage.done("a", "b")
+    stage.done("a", "b", stages=3)
     assert (stage.slots("a"), stage.slots("b")) == (5, 0)
     change(stage, a={"role": "rollout", "tp": 1}, b={"role": "rollout"})
-    for _ in range(3):
-        stage.done("a", "b")
+    stage.done("a", "b", stages=3)
     assert (stage.slots("a"), stage.slots("b")) == (8, 8), "the limit was of the engine of two"
