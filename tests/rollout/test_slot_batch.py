@@ -54,6 +54,11 @@ def drain(batch, most_steps=2000):
     return outputs
 
 
+def answered(batch, *requests):
+    submit(batch, *requests)
+    return drain(batch)
+
+
 def check_invariants(batch):
     table, shared = batch.table, batch.shared
     for slot, state in enumerate(table.state):
@@ -83,8 +88,7 @@ def test_ragged_prompts_are_answered_as_by_plain_transformers(
     drawn = [make_request(f"l{n}", length=n, new=20, seed=n, temperature=t) for n, t in ((3, 1.0), (30, 1.0), (8, 0.7))]
     batch = make_batch(family, slots=6, fused=fused)
     assert (batch.forward.fused is not None) == fused
-    submit(batch, *greedy, *drawn)
-    outputs = drain(batch)
+    outputs = answered(batch, *greedy, *drawn)
     for request in greedy:
         ids = torch.from_numpy(request.context_ids.astype(np.int64))[None]
         expected = reference(make_model(family)).generate(
@@ -108,9 +112,7 @@ def test_a_second_turn_on_retained_kv_equals_one_from_scratch(family, make_batch
     context = np.concatenate([first.context_ids, drain(batch)["a"].token_ids, [4, 5, 6]])
     second = make_request("a", context=context, turn=1, new=15, seed=2)
     before = batch.counters.prefilled_tokens
-    submit(batch, second)
-    submit(fresh, second)
-    warm, cold = drain(batch)["a"], drain(fresh)["a"]
+    warm, cold = answered(batch, second)["a"], answered(fresh, second)["a"]
     assert warm.token_ids.tolist() == cold.token_ids.tolist()
     np.testing.assert_allclose(warm.logprobs, cold.logprobs, atol=1e-5)
     assert (warm.cached_tokens, cold.cached_tokens) == (12 + 7 - 1, 0)
@@ -159,15 +161,12 @@ def test_who_waits_for_a_siblings_prompt_gets_right_answers_when_it_goes(
 def test_only_the_part_of_the_cache_that_equals_the_context_is_used(make_batch, make_request):
     batch, fresh = make_batch(), make_batch()
     first = make_request("a", length=12, new=7)
-    submit(batch, first)
-    drain(batch)
+    answered(batch, first)
     changed = first.context_ids.copy()
     changed[5] = (changed[5] + 1) % 48
     for context, cached in ((changed, 5), (changed[:4], 3)):
         request = make_request("a", context=context, new=9, seed=3)
-        submit(batch, request)
-        submit(fresh, request)
-        warm, cold = drain(batch)["a"], drain(fresh)["a"]
+        warm, cold = answered(batch, request)["a"], answered(fresh, request)["a"]
         fresh.forget("a")
         assert warm.cached_tokens == cached
         assert warm.token_ids.tolist() == cold.token_ids.tolist()
@@ -176,8 +175,7 @@ def test_only_the_part_of_the_cache_that_equals_the_context_is_used(make_batch, 
 def test_eviction_takes_the_least_recently_used_and_spares_who_waits(make_batch, make_request):
     batch = make_batch(slots=3)
     for name in ("old", "wanted", "young"):
-        submit(batch, make_request(name, new=2))
-        drain(batch)
+        answered(batch, make_request(name, new=2))
     wanted = batch.table.slot_of["wanted"]
     batch.table.used_at[wanted] = 0  # the oldest of all, but its next turn is already in the queue
     submit(batch, make_request("new1", new=2, priority=(0,)), make_request("wanted", new=2, priority=(1,)))
@@ -189,8 +187,7 @@ def test_eviction_takes_the_least_recently_used_and_spares_who_waits(make_batch,
 def test_kv_is_held_to_its_budget_by_waiting_and_by_making_retained_contexts_way(make_batch, make_request):
     batch = make_batch(slots=4, max_context_tokens=40, kv_tokens=60)
     for name in ("first", "second"):
-        submit(batch, make_request(name, length=10, new=10))
-        drain(batch)
+        answered(batch, make_request(name, length=10, new=10))
     assert set(batch.table.slot_of) == {"first", "second"}  # 40 tokens are retained
     submit(batch, make_request("third", length=20, new=15), make_request("fourth", length=10, new=20))
     batch.step()
@@ -199,16 +196,17 @@ def test_kv_is_held_to_its_budget_by_waiting_and_by_making_retained_contexts_way
     outputs = drain(batch)
     assert {name: len(output.token_ids) for name, output in outputs.items()} == {"third": 15, "fourth": 20}
     roomy = make_batch(slots=4, max_context_tokens=40)
-    submit(roomy, make_request("fourth", length=10, new=20))
-    assert drain(roomy)["fourth"].token_ids.tolist() == outputs["fourth"].token_ids.tolist()
+    assert (
+        answered(roomy, make_request("fourth", length=10, new=20))["fourth"].token_ids.tolist()
+        == outputs["fourth"].token_ids.tolist()
+    )
 
 
 def test_long_prompts_are_prefilled_in_chunks_within_the_budget(make_batch, make_request, monkeypatch):
     whole, parts = make_batch(), make_batch()
     requests = [make_request(f"p{n}", length=n, new=6, seed=n) for n in (50, 41, 3, 1)]
-    submit(whole, *requests)
     submit(parts, *requests)
-    expected = drain(whole)
+    expected = answered(whole, *requests)
     monkeypatch.setattr(batch_module, "PREFILL_TOKENS_PER_STEP", 16)
     fed = []
     while parts.has_work:
@@ -223,8 +221,7 @@ def test_long_prompts_are_prefilled_in_chunks_within_the_budget(make_batch, make
 
 def test_new_weights_take_over_between_two_tokens(make_batch, make_request, make_model, reference_logprobs):
     batch = make_batch()
-    submit(batch, make_request("kept", new=2))
-    drain(batch)
+    answered(batch, make_request("kept", new=2))
     requests = [make_request(f"v{n}", length=n, new=14, seed=n) for n in (4, 20)]
     submit(batch, *requests)
     for _ in range(5):
@@ -245,8 +242,7 @@ def test_new_weights_take_over_between_two_tokens(make_batch, make_request, make
 def test_scattered_slots_are_brought_together_with_their_kv(make_batch, make_request):
     alone = make_batch(slots=1)
     keep = make_request("keep", length=11, new=40, seed=9)
-    submit(alone, keep)
-    expected = drain(alone)["keep"]
+    expected = answered(alone, keep)["keep"]
     batch = make_batch(slots=16)
     submit(batch, *(make_request(f"short{n}", new=2 + n % 3) for n in range(15)), keep)
     spans = []
@@ -262,8 +258,8 @@ def test_scattered_slots_are_brought_together_with_their_kv(make_batch, make_req
     assert spans[0] < 15
     assert spans[-1] == "keep"
     follow = np.concatenate([keep.context_ids, expected.token_ids, [1]])
-    submit(batch, make_request("keep", context=follow, new=2), make_request("short3", length=3, new=2))
-    assert drain(batch)["keep"].cached_tokens == 50
+    again = make_request("keep", context=follow, new=2), make_request("short3", length=3, new=2)
+    assert answered(batch, *again)["keep"].cached_tokens == 50
 
 
 def test_broken_weights_are_an_error_and_leave_no_trace(make_batch, make_request):
@@ -278,18 +274,16 @@ def test_broken_weights_are_an_error_and_leave_no_trace(make_batch, make_request
         batch.step()
     assert [job.request.trajectory_id for job in batch.drop_all()] == ["n"]
     weight.copy_(saved)
-    submit(batch, request)
-    submit(sound, request)
-    assert drain(batch)["n"].token_ids.tolist() == drain(sound)["n"].token_ids.tolist()
+    one, other = answered(batch, request)["n"], answered(sound, request)["n"]
+    assert one.token_ids.tolist() == other.token_ids.tolist()
 
 
 def test_a_leader_whose_next_turn_differs_from_what_it_leads_is_followed_by_nobody(make_batch, make_request):
     batch = make_batch()
     prompt = make_request("prompt", length=9).context_ids
-    submit(batch, make_request("first", context=prompt, new=2))
-    drain(batch)
-    submit(batch, make_request("first", context=prompt[:5], new=2), make_request("second", context=prompt, new=2))
-    assert set(drain(batch)) == {"first", "second"}
+    answered(batch, make_request("first", context=prompt, new=2))
+    both = make_request("first", context=prompt[:5], new=2), make_request("second", context=prompt, new=2)
+    assert set(answered(batch, *both)) == {"first", "second"}
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -378,11 +372,7 @@ def served(make_model, make_request, device, family, fused, exact):
         requests = [make_request("a", length=40, new=4), make_request("b", new=6, temperature=0.7, top_p=0.9)]
         requests += [make_request("c", length=40, new=3, temperature=0.0), make_request("d", new=3)]
         requests += [make_request("e", new=4, context=requests[0].context_ids)]
-        for ticket, request in enumerate(requests):
-            batch.submit(Job(ticket, request, 0.0))
-        turns = {}
-        while batch.has_work:
-            turns |= {job.request.trajectory_id: output for job, output in batch.step()}
+        turns = answered(batch, *requests)
         assert len(turns) == len(requests)
         tokens += [output.token_ids for _, output in sorted(turns.items())]
         answers += [output.logprobs for _, output in sorted(turns.items())]
