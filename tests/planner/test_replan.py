@@ -132,7 +132,6 @@ class MadeUpRun:
         ended = EndedIteration(k, list(self.seats.values()), batch, None, step_s, 50, overlap)
         self.loop.learn(ended, 1 + len(now.training), training_s)
         weighed = self.loop.weigh(self.forecast, ended)
-        assert weighed is not None
         if weighed.kinds:
             assert weighed.kinds == (ROLES,)
             self.loop.replanner.changed(0.1)
@@ -177,9 +176,7 @@ def weighed_after(loop, seats, contexts):
     for k, context in enumerate(contexts):
         loop.learn_contexts(k, lengths(context))
         ended = EndedIteration(k, seats, Batch(2000.0, 2000.0), lengths(context), 5.0, 20, False)
-        weighed = loop.weigh(forecast, ended)
-        assert weighed is not None
-        found.append(weighed)
+        found.append(loop.weigh(forecast, ended))
     return found
 
 
@@ -248,7 +245,6 @@ def test_boundaries_share_out_the_tokens_by_what_degrees_generate():
     loop.learn_contexts(0, spread)
     seats = [lead, lent, third]
     weighed = loop.weigh(measured(seats), EndedIteration(0, seats, LONG, spread, 5.0, 5, False))
-    assert weighed is not None
     (end,) = weighed.boundaries_tokens.values()
     assert list(weighed.boundaries_tokens) == ["tp1"]
     short = spread.generated_tokens[spread.generated_tokens <= end].sum() / spread.generated_tokens.sum()

@@ -97,7 +97,6 @@ def test_what_was_learned_is_replayed_and_restored(emulation, tmp_path):
     assert first_difference([event for event in events if event["name"] != "prompts_named"])[1]
 
     reader = from_last_snapshot(tmp_path / "events.jsonl")
-    assert reader is not None
     whole = [(line, from_dict(event).fact) for line, event in enumerate(events, start=1)]
     snapshot, of_tail = learned(whole), learned([(line, from_dict(event).fact) for line, event in reader])
     assert snapshot is not None and of_tail is not None and snapshot["forecaster"]["all"][0] > 0
@@ -145,7 +144,6 @@ def test_a_replay_begins_at_the_last_snapshot_and_reads_the_tail_only(recorded, 
     damaged[3] = b"not read at all"
     (tmp_path / "events.jsonl").write_bytes(b"\n".join(damaged))
     reader = from_last_snapshot(tmp_path / "events.jsonl")
-    assert reader is not None
     tail = list(replay((line, from_dict(event).fact) for line, event in reader))
     assert [step.line for step in tail] == [step.line for step in whole]
     assert [step.now for step in tail] == [step.now for step in whole]

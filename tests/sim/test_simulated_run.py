@@ -98,7 +98,6 @@ def test_a_run_is_predicted_as_it_was(run, policy):
     directory, was = run(policy)
     setting = run_setting(directory)
     predicted, realised = simulator_of_run(setting)[0].run(), setting.realised
-    assert realised is not None
     assert realised.makespan_s == pytest.approx(was.makespan_s, rel=1e-9)
     assert realised.moves == was.moves > 0
     assert predicted.makespan_s == pytest.approx(was.makespan_s, rel=0.03)

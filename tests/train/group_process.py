@@ -94,12 +94,10 @@ class Process:
         self.popen = subprocess.Popen(command, text=True, env=environment, **pipes)
 
     def tell(self, what, **arguments):
-        assert self.popen.stdin is not None
         self.popen.stdin.write(json.dumps([what, arguments]) + "\n")
         self.popen.stdin.flush()
 
     def answer(self):
-        assert self.popen.stdout is not None
         line = self.popen.stdout.readline()
         if not line:
             return {"dead": self.popen.wait()}
@@ -152,7 +150,6 @@ class Member:
 
     def wait_for(self, members, joining=False):
         pool = self.recorded.replica.hybrids
-        assert pool is not None
         while not members and pool.connected:
             os.sched_yield()
         return pool.wait_for(members, joining=joining)
@@ -184,13 +181,11 @@ class Member:
         self.serving.start()
 
     def leave(self):
-        assert self.serving is not None
         self.hybrid.leave()
         self.serving.join()
         return self.hybrid.slices_done
 
     def die_in_reduction(self):
-        assert self.group is not None
         self.group.sum_ = lambda tensors: os.kill(os.getpid(), signal.SIGKILL)
 
 

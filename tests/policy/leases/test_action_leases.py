@@ -74,7 +74,6 @@ def test_only_a_single_call_of_a_revocable_tool_is_stopped(dispatcher, tools):
 @pytest.mark.parametrize("status", [ToolStatus.TIMEOUT, ToolStatus.ERROR, ToolStatus.TRUNCATED, NO_TOOL])
 def test_a_tool_that_is_cut_off_or_fails_is_expected_to_take_as_long_again(dispatcher, status):
     """A short tool that hangs as often as not is no reason to stop a long one."""
-    assert dispatcher.leases is not None
     table, start_s = dispatcher.leases.table, 100.0
     for number in range(40):
         key = f"s{number}"
@@ -91,7 +90,6 @@ def test_a_tool_that_is_cut_off_or_fails_is_expected_to_take_as_long_again(dispa
 
 
 def test_a_malformed_call_says_nothing_of_its_tool(dispatcher):
-    assert dispatcher.leases is not None
     park(dispatcher, "m", "long")
     assert at(dispatcher, 1.0)[0] == ["m"]
     ended(dispatcher, "m", "long", 0.001, ToolStatus.MALFORMED)
