@@ -71,8 +71,7 @@ def test_a_missing_file_is_a_clear_error(name):
 
 def test_all_problems_are_reported_at_once_with_their_lines(tmp_path):
     text = "run: {eta: -1, nmae: x}\ntrainer:\n  group_size: 1\n  lr: quick\nstor: {}\nobserve: 3\n"
-    message = file_problem(tmp_path, text, "rollout.slots=0", "nonsense", "model.path.deep=1")
-    first, *lines = message.splitlines()
+    first, *lines = file_problem(tmp_path, text, "rollout.slots=0", "nonsense", "model.path.deep=1").splitlines()
     assert first.startswith("9 ") and len(lines) == 9
     ids = ("run.eta", "run.nmae", "group size 1", "trainer.lr (", "stor ", "observe (", "rollout.slots (", "'nonsense'")
     for name in (*ids, "model.path.deep"):
@@ -126,8 +125,7 @@ def test_environment_arguments_merge_key_by_key():
 def test_another_environment_starts_without_the_arguments_of_the_first(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("environment: {name: tool_arithmetic, args: {timeout_rate: 0.1}}\n")
-    config = load_config(path, ["environment.args.limit=3", "environment.name=jsonl"])
-    assert config.environment.args == {"limit": 3}
+    assert load_config(path, ["environment.args.limit=3", "environment.name=jsonl"]).environment.args == {"limit": 3}
     assert load_config(path, ["environment.name=tool_arithmetic"]).environment.args == {"timeout_rate": 0.1}
 
 

@@ -56,8 +56,7 @@ def test_the_nodes_of_an_iteration_and_their_keys():
     for group in graph.groups:
         tasks |= layers(group)
     once = ("gate", "prompts", "batch", "store", "step", "update", "publish", "summary")
-    names = Counter(keys.parse(key).node for key in tasks)
-    assert names == {"trajectory": 6, "group": 2} | dict.fromkeys(once, 1)
+    assert Counter(keys.parse(key).node for key in tasks) == {"trajectory": 6, "group": 2} | dict.fromkeys(once, 1)
     assert all(keys.parse(key)[3:] == (7, "demo") for key in tasks)
     assert all(keys.parse(key).indices[0] == 5 for key in tasks)
 

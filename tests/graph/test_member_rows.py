@@ -173,5 +173,4 @@ def test_what_cannot_be_chosen_is_refused(trainer, fix):
 def test_every_algorithm_of_the_configuration_makes_settings_of_a_replica(name):
     teacher = ["distil.teacher=t"] if name == "opd" else []
     settings = TrainSettings.of_run(config_from_dict({}, [f"trainer.algorithm={name}", *teacher]))
-    preset = ALGORITHMS[name].preset
-    assert settings.loss == preset.loss and settings.loss_args == preset_values(name)["loss_args"]
+    assert settings.loss == ALGORITHMS[name].preset.loss and settings.loss_args == preset_values(name)["loss_args"]

@@ -154,8 +154,7 @@ def test_whatever_comes_changes_are_rare_and_some_engine_stays(batches):
     made_up = MadeUpRun(Replanner(first_cost_s=0.0, confirmations=2, rest_iterations=3))
     for k, batch in enumerate(batches):
         made_up.iteration(k, batch)
-    changes = sum(a != b for a, b in zip(made_up.history, made_up.history[1:], strict=False))
-    assert changes <= 1 + len(batches) / 3
+    assert sum(a != b for a, b in zip(made_up.history, made_up.history[1:], strict=False)) <= 1 + len(batches) / 3
     assert all(0 <= training <= 2 for training in made_up.history)
 
 

@@ -85,11 +85,9 @@ def test_a_plan_of_another_model_or_other_hardware_is_refused_naming_both():
     check_planned(layout, replace(QWEN, name="a trained copy"), "A800-80G", 8)
     check_planned(_layout(gpu=CPU), QWEN, CPU, 0)
     for shape, gpu, num_gpus, named in (
-        (LLAMA, "A800-80G", 8, rf"{QWEN.name}.*{LLAMA.name}"),
-        (QWEN, "H100-80G", 8, "A800-80G.*H100-80G"),
-        (QWEN, CPU, 0, "A800-80G.*no GPU"),
-        (QWEN, "A800-80G", 4, r"planner\.num_gpus=4"),
-    ):
+        (LLAMA, "A800-80G", 8, rf"{QWEN.name}.*{LLAMA.name}"), (QWEN, "H100-80G", 8, "A800-80G.*H100-80G"),
+        (QWEN, CPU, 0, "A800-80G.*no GPU"), (QWEN, "A800-80G", 4, r"planner\.num_gpus=4"),
+    ):  # fmt: skip
         with pytest.raises(PlanError, match=named):
             check_planned(layout, shape, gpu, num_gpus)
 

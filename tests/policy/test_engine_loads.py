@@ -61,8 +61,7 @@ class Watched:
             if home == worker:
                 members.append((*self.forecasts.get(key, (0.0, 0.0)), self.fleet.of(key).context_tokens))
         peak = sum((left / 1000) ** NOISY_NORM for left, _, _ in members) ** (1 / NOISY_NORM) * 1000
-        work = sum(left * 0.5 * (context + final) for left, final, context in members)
-        return 0.01 * peak + 0.02 / 100_000 * work
+        return 0.01 * peak + 0.02 / 100_000 * sum(left * 0.5 * (context + final) for left, final, context in members)
 
 
 @given(steps=st.lists(STEP, max_size=60))

@@ -192,8 +192,7 @@ def test_a_snapshot_changes_no_later_answer(seed):
         again.restore(json.loads(json.dumps(run.tail.snapshot())))
         assert again.snapshot() == run.tail.snapshot()
         assert again.look() == run.tail.look()
-        generating = [e for e in run.tail.engines() if e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT)]
-        assert generating, "e2 never turns"
+        assert [e for e in run.tail.engines() if e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT)], "e2 never turns"
 
 
 def engines(*residents, gpus=2):

@@ -36,8 +36,7 @@ def test_no_more_workers_otherwise(change):
 
 def test_an_idle_worker_is_given_up_after_a_while_and_only_if_nothing_waits():
     idle = ToolWorkersOrdered(1, 4, 3, 0, 6, 0, 0.0, 0.0, 15.0, (("tool-1", IDLE_S - 1), ("tool-2", IDLE_S)))
-    reason = "tool-2 has had nothing to do for 60 s"
-    assert ordered(idle) == replace(idle, ordered=2, give_up="tool-2", reason=reason)
+    assert ordered(idle) == replace(idle, ordered=2, give_up="tool-2", reason="tool-2 has had nothing to do for 60 s")
     for change in ({"waiting": 1, "waiting_s": 1.0}, {"starting": 1}, {"wanted": 1}, {"start_s": 31.0}):
         assert ordered(replace(idle, **change)) is None
 

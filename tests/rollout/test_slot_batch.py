@@ -154,8 +154,7 @@ def test_who_waits_for_a_siblings_prompt_gets_right_answers_when_it_goes(
     assert sorted(outputs) == ["s0", "s1", "s2"][interruption == "abort" :]
     for output in outputs.values():
         weights = make_model("qwen3", seed=int(interruption == "load"))
-        expected = reference_logprobs(weights, context, output.token_ids)
-        np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(output.logprobs, reference_logprobs(weights, context, output.token_ids), atol=1e-4)
 
 
 def test_only_the_part_of_the_cache_that_equals_the_context_is_used(make_batch, make_request):

@@ -50,8 +50,7 @@ def test_live_dispatch_is_the_simulators(name, layout, tmp_path):
     live, live_s = asyncio.run(emulated_run.emulate(workload, specs, policy, tmp_path, tool_slots=6))
 
     work, options = in_live_order(workload, tmp_path), SimulationOptions(tool_slots=6)
-    simulator = Simulator(work, specs, ordering_of(**policy), options=options)
-    outcome = simulator.run()
+    outcome = Simulator(work, specs, ordering_of(**policy), options=options).run()
     simulated = [(str(d.phase), d.key, d.worker) for d in outcome.dispatched]
     assert len(simulated) == sum(2 * len(plan.turns) - 1 for plan in workload.trajectories)
     at = next((i for i, (a, b) in enumerate(zip(live, simulated, strict=True)) if a != b), None)

@@ -138,8 +138,7 @@ async def test_where_nothing_runs_the_line_says_which_worker_to_start(emulation,
     async with emulation.cluster(rollout=0) as live:
         emulation.register(live, tmp_path, config=emulation.config_of(timeout_s=1.0))
         futures = emulation.submit(live, "demo", [1, 1])
-        gate_5 = keys.make("gate", (5,), epoch=0, run="demo")
-        gate = live.client.submit(int, 5, key=gate_5, resources={keys.PARK: 1})
+        gate = live.client.submit(int, 5, key=keys.make("gate", (5,), epoch=0, run="demo"), resources={keys.PARK: 1})
         await emulation.until(lambda: "nothing runs" in caplog.text)
         live.plugin.end_run("demo")
         del futures, gate  # held until here, or they would have been forgotten

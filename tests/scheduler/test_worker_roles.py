@@ -232,11 +232,9 @@ def test_who_cannot_go_back_is_restarted_and_then_failed():
 def test_assignments_that_make_no_sense_and_stale_messages_change_nothing():
     stage = Stage()
     for assignments in (
-        {"a": {"role": "rolout"}},
-        {"a": {"role": "train", "gpus": 1}},
-        {"plain": {"role": "train"}},
+        {"a": {"role": "rolout"}}, {"a": {"role": "train", "gpus": 1}}, {"plain": {"role": "train"}},
         {"a": {"role": "train", "tp": 2}},
-    ):
+    ):  # fmt: skip
         assert stage.plugin.set_roles("demo", 0, assignments)["error"]
     assert not stage.sent[2:] and stage.slots("a") == 8
     assert "error" in stage.plugin.set_roles("demo", 1, {"a": {"role": "train"}})

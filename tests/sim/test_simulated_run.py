@@ -174,8 +174,7 @@ def test_a_calibration_is_what_the_run_said(run, libra, tmp_path):
 def test_a_calibration_of_something_else_is_refused_with_both_sides(run, libra, tmp_path, command):
     file = tmp_path / "mine.json"
     libra("calibrate", run()[0], "--save", file)
-    use = f"planner.calibration={file}"
-    code, _, err = libra(command, "libra/quickstart", use, "model.path=Qwen/Qwen3-14B")
+    code, _, err = libra(command, "libra/quickstart", f"planner.calibration={file}", "model.path=Qwen/Qwen3-14B")
     assert (code == 2 and "libra/tiny-arithmetic" in err) or "emulated" in err
     assert "Qwen/Qwen3-14B" in err
     old = tmp_path / "old.json"

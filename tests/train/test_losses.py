@@ -149,8 +149,7 @@ def test_no_tokens_and_empty_masks_give_zero_and_no_nan(name):
     for rows, shape in ((Sequences(torch.zeros(0, dtype=torch.int64), 0), (0,)), (Padded(torch.zeros(2, 3)), (2, 3))):
         for aggregation in MODES.values():
             logp = torch.full(shape, -1.0, requires_grad=True)
-            tokens = LOSSES[name](logp, logp.detach(), torch.ones(shape), rows)
-            loss = aggregated(aggregation, tokens, rows)
+            loss = aggregated(aggregation, LOSSES[name](logp, logp.detach(), torch.ones(shape), rows), rows)
             loss.backward()
             assert float(loss.detach()) == 0
             assert (logp.grad == 0).all()

@@ -100,8 +100,7 @@ def test_provisional_advantages_and_their_corrections_give_the_gradient_of_the_f
 
 def test_a_correction_survives_a_fetch(batch):
     own = sample_of(batch[0], 3)
-    facts = [RowFacts("a", own.num_tokens, own.num_actions, 0.5, counted=False)]
-    lazy = LazyBatch(facts, 1, lambda rows: batch[:1])
+    lazy = LazyBatch([RowFacts("a", own.num_tokens, own.num_actions, 0.5, counted=False)], 1, lambda rows: batch[:1])
     (absent,) = lazy.samples(3)
     lazy.get([absent])
     assert not absent.counted and not lazy.fetched["a"].counted and lazy.fetched["a"].advantage == 0.5

@@ -33,8 +33,7 @@ def groups_of(batch, size):
 @pytest.mark.parametrize(("algorithm", "estimator"), [("rloo", "k1"), ("reinforce_pp", "k3")])
 def test_a_penalty_in_the_reward_is_that_of_the_library(model_dir, batch, score, algorithm, estimator):
     changes = {"algorithm": algorithm, "kl_args": {"in_reward": True, "estimator": estimator}, "gamma": 0.95}
-    settings = of_run(**RLOO | changes)
-    model = Replica(model_dir, settings, dtype=torch.float64)
+    model = Replica(model_dir, of_run(**RLOO | changes), dtype=torch.float64)
     samples = [sample_of(one, 0) for one in groups_of(batch, 4)]
     reference = score(model, samples)
     with torch.no_grad():

@@ -53,8 +53,7 @@ def kept_bytes(config, dtype, masked):
 def test_a_layer_keeps_what_autograd_holds_of_it(kind, dtype, masked):
     few, many = (kind(**SIZES, num_hidden_layers=layers, attn_implementation="sdpa") for layers in (1, 3))
     measured = kept_bytes(many, dtype, masked) - kept_bytes(few, dtype, masked)
-    shape = shape_from_config(many.to_dict())
-    predicted = 2 * TOKENS * kept_per_token(shape, dtype.itemsize, TOKENS if masked else 0)
+    predicted = 2 * TOKENS * kept_per_token(shape_from_config(many.to_dict()), dtype.itemsize, TOKENS if masked else 0)
     assert measured == predicted
 
 

@@ -142,8 +142,7 @@ class Model:
         given = [lease.resources.local for lease in leases if lease is not None]
         for left_out in (None, *range(len(given))):
             sums = [f + sum(a) for f, *a in zip(free, *(g for i, g in enumerate(given) if i != left_out), strict=True)]
-            fits = all(has >= want for has, want in zip(sums, request.least.local, strict=True))
-            assert fits == (left_out is None)
+            assert all(has >= want for has, want in zip(sums, request.least.local, strict=True)) == (left_out is None)
         self.revoked |= {each.holder for each in revokes}
         self.first.add(waiting)
         self.num_revoked += len(revokes)
@@ -178,8 +177,7 @@ class Model:
             assert all(held <= there for held, there in zip(sums, has.local, strict=True)), (worker, sums)
             assert tuple(sums) == table.held(worker).local
         assert {lease.worker for lease in table.leases()} <= set(capacity)
-        judges = sum(dict(lease.resources.quotas).get("judge", 0) for lease in table.leases())
-        assert judges <= LIMITS["judge"][0]
+        assert sum(dict(lease.resources.quotas).get("judge", 0) for lease in table.leases()) <= LIMITS["judge"][0]
         for begin_s in self.searches:
             assert sum(begin_s <= at_s < begin_s + 1.0 for at_s in self.searches) <= LIMITS["search"][0]
         assert not {lease.holder for lease in table.leases()} & set(self.waiting)
@@ -242,8 +240,7 @@ def test_enlargement_grants_the_same_requests_at_the_same_moment(moves):
 
 def request(holder, cores=1, **more):
     fields = {"memory_bytes", "gpus", "quotas"} & set(more)
-    vector = Resources(slots=1, cores=cores, **{name: more.pop(name) for name in fields})
-    return LeaseRequest(holder, vector, **more)
+    return LeaseRequest(holder, Resources(slots=1, cores=cores, **{name: more.pop(name) for name in fields}), **more)
 
 
 def ask(table, *requests, level=0):
