@@ -15,6 +15,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1, max_size=8), inner, max_size=3),
     max_leaves=6,
 )
+ARGUMENTS = st.dictionaries(st.text(min_size=1, max_size=8), json_values, max_size=3)
 
 
 def file_problem(directory, text, *overrides):
@@ -149,11 +150,7 @@ def test_the_resolved_configuration_reads_back(tmp_path):
 
 
 @settings(max_examples=10)  # each writes and reads every setting
-@given(
-    args=st.dictionaries(st.text(min_size=1, max_size=8), json_values, max_size=3),
-    lr=st.floats(0, 1e300),
-    seed=st.integers(0),
-)
+@given(args=ARGUMENTS, lr=st.floats(0, 1e300), seed=st.integers(0))
 def test_any_configuration_reads_back(tmp_path_factory, args, lr, seed):
     config = config_from_dict({"environment": {"args": args}, "trainer": {"lr": lr}, "run": {"seed": seed}})
     path = tmp_path_factory.getbasetemp() / "any.yaml"

@@ -71,10 +71,9 @@ def test_a_word_that_is_no_outcome_of_a_tool_is_refused(word):
 def test_numbers_that_json_has_no_word_for_are_refused():
     with pytest.raises(StoreError, match="gate_opened: t_s is nan"):
         facts.to_json(facts.Line("demo", float("nan"), facts.OpenGate(iteration=0, reason="")))
+    snapshot = facts.PolicySnapshot("fifo", "", {"parts": [{"learned": float("inf")}]}, {})
     with pytest.raises(StoreError, match="policy_snapshot: learned is inf"):
-        facts.to_json(
-            facts.Line("demo", 0.0, facts.PolicySnapshot("fifo", "", {"parts": [{"learned": float("inf")}]}, {}))
-        )
+        facts.to_json(facts.Line("demo", 0.0, snapshot))
 
 
 def test_numbers_of_numpy_are_plain_numbers_in_the_log():

@@ -67,13 +67,9 @@ def test_it_goes_on_from_its_snapshot(kind, before, after):
 def test_an_earlier_iteration_goes_before_a_later_one(kind, events):
     ordering, places = kind(), dict[str, tuple[int, facts.Priority]]()
     for event in events:
-        for answer in ordering.handle(event):
-            if (
-                isinstance(answer, facts.SetPriority)
-                and isinstance(event, facts.TrajectoryParked)
-                and answer.key == event.key
-            ):
-                places[event.key] = event.iteration, answer.priority
+        for a in ordering.handle(event):
+            if isinstance(a, facts.SetPriority) and isinstance(event, facts.TrajectoryParked) and a.key == event.key:
+                places[event.key] = event.iteration, a.priority
     for iteration, priority in places.values():
         assert all(priority < other for later, other in places.values() if later > iteration)
 

@@ -98,11 +98,8 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
     for known in (("a", "b"), ("a",), ("b",), ()):
         fleet = EngineTable()
         for name in ("a", "b"):
-            fleet.handle(
-                WorkerCapacity(
-                    name, "tp1", rollout_slots=4, **(told | {"alone_s_per_token": alone[name]} if name in known else {})
-                )
-            )
+            speed = told | {"alone_s_per_token": alone[name]} if name in known else {}
+            fleet.handle(WorkerCapacity(name, "tp1", rollout_slots=4, **speed))
         loads = Loads(fleet)
         for key in ("long", "longer"):
             fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "", "", 100))
@@ -116,10 +113,9 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
 @pytest.mark.parametrize(("bucket", "moves"), [("tp1", False), ("tp1-threads2", True)])
 def test_between_engines_of_a_bucket_a_small_gain_is_within_the_error_of_forecasts(bucket, moves):
     fleet = EngineTable(EXACT_NORM)
+    steps = StepSeconds(0.009, 0.001, 0.0, 1e-6, 100, 0.0)
     for name, its in (("a", "tp1"), ("b", bucket)):
-        fleet.handle(
-            joined_of(name, its, EngineCapacity(10**6, 0, 0, 4, 1, StepSeconds(0.009, 0.001, 0.0, 1e-6, 100, 0.0)))
-        )
+        fleet.handle(joined_of(name, its, EngineCapacity(10**6, 0, 0, 4, 1, steps)))
     loads = Loads(fleet)
     for key, left in (("longer", 10_000.0), ("long", 8_800.0)):
         fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "", "", 100))
