@@ -1,4 +1,4 @@
-"""The forecast of a run's next step: engines of several speeds, questions of several lengths, what is left out; a batch drained."""
+"""The forecast of a run's next step: engines of several speeds, questions of several lengths; a batch drained."""
 
 import dataclasses
 import math

@@ -24,15 +24,15 @@ PARKED = st.builds(
     st.sampled_from(["", "f"]), st.integers(0, 500),
 )  # fmt: skip
 FINISHED = st.builds(
-    facts.QuantumFinished, KEYS, PHASES, st.integers(0, 99), st.just("t"), st.just("ok"), st.floats(0, 9), st.integers(0, 9),
-    st.floats(0, 9),
+    facts.QuantumFinished, KEYS, PHASES, st.integers(0, 99), st.just("t"), st.just("ok"), st.floats(0, 9),
+    st.integers(0, 9), st.floats(0, 9),
 )  # fmt: skip
 EVENTS = st.lists(
     st.one_of(
-        PARKED, FINISHED, st.builds(facts.TrajectoryEnded, KEYS), st.builds(facts.QuantumStarted, KEYS, PHASES, WORKERS),
-        st.builds(facts.PromptsNamed, st.just((("g", "p"), ("h", "q")))), st.builds(facts.VersionPublished, st.integers(0, 3)),
+        PARKED, FINISHED, st.builds(facts.TrajectoryEnded, KEYS), st.builds(facts.VersionPublished, st.integers(0, 3)),
+        st.builds(facts.PromptsNamed, st.just((("g", "p"), ("h", "q")))), st.builds(facts.WorkerWithdrawn, WORKERS),
         st.builds(facts.WorkerCapacity, WORKERS, st.sampled_from(["tp1", "tp4"]), st.integers(0, 2), st.integers(0, 2)),
-        st.builds(facts.WorkerWithdrawn, WORKERS),
+        st.builds(facts.QuantumStarted, KEYS, PHASES, WORKERS),
     ),
     max_size=40,
 )  # fmt: skip

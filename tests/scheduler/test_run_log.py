@@ -1,4 +1,4 @@
-"""What is left of a run on its scheduler when it has ended or its driver has gone; which workers are asked for a version."""
+"""What is left on a scheduler of a run that ended or whose driver has gone; who is asked for a version."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The lease table against a model: conservation, order, bounded wait, quotas, enlargement, revocation; speed-up curves."""
+"""The lease table against a model: conservation, order, bounded wait, quotas, enlargement, revocation; curves."""
 
 import pytest
 from hypothesis import given
