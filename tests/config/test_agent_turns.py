@@ -16,16 +16,10 @@ def statuses(*rows, head=HEAD, required=("status",)):
     return [(turn.tool, turn.status) for turn in one.turns]
 
 
-@pytest.mark.parametrize(
-    ("word", "outcome"),
-    [
-        ("success", ToolStatus.OK),
-        ("failure", ToolStatus.ERROR),
-        ("timeout", ToolStatus.TIMEOUT),
-        ("format_error", ToolStatus.MALFORMED),
-        *((str(status), status) for status in ToolStatus),
-    ],
-)
+@pytest.mark.parametrize(("word", "outcome"), [
+    ("success", ToolStatus.OK), ("failure", ToolStatus.ERROR), ("timeout", ToolStatus.TIMEOUT),
+    ("format_error", ToolStatus.MALFORMED), *((str(status), status) for status in ToolStatus),
+])  # fmt: skip
 def test_words_of_recorded_agents_and_of_libra_are_outcomes(word, outcome):
     found = statuses(f"t,0,0,ls,{word},5", f"t,0,1,ls,{word},5")
     assert found == [("ls", outcome)] * 2

@@ -50,7 +50,6 @@ def test_a_teacher_that_is_a_service_lives_on_the_first_tool_worker():
 
 
 def test_an_engine_draws_beside_the_generated_token_only_what_the_reverse_divergence_needs():
-    given = {"trainer": OPD, "distil": REVERSE | {"tokens": 8}}
-    assert extra_draws(config_from_dict(given)) == 7
+    assert extra_draws(config_from_dict({"trainer": OPD, "distil": REVERSE | {"tokens": 8}})) == 7
     for change in ({"divergence": "forward"}, {"estimator": "top_k"}):
         assert extra_draws(config_from_dict({"trainer": OPD, "distil": REVERSE | {"tokens": 8} | change})) == 0

@@ -97,25 +97,20 @@ def test_libra_simulate_reads_what_the_table_says(policy, drawn_from_traces, tmp
         simulate_run(config, from_run=None, workload=None, save_workload=None, as_json=False)
 
     trace = tmp_path / "turns.csv"
-    header = (
-        "source,model,task,sample,turn,tool,status,payload_chars,prompt_tokens,completion_tokens,llm_s,tool_s,gap_s"
-    )
+    head = "source,model,task,sample,turn,tool,status,payload_chars,prompt_tokens,completion_tokens,llm_s,tool_s,gap_s"
     rows = [
         f"s,m,t{task},{sample},{turn},bash,ok,40,{100 + 20 * turn},20,1,0.1,0"
         for task, sample, turn in itertools.product(range(4), range(2), range(3))
     ]
-    trace.write_text("\n".join([header, *rows]) + "\n")
-    config = config_from_dict(
-        {
-            "trainer": {"prompts": 2, "group_size": 2} | ({"algorithm": "opd"} if drawn_from_traces else {}),
-            "distil": {"teacher": {"service": "t"} if policy is None else "Qwen3-8B"} if drawn_from_traces else {},
-            "services": {"named": {"t": TEACHES} if policy is None and drawn_from_traces else {}},
-            "policy": {"name": policy or "mlfq"},
-            "rollout": {"engine": "vllm"},
-            "cluster": {"engines": [{"tp": 2}] if drawn_from_traces else []},
-            "planner": {"lengths": {"turns": 2}} | ({"trace": str(trace)} if drawn_from_traces else {}),
-        }
-    )
+    trace.write_text("\n".join([head, *rows]) + "\n")
+    config = config_from_dict({
+        "trainer": {"prompts": 2, "group_size": 2} | ({"algorithm": "opd"} if drawn_from_traces else {}),
+        "distil": {"teacher": {"service": "t"} if policy is None else "Qwen3-8B"} if drawn_from_traces else {},
+        "services": {"named": {"t": TEACHES} if policy is None and drawn_from_traces else {}},
+        "policy": {"name": policy or "mlfq"}, "rollout": {"engine": "vllm"},
+        "cluster": {"engines": [{"tp": 2}] if drawn_from_traces else []},
+        "planner": {"lengths": {"turns": 2}} | ({"trace": str(trace)} if drawn_from_traces else {}),
+    })  # fmt: skip
     # The engine decides which degrees `cluster.engines` may have; a simulation of vLLM with one degree never looks.
     assert read_by(simulate, config) | {"rollout.engine"} == effective(config, "simulate")
 
@@ -160,8 +155,7 @@ def test_an_engine_reads_what_the_table_says(engine, tiny_model):
 def test_an_ordering_has_the_settings_that_the_table_says(name):
     from libra.policy import make_ordering
 
-    config = config_from_dict({"policy": {"name": name}})
-    read = effective(config, "run")
+    read = effective(config_from_dict({"policy": {"name": name}}), "run")
     same = make_ordering(name).snapshot()
     assert (make_ordering(name, objective="stream").snapshot() != same) == ("policy.objective" in read)
     assert (make_ordering(name, patience=3).snapshot() != same) == ("policy.patience" in read)

@@ -24,9 +24,7 @@ def configured(values):
 
 
 def test_every_field_has_an_entry_and_nothing_else_has_one():
-    assert set(READ) == set(field_references()), (
-        "libra/config/effects.py: READ says of each field who reads it, and when"
-    )
+    assert set(READ) == set(field_references()), "effects.py: READ says of each field who reads it, and when"
 
 
 def test_needs_look_at_fields_that_exist():
@@ -61,9 +59,8 @@ def test_what_extends_and_overrides_say_is_given(tmp_path):
     (tmp_path / "mine.yaml").write_text("extends: below.yaml\ntrainer: {reject_args: {high: 2}}\n")
     found = ignored_settings(load_config(tmp_path / "mine.yaml", ["rollout.engine_args={enforce_eager: true}"]))
     assert [each.field for each in found] == ["rollout.engine_args", "trainer.reject_args", "policy.patience"]
-    assert not ignored_settings(
-        load_config(tmp_path / "mine.yaml", ["policy.name=mlfq", "trainer.reject_args.high=null"])
-    )
+    config = load_config(tmp_path / "mine.yaml", ["policy.name=mlfq", "trainer.reject_args.high=null"])
+    assert not ignored_settings(config)
 
 
 def test_a_resolved_configuration_tells_what_the_one_it_came_from_told(tmp_path):
@@ -115,23 +112,17 @@ def test_each_command_says_it_in_one_line_and_goes_on(capsys):
     assert "alpha: 2.0" in printed.out
 
 
-@pytest.mark.parametrize(
-    ("given", "ignored"),
-    [
-        ("trainer.late_args.versions=5", {"trainer.late_args"}),
-        ("trainer.late=drop & trainer.late_args.versions=3", {"trainer.late_args"}),
-        ("trainer.late=correct & trainer.late_args.versions=3", set()),
-        ("trainer.late=wait & trainer.late_args.wait_s=3.0", set()),
-        ("trainer.algorithm=opd & distil.teacher=t & distil.tokens=8", set()),
-        ("trainer.reject_args.low=0.5", {"trainer.reject_args"}),
-        ("trainer.reject_args.m2po=0.5", set()),
-        ("trainer.kl_args.estimator=k1", {"trainer.kl_args"}),
-        ("trainer.algorithm=opd & distil.teacher=t & distil.wait_s=3.0", set()),
-        ("distil.tokens=8", {"distil.tokens"}),
-        ("staleness.over_age=drop", {"staleness.over_age"}),
-        ("run.eta=1 & staleness.over_age=drop", set()),
-    ],
-)
+@pytest.mark.parametrize(("given", "ignored"), [
+    ("trainer.late_args.versions=5", {"trainer.late_args"}),
+    ("trainer.late=drop & trainer.late_args.versions=3", {"trainer.late_args"}),
+    ("trainer.late=correct & trainer.late_args.versions=3", set()),
+    ("trainer.late=wait & trainer.late_args.wait_s=3.0", set()),
+    ("trainer.algorithm=opd & distil.teacher=t & distil.tokens=8", set()),
+    ("trainer.reject_args.low=0.5", {"trainer.reject_args"}), ("trainer.reject_args.m2po=0.5", set()),
+    ("trainer.kl_args.estimator=k1", {"trainer.kl_args"}),
+    ("trainer.algorithm=opd & distil.teacher=t & distil.wait_s=3.0", set()), ("distil.tokens=8", {"distil.tokens"}),
+    ("staleness.over_age=drop", {"staleness.over_age"}), ("run.eta=1 & staleness.over_age=drop", set()),
+])  # fmt: skip
 def test_late_rewards_teachers_and_staleness_by_hand(given, ignored):
     config = config_from_dict({}, given.split(" & "))
     assert {each.field for each in ignored_settings(config, Situation("run"))} == ignored

@@ -10,6 +10,13 @@ from libra.config import RunConfig, config_from_dict, dump_config, load_config, 
 from libra.config.field_help import field_references
 from libra.errors import ConfigError
 
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1, max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+ARGUMENTS = st.dictionaries(st.text(min_size=1, max_size=8), json_values, max_size=3)
+
 
 def file_problem(directory, text, *overrides):
     path = directory / "mine.yaml"
@@ -65,57 +72,34 @@ def test_a_missing_file_is_a_clear_error(name):
 
 def test_all_problems_are_reported_at_once_with_their_lines(tmp_path):
     text = "run: {eta: -1, nmae: x}\ntrainer:\n  group_size: 1\n  lr: quick\nstor: {}\nobserve: 3\n"
-    message = file_problem(tmp_path, text, "rollout.slots=0", "nonsense", "model.path.deep=1")
-    first, *lines = message.splitlines()
+    first, *lines = file_problem(tmp_path, text, "rollout.slots=0", "nonsense", "model.path.deep=1").splitlines()
     assert first.startswith("9 ") and len(lines) == 9
-    named = (
-        "run.eta",
-        "run.nmae",
-        "group size 1",
-        "trainer.lr (",
-        "stor ",
-        "observe (",
-        "rollout.slots (",
-        "'nonsense'",
-    )
-    for name in (*named, "model.path.deep"):
+    ids = ("run.eta", "run.nmae", "group size 1", "trainer.lr (", "stor ", "observe (", "rollout.slots (", "'nonsense'")
+    for name in (*ids, "model.path.deep"):
         assert sum(name in line for line in lines) == 1, name
     assert any("trainer.lr (" in line and "mine.yaml:4" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("text", "field", "value", "typed"),
-    [
-        ("- run\n", "mine.yaml:1", "a list", "run:"),
-        ("hello\n", "mine.yaml:1", "'hello'", "run:"),
-        ("run: 3\n", "run (", "3 (a whole number)", "iterations"),
-        ("run:\n  iterations: ten\n", "mine.yaml:2", "'ten'", "run.iterations=50"),
-        ("run:\n\titerations: 3\n", "mine.yaml:2", "tab", "spaces"),
-        ("runs:\n  iterations: 3\n", "runs (", "mine.yaml:1", "run.iterations"),
-        ("model: libra/tiny-arithmetic\n", "model (", "'libra/tiny-arithmetic'", "path"),
-        ("extends: [a.yaml]\n", "extends", "['a.yaml']", "path of one file"),
-        ("extends: libra/quickstrt\n", "libra/quickstrt", "mine.yaml", "libra/quickstart"),
-    ],
-)
+@pytest.mark.parametrize(("text", "field", "value", "typed"), [
+    ("- run\n", "mine.yaml:1", "a list", "run:"), ("hello\n", "mine.yaml:1", "'hello'", "run:"),
+    ("run: 3\n", "run (", "3 (a whole number)", "iterations"),
+    ("run:\n  iterations: ten\n", "mine.yaml:2", "'ten'", "run.iterations=50"),
+    ("run:\n\titerations: 3\n", "mine.yaml:2", "tab", "spaces"),
+    ("runs:\n  iterations: 3\n", "runs (", "mine.yaml:1", "run.iterations"),
+    ("model: libra/tiny-arithmetic\n", "model (", "'libra/tiny-arithmetic'", "path"),
+    ("extends: [a.yaml]\n", "extends", "['a.yaml']", "path of one file"),
+    ("extends: libra/quickstrt\n", "libra/quickstrt", "mine.yaml", "libra/quickstart"),
+])  # fmt: skip
 def test_a_file_of_another_shape_is_named_with_its_line(text, field, value, typed, tmp_path):
     message = file_problem(tmp_path, text)
     assert field in message and value in message and typed in message
 
 
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [
-        ("run.name=5", "5"),
-        ("run.name=true", "true"),
-        ("run.name=null", None),
-        ("run.name='null'", "null"),
-        ("run.dir=2024", Path("2024")),
-        ("cluster.scheduler=tcp://10.0.0.1:8786", "tcp://10.0.0.1:8786"),
-        ("environment.name=my.module:Thing", "my.module:Thing"),
-        ("trainer.lr=1", 1.0),
-        ("trainer.lr=1e-4", 1e-4),
-    ],
-)
+@pytest.mark.parametrize(("override", "value"), [
+    ("run.name=5", "5"), ("run.name=true", "true"), ("run.name=null", None), ("run.name='null'", "null"),
+    ("run.dir=2024", Path("2024")), ("cluster.scheduler=tcp://10.0.0.1:8786", "tcp://10.0.0.1:8786"),
+    ("environment.name=my.module:Thing", "my.module:Thing"), ("trainer.lr=1", 1.0), ("trainer.lr=1e-4", 1e-4),
+])  # fmt: skip
 def test_an_override_is_typed_as_yaml_or_as_the_text_its_field_holds(override, value):
     section, key = override.partition("=")[0].split(".")
     got = getattr(getattr(config_from_dict({}, [override]), section), key)
@@ -142,8 +126,7 @@ def test_environment_arguments_merge_key_by_key():
 def test_another_environment_starts_without_the_arguments_of_the_first(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("environment: {name: tool_arithmetic, args: {timeout_rate: 0.1}}\n")
-    config = load_config(path, ["environment.args.limit=3", "environment.name=jsonl"])
-    assert config.environment.args == {"limit": 3}
+    assert load_config(path, ["environment.args.limit=3", "environment.name=jsonl"]).environment.args == {"limit": 3}
     assert load_config(path, ["environment.name=tool_arithmetic"]).environment.args == {"timeout_rate": 0.1}
 
 
@@ -163,24 +146,11 @@ def test_the_resolved_configuration_reads_back(tmp_path):
     path = tmp_path / "config.resolved.yaml"
     path.write_text(dump_config(config))
     assert load_config(path) == config
-    assert set(field_references()) <= {
-        f"{section}.{key}" for section, values in config.model_dump().items() for key in values
-    }
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(min_size=1, max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
+    assert set(field_references()) <= {f"{s}.{key}" for s, values in config.model_dump().items() for key in values}
 
 
 @settings(max_examples=10)  # each writes and reads every setting
-@given(
-    args=st.dictionaries(st.text(min_size=1, max_size=8), json_values, max_size=3),
-    lr=st.floats(0, 1e300),
-    seed=st.integers(0),
-)
+@given(args=ARGUMENTS, lr=st.floats(0, 1e300), seed=st.integers(0))
 def test_any_configuration_reads_back(tmp_path_factory, args, lr, seed):
     config = config_from_dict({"environment": {"args": args}, "trainer": {"lr": lr}, "run": {"seed": seed}})
     path = tmp_path_factory.getbasetemp() / "any.yaml"

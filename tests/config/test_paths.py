@@ -46,14 +46,10 @@ def test_what_is_neither_a_directory_with_a_model_nor_an_id_is_named(name, tmp_p
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("files", "lacks"),
-    [
-        ((), "config.json, *.safetensors (or pytorch_model*.bin)"),
-        (("config.json",), "*.safetensors"),
-        (("model.safetensors",), "config.json"),
-    ],
-)
+@pytest.mark.parametrize(("files", "lacks"), [
+    ((), "config.json, *.safetensors (or pytorch_model*.bin)"), (("config.json",), "*.safetensors"),
+    (("model.safetensors",), "config.json"),
+])  # fmt: skip
 def test_an_incomplete_directory_says_what_it_lacks(tmp_path, files, lacks):
     directory = make_model(tmp_path / "model", *files)
     with pytest.raises(ModelError) as caught:

@@ -9,8 +9,6 @@ import pytest
 from libra.config import RunConfig, config_from_dict
 from libra.errors import ConfigError
 
-Row = tuple[str, str, str, str]
-
 # (typed, nearest): the error also says where it was typed.
 MISSPELT = (
     ("trainer.learning_rate=1", "trainer.lr"), ("trainer.groupsize=4", "trainer.group_size"), ("seed=1", "run.seed"),
@@ -24,15 +22,10 @@ MISSPELT = (
 WRONG_VALUES = (
     ("run.iterations=ten", "'ten'", "run.iterations=50"),
     ("run.iterations='3'", "'3'", "run.iterations=3, without quotes"),
-    ("run.iterations=20.0", "20.0", "run.iterations=20"),
-    ("run.iterations=1e3", "1000.0", "run.iterations=1000"),
-    ("run.iterations=null", "null", "run.iterations=50"),
-    ("run.iterations=0", "0", "run.iterations=50"),
-    ("run.seed=true", "True", "run.seed=0"),
-    ("run.seed=-1", "-1", "run.seed=0"),
-    ("run.eta=-1", "-1", "run.eta=0"),
-    ("run.name=a/b", "'a/b'", "letters, digits"),
-    (f"run.name={'x' * 64}", "xxxx", "1-63"),
+    ("run.iterations=20.0", "20.0", "run.iterations=20"), ("run.iterations=1e3", "1000.0", "run.iterations=1000"),
+    ("run.iterations=null", "null", "run.iterations=50"), ("run.iterations=0", "0", "run.iterations=50"),
+    ("run.seed=true", "True", "run.seed=0"), ("run.seed=-1", "-1", "run.seed=0"), ("run.eta=-1", "-1", "run.eta=0"),
+    ("run.name=a/b", "'a/b'", "letters, digits"), (f"run.name={'x' * 64}", "xxxx", "1-63"),
     ("model.path=''", "''", "model.path=libra/tiny-arithmetic"),
     ("model.dtype=float16", "'float16'", "one of float32, bfloat16"),
     ("environment.args=3", "3", "environment.args={}"),
@@ -40,23 +33,16 @@ WRONG_VALUES = (
     ("services.named=judge", "'judge'", "services.named={judge: {model: Qwen/Qwen3-4B}}"),
     ("services.named={j: {max_batch: 0}}", "0", "max_batch: 8"),
     ("services.named={j: {function: jugde}}", "'jugde'", "function: judge"),
-    ("services.named={1judge: {model: x}}", "1judge", "services.named"),
-    ("rollout.engine=sglang", "'sglang'", "vllm"),
-    ("rollout.slots=0", "0", "rollout.slots=64"),
-    ("rollout.top_p=0", "0", "rollout.top_p=1"),
-    ("rollout.top_p=1.5", "1.5", "rollout.top_p=1"),
-    ("rollout.temperature=-0.5", "-0.5", "rollout.temperature=1"),
-    ("rollout.max_new_tokens=0", "0", "rollout.max_new_tokens=64"),
-    ("rollout.tool_format=xml", "'xml'", "qwen3_coder"),
-    ("rollout.kv_cache_gib=0", "0", "rollout.kv_cache_gib="),
-    ("rollout.kv_host_gib=0", "0", "rollout.kv_host_gib="),
+    ("services.named={1judge: {model: x}}", "1judge", "services.named"), ("rollout.engine=sglang", "'sglang'", "vllm"),
+    ("rollout.slots=0", "0", "rollout.slots=64"), ("rollout.top_p=0", "0", "rollout.top_p=1"),
+    ("rollout.top_p=1.5", "1.5", "rollout.top_p=1"), ("rollout.temperature=-0.5", "-0.5", "rollout.temperature=1"),
+    ("rollout.max_new_tokens=0", "0", "rollout.max_new_tokens=64"), ("rollout.tool_format=xml", "'xml'", "qwen3_coder"),
+    ("rollout.kv_cache_gib=0", "0", "rollout.kv_cache_gib="), ("rollout.kv_host_gib=0", "0", "rollout.kv_host_gib="),
     ("rollout.kv_cache_gib=-1", "-1", "rollout.kv_cache_gib="),
     ("trainer.algorithm=Dr_GRPO", "'Dr_GRPO'", "trainer.algorithm=dr_grpo"),
-    ("trainer.loss=hinge", "'hinge'", "trainer.loss=ppo"),
-    ("trainer.advantage=gae", "'gae'", "trainer.advantage=grpo"),
+    ("trainer.loss=hinge", "'hinge'", "trainer.loss=ppo"), ("trainer.advantage=gae", "'gae'", "trainer.advantage=grpo"),
     ("trainer.lr='1e-4'", "'1e-4'", "trainer.lr=0.0001, without quotes"),
-    ("trainer.lr=.nan", "nan", "trainer.lr=0.0001"),
-    ("trainer.lr=-1e-4", "-0.0001", "trainer.lr=0.0001"),
+    ("trainer.lr=.nan", "nan", "trainer.lr=0.0001"), ("trainer.lr=-1e-4", "-0.0001", "trainer.lr=0.0001"),
     ("trainer.adam_args.betas=[0.9]", "[0.9]", "trainer.adam_args.betas=[0.9, 0.95]"),
     ("trainer.adam_args.betas=[0.9, 1.0]", "1", "trainer.adam_args.betas=[0.9, 0.95]"),
     ("trainer.normalize_std=no", "'no'", "trainer.normalize_std=true"),
@@ -64,29 +50,22 @@ WRONG_VALUES = (
     ("trainer.loss_args.clip_low=2", "2", "trainer.loss_args.clip_low=0.2"),
     ("trainer.adam_args.max_grad_norm=.inf", "inf", "trainer.adam_args.max_grad_norm=1.0"),
     ("trainer.adam_args.max_grad_norm=0", "0", "trainer.adam_args.max_grad_norm=1"),
-    ("trainer.group_size=0", "0", "trainer.group_size=8"),
-    ("trainer.prompts=-3", "-3", "trainer.prompts=16"),
+    ("trainer.group_size=0", "0", "trainer.group_size=8"), ("trainer.prompts=-3", "-3", "trainer.prompts=16"),
     ("trainer.no_signal=raise", "'raise'", "trainer.no_signal=warn"),
     ("trainer.layout=zero3", "'zero3'", "trainer.layout=ddp"),
     ("trainer.dispatch=nccl", "'nccl'", "trainer.dispatch=storage"),
     ("trainer.loss_args.dual_clip=1", "1", "trainer.loss_args.dual_clip="),
     ("trainer.loss_args.ratio_max=1", "1", "trainer.loss_args.ratio_max="),
-    ("trainer.reject=k4", "'k4'", "trainer.reject=none"),
-    ("trainer.reject_args.m2po=-1", "-1", "trainer.reject_args"),
+    ("trainer.reject=k4", "'k4'", "trainer.reject=none"), ("trainer.reject_args.m2po=-1", "-1", "trainer.reject_args"),
     ("distil.teacher={servce: judge}", "{servce: judge}", "distil.teacher=MODEL"),
-    ("distil.tokens=0", "0", "distil.tokens=64"),
-    ("distil.divergence=jensen", "jensen", "distil.divergence"),
-    ("checkpoint.keep=0", "0", "checkpoint.keep=2"),
-    ("checkpoint.every=-1", "-1", "checkpoint.every="),
+    ("distil.tokens=0", "0", "distil.tokens=64"), ("distil.divergence=jensen", "jensen", "distil.divergence"),
+    ("checkpoint.keep=0", "0", "checkpoint.keep=2"), ("checkpoint.every=-1", "-1", "checkpoint.every="),
     ("evaluation.prompts=-1", "-1", "evaluation.prompts=0"),
-    ("evaluation.temperature=-1", "-1", "evaluation.temperature="),
-    ("policy.name=lifo", "'lifo'", "policy.name=fifo"),
-    ("policy.patience=0", "0", "policy.patience=200000"),
-    ("policy.boundaries_tokens={tp3: 100}", "tp3", "tp1"),
+    ("evaluation.temperature=-1", "-1", "evaluation.temperature="), ("policy.name=lifo", "'lifo'", "policy.name=fifo"),
+    ("policy.patience=0", "0", "policy.patience=200000"), ("policy.boundaries_tokens={tp3: 100}", "tp3", "tp1"),
     ("policy.boundaries_tokens={tp1: lots}", "lots", "a number, above 0"),
     ("policy.boundaries_tokens={tp2: 30, tp1: 30}", "30", "rise"),
-    ("cluster.rollout_workers=0", "0", "cluster.rollout_workers=1"),
-    ("cluster.threads=0", "0", "cluster.threads=null"),
+    ("cluster.rollout_workers=0", "0", "cluster.rollout_workers=1"), ("cluster.threads=0", "0", "cluster.threads=null"),
     ("cluster.device=gpu", "'gpu'", "cluster.device=auto"),
     ("cluster.dashboard_port=99999", "99999", "cluster.dashboard_port=8787"),
     ("cluster.dashboard_names=['a b']", "a b", "cluster.dashboard_names=[]"),
@@ -96,14 +75,12 @@ WRONG_VALUES = (
     ("weights.transfer=rdma", "'rdma'", "weights.transfer=shared"),
     ("slurm.jobs.rollout.memory=lots", "'lots'", "64 GiB"),
     ("slurm.jobs.train.walltime=tomorrow", "'tomorrow'", "04:00:00"),
-    ("slurm.jobs.tool.cpus=0", "0", "slurm.jobs.tool.cpus=8"),
-    ("observe.trackers=[neptune]", "neptune", "wandb"),
-    ("planner.num_gpus=0", "0", "planner.num_gpus="),
-    ("planner.tp=[]", "[]", "planner.tp=[1, 2, 4, 8]"),
+    ("slurm.jobs.tool.cpus=0", "0", "slurm.jobs.tool.cpus=8"), ("observe.trackers=[neptune]", "neptune", "wandb"),
+    ("planner.num_gpus=0", "0", "planner.num_gpus="), ("planner.tp=[]", "[]", "planner.tp=[1, 2, 4, 8]"),
     ("planner.lengths.trained_frac=0", "0", "planner.lengths.trained_frac"),
     ("planner.lengths.trained_frac=1.5", "1.5", "planner.lengths.trained_frac"),
     ("planner.fixed_engines={tp2: 1}", "tp2", "planner.fixed_engines"),
-)
+)  # fmt: skip
 
 TEACHER = "trainer.algorithm=opd & distil.teacher=t"
 SAMPLED = f"{TEACHER} & distil.estimator=sampled & distil.divergence=reverse"
@@ -217,7 +194,6 @@ NOT_OVERRIDES = (
 
 
 def problem(typed):
-    """The one error of these overrides."""
     with pytest.raises(ConfigError) as caught:
         config_from_dict({}, typed.split(" & "))
     message = str(caught.value)

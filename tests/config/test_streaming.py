@@ -12,6 +12,11 @@ WHOLE = {
     "own": {"advantage": "workflows.own:advantage"}, "late": {"late": "wait"},
 }  # fmt: skip
 """What needs the whole batch; that `on` refuses these is in test_refused."""
+NO_TURNS = {
+    "streaming": {"trainer": {"streaming": "off"}}, "nobody": {"cluster": {"hybrid_workers": 0}},
+    "alone": {"cluster": {"rollout_workers": 1, "hybrid_workers": 1}}, "wide": {"rollout": {"engine": "vllm", "tp": 2}},
+    "planner": {"planner": {"replan": "apply"}},
+}  # fmt: skip
 
 
 def config(streaming, **trainer):
@@ -38,15 +43,6 @@ def test_waves_are_bounded_and_off_is_the_default():
     assert most_waves(config("on", prompts=500)) == MAX_WAVES
     ranks = config_from_dict({"trainer": {"streaming": "on", "group_size": 2}, "cluster": {"train_workers": 5}})
     assert wave_groups(ranks) == 3  # a sequence for each of five replicas
-
-
-NO_TURNS = {
-    "streaming": {"trainer": {"streaming": "off"}},
-    "nobody": {"cluster": {"hybrid_workers": 0}},
-    "alone": {"cluster": {"rollout_workers": 1, "hybrid_workers": 1}},
-    "wide": {"rollout": {"engine": "vllm", "tp": 2}},
-    "planner": {"planner": {"replan": "apply"}},
-}
 
 
 def turning(choice, **changes):
@@ -76,7 +72,5 @@ def test_auto_leaves_the_run_a_choice_and_on_does_not():
 
 def test_waves_are_smaller_where_engines_turn():
     for choice in ("on", "auto"):
-        assert (
-            turns(turning(choice)) and enough_groups(turning(choice)) == 3
-        )  # four sequences for each of three trainers
+        assert turns(turning(choice)) and enough_groups(turning(choice)) == 3  # four sequences for each trainer
     assert not turns(turning("off")) and not turns(config_from_dict({}))

@@ -1,43 +1,26 @@
 """One finished run that several tests read: four tool statuses beside "ok", NaN rewards, the staleness bound 1."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import pytest
 
 import factories
 
-if TYPE_CHECKING:
-    from distributed import Client
-
-    from libra.driver.run_session import RunSummary
-
 
 @pytest.fixture(scope="session")
-def finished(client: Client, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSummary:
+def finished(client, random_model, tmp_path_factory):
     """Six iterations of two groups of six in `troubled.Troubled`, with evaluations and a checkpoint of each version."""
     from libra.config import config_from_dict
     from libra.driver.run_session import run
 
     settings = factories.run_settings(
-        tmp_path_factory.mktemp("finished"),
-        random_model,
-        run={"iterations": 6, "eta": 1},
-        environment={"name": "troubled:Troubled"},
-        rollout={"max_context_tokens": 512},
-        trainer={"group_size": 6},
-        evaluation={"prompts": 2},
-        store={"keep_versions": 9},
-    )
+        tmp_path_factory.mktemp("finished"), random_model, run={"iterations": 6, "eta": 1},
+        environment={"name": "troubled:Troubled"}, rollout={"max_context_tokens": 512}, trainer={"group_size": 6},
+        evaluation={"prompts": 2}, store={"keep_versions": 9},
+    )  # fmt: skip
     return run(config_from_dict(settings), client=client)
 
 
 @pytest.fixture
-def worker_address(client: Client) -> Callable[[str], str]:
-    """Address of a worker of `cluster`, by its name."""
+def worker_address(client):
     from libra.cluster.connection import present_workers
 
     def address(name: str) -> str:

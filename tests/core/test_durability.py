@@ -8,7 +8,6 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from distributed import Client
 from killed_engine import kill_at_generation
 from streamed_runs import check_taken_again
 
-from libra.config import RunConfig, dump_config
+from libra.config import dump_config
 from libra.driver import submitted_graphs
 from libra.driver.run_session import Session, run
 from libra.envs import tool
@@ -31,14 +30,13 @@ from libra.types import ToolCall
 
 pytestmark = pytest.mark.core
 
-Config = Callable[..., RunConfig]
 ITERATIONS = 3
 
 
 # ------------------------------------------------------------------------------------------------ kill -9 of workers
 
 
-def die_in_step(run: str, step: int, dask_worker: Any) -> None:
+def die_in_step(run, step, dask_worker):
     """On the trainer: it is killed in the midst of a step."""
     replica = dask_worker.plugins[f"libra-{run}"].trainer.replica
     loss = replica.gradient.micro_batch_loss
@@ -55,9 +53,8 @@ die_in_step.__module__ = "__main__"
 
 
 def test_kill_9_of_each_kind_of_worker_loses_and_repeats_nothing(
-    make_config: Config, client: Client, worker_address: Callable[[str], str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    make_config, client, worker_address, tmp_path, monkeypatch
+):
     monkeypatch.setattr(submitted_graphs, "prune_groups", lambda spec, first, before: before)  # they are taken again
     struck = tmp_path / "tool-0 was struck"
 
@@ -105,26 +102,26 @@ def test_kill_9_of_each_kind_of_worker_loses_and_repeats_nothing(
 class Gate:
     """A pipe that a tool of `held_tool.Held` reads: `reached` returns once it does, and holds it there; `open` lets it go on."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
         os.mkfifo(path)
 
-    def reached(self) -> None:
+    def reached(self):
         self.end = self.path.open("w")
 
-    def open(self) -> None:
+    def open(self):
         self.path.unlink()
         self.path.touch()  # who comes again does not wait
         self.end.close()
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Gate:
+def gate(tmp_path):
     return Gate(tmp_path / "gate")
 
 
 @pytest.fixture
-def held(make_config: Config, gate: Gate) -> RunConfig:
+def held(make_config, gate):
     """A run with the first action of iteration 1 held up."""
     return make_config(
         run={"iterations": ITERATIONS},
@@ -133,7 +130,7 @@ def held(make_config: Config, gate: Gate) -> RunConfig:
     )
 
 
-def check_goes_on(directory: Path, config: RunConfig, client: Client) -> None:
+def check_goes_on(directory, config, client):
     """Resumed, the run is whole, and what was in the journal before is there as it was."""
     before = whole_run.journal_records(directory)
     assert before and not (directory / "batches" / "batch-000001.json").exists()
@@ -146,9 +143,7 @@ def check_goes_on(directory: Path, config: RunConfig, client: Client) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_driver_that_is_killed_or_interrupted_goes_on(
-    how: signal.Signals, held: RunConfig, gate: Gate, client: Client, tmp_path: Path
-) -> None:
+def test_a_driver_that_is_killed_or_interrupted_goes_on(how, held, gate, client, tmp_path):
     (tmp_path / "held.yaml").write_text(dump_config(held))
     (tmp_path / "security").write_bytes(pickle.dumps(client.security))
     script = Path(__file__).resolve().parents[1] / "support" / "own_driver.py"
@@ -166,9 +161,7 @@ def test_a_driver_that_is_killed_or_interrupted_goes_on(
     check_goes_on(directory, held, client)
 
 
-def test_kill_9_of_the_scheduler_ends_the_driver_with_what_to_type_and_the_run_goes_on(
-    held: RunConfig, gate: Gate, client: Client, tmp_path: Path
-) -> None:
+def test_kill_9_of_the_scheduler_ends_the_driver_with_what_to_type_and_the_run_goes_on(held, gate, client, tmp_path):
     (tmp_path / "held.yaml").write_text(dump_config(held))
     script = Path(__file__).resolve().parents[1] / "support" / "own_scheduler.py"
     command = [sys.executable, str(script), str(tmp_path / "held.yaml"), str(tmp_path / "security")]
@@ -201,7 +194,7 @@ def test_kill_9_of_the_scheduler_ends_the_driver_with_what_to_type_and_the_run_g
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of 24 MiB; skipped where this user may not mount one."""
     place = tmp_path / "disk"
     place.mkdir()
@@ -216,7 +209,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def fill(directory: Path) -> Path:
+def fill(directory):
     """A file that takes every byte that is left."""
     filler = directory / "filler"
     with filler.open("wb", buffering=0) as file:
@@ -229,9 +222,7 @@ def fill(directory: Path) -> Path:
     return filler
 
 
-def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_space(
-    small_disk: Path, make_config: Config, client: Client
-) -> None:
+def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_space(small_disk, make_config, client):
     config = make_config(run={"dir": str(small_disk), "iterations": 6, "eta": 1})
     calls = {"on_iteration": lambda values: fill(small_disk) if values["iteration"] == 1 else None}
     with pytest.raises(LibraError, match="disk full"):

@@ -24,11 +24,9 @@ def test_a_run_learns(make_config, client):
 
     environment = FunctionEnvironment(prompts=[{"prompt": str(i)} for i in range(8)], reward=reward, seed=0)
     config = make_config(
-        run={"iterations": 25},
-        rollout={"max_new_tokens": 8},
-        trainer={"prompts": 2, "group_size": 8, "lr": 2e-2},
+        run={"iterations": 25}, rollout={"max_new_tokens": 8}, trainer={"prompts": 2, "group_size": 8, "lr": 2e-2},
         checkpoint={"every": 0},
-    )
+    )  # fmt: skip
     rewards = [values["reward"] for values in run(config, environment=environment, client=client).iterations]
     assert np.mean(rewards[:5]) < 0.25 and np.mean(rewards[-5:]) > 2 * np.mean(rewards[:5]), rewards
 
@@ -66,18 +64,13 @@ def test_whatever_a_tool_does_is_a_status_that_the_model_reads(finished):
 def test_a_model_calls_a_tool_of_an_mcp_server(client, repository, tmp_path):
     pytest.importorskip("mcp", reason="pip install -e '.[mcp]'")
     server = f"{sys.executable} {repository / 'workflows' / 'mcp_tools.py'} serve"
-    config = config_from_dict(
-        {
-            "run": {"name": "served", "dir": str(tmp_path), "iterations": 1},
-            "model": {"path": "libra/tiny-arithmetic"},
-            "environment": {"args": {"calculator": False, "max_operations": 2}, "tools": {"mcp": server}},
-            "rollout": {"slots": 8, "max_context_tokens": 512, "max_turns": 6, "max_new_tokens": 24},
-            "trainer": {"prompts": 2, "group_size": 4, "max_row_tokens": 512},
-            "evaluation": {"prompts": 0},
-            "checkpoint": {"every": 0},
-            "observe": {"progress": False, "trackers": []},
-        }
-    )
+    config = config_from_dict({
+        "run": {"name": "served", "dir": str(tmp_path), "iterations": 1}, "model": {"path": "libra/tiny-arithmetic"},
+        "environment": {"args": {"calculator": False, "max_operations": 2}, "tools": {"mcp": server}},
+        "rollout": {"slots": 8, "max_context_tokens": 512, "max_turns": 6, "max_new_tokens": 24},
+        "trainer": {"prompts": 2, "group_size": 4, "max_row_tokens": 512}, "evaluation": {"prompts": 0},
+        "checkpoint": {"every": 0}, "observe": {"progress": False, "trackers": []},
+    })  # fmt: skip
     summary = run(config, client=client)
     assert summary.iterations[0]["reward"] > 0
     turns = whole_run.columns(summary.directory, "turn")

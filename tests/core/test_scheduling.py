@@ -6,8 +6,6 @@ That the live plugin and the simulator decide alike is in tests/scheduler/test_p
 
 import threading
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ import whole_run
 from distributed import Client
 from streamed_runs import waves_of
 
-from libra.config import RunConfig
 from libra.driver.run_session import RunSummary, Session, run
 from libra.envs import tool
 from libra.errors import ClusterError
@@ -27,10 +24,8 @@ from libra.weights import WeightStore
 
 pytestmark = pytest.mark.core
 
-Config = Callable[..., RunConfig]
 
-
-def test_an_engine_trains_for_a_while_and_generates_again(make_config: Config, client_wide: Client) -> None:
+def test_an_engine_trains_for_a_while_and_generates_again(make_config, client_wide):
     config = make_config(run={"iterations": 6}, cluster={"rollout_workers": 2, "train_workers": 2, "hybrid_workers": 1})
     stages = [str(stage) for stage in Stage if stage is not Stage.RESUPPLIED]
     with Session(config, client=client_wide) as session:
@@ -70,12 +65,12 @@ def test_an_engine_trains_for_a_while_and_generates_again(make_config: Config, c
     assert "rollout-0" in {worker for t_s, worker in at if t_s > again}
 
 
-def weights_of(directory: Path, version: int) -> dict[str, torch.Tensor]:
+def weights_of(directory, version):
     store = WeightStore(directory / "weights")
     return store.read(store.get(version))
 
 
-def test_a_streamed_step_is_the_whole_step(make_config: Config, client: Client) -> None:
+def test_a_streamed_step_is_the_whole_step(make_config, client):
     done = {
         streaming: run(
             make_config(
@@ -105,7 +100,7 @@ def test_a_streamed_step_is_the_whole_step(make_config: Config, client: Client) 
     whole_run.check_once(on, 2, prompts=6, size=3)
 
 
-def test_two_runs_with_different_seeds_share_a_scheduler(make_config: Config, client: Client) -> None:
+def test_two_runs_with_different_seeds_share_a_scheduler(make_config, client):
     summaries: dict[str, RunSummary] = {}
 
     def start(name: str, seed: int) -> None:
@@ -125,7 +120,7 @@ def test_two_runs_with_different_seeds_share_a_scheduler(make_config: Config, cl
     assert not np.array_equal(one, two)
 
 
-def test_the_watchdog_names_what_is_stuck_and_restarts_it(make_config: Config, client: Client, tmp_path: Path) -> None:
+def test_the_watchdog_names_what_is_stuck_and_restarts_it(make_config, client, tmp_path):
     marker = tmp_path / "hung once"
 
     class BlocksOnce(FixedTurns):

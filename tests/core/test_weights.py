@@ -4,18 +4,14 @@ README ("an engine proves its weights"), docs/weights.md, docs/staleness.md (the
 """
 
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import whole_run
 
-from libra.config import RunConfig
 from libra.driver.run_session import run
 
 pytestmark = pytest.mark.core
-
-Config = Callable[..., RunConfig]
 
 
 def test_with_eta_1_no_token_is_older_and_every_group_is_consumed_once(finished):
@@ -66,11 +62,9 @@ def test_an_engine_with_a_stale_layer_is_quarantined_and_the_run_goes_on(make_co
 
 def test_weights_change_between_two_tokens_of_a_turn_and_each_token_names_its_own(make_config, client):
     config = make_config(
-        run={"iterations": 5, "eta": 1},
-        rollout={"max_new_tokens": 300, "max_turns": 1, "exact_logprobs": True},
-        trainer={"lr": 1e-2},
-        checkpoint={"every": 0},
-    )
+        run={"iterations": 5, "eta": 1}, rollout={"max_new_tokens": 300, "max_turns": 1, "exact_logprobs": True},
+        trainer={"lr": 1e-2}, checkpoint={"every": 0},
+    )  # fmt: skip
     summary = run(config, client=client)
     assert {values["mismatch_max_abs"] for values in summary.iterations if values["mismatch_tokens"]} == {0.0}
     stored, tokens = whole_run.columns(summary.directory), whole_run.tokens(summary.directory)

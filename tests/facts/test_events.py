@@ -20,6 +20,7 @@ _PLAIN = {
     facts.Priority: st.builds(facts.Priority, _INTS, _INTS, _INTS),
     facts.ToolNeeds: st.builds(facts.ToolNeeds, _INTS, _INTS, _INTS, _INTS, st.none() | st.dictionaries(_INTS, _FLOATS)),
 }  # fmt: skip
+_OUTCOMES = st.sampled_from([NO_TOOL, *ToolStatus])
 
 
 def values_of(kind):
@@ -32,9 +33,6 @@ def values_of(kind):
     if get_origin(kind) is tuple:
         return st.lists(arguments[0]).map(tuple) if Ellipsis in get_args(kind) else st.tuples(*arguments)
     return st.one_of(*arguments) if arguments else st.from_type(kind)
-
-
-_OUTCOMES = st.sampled_from([NO_TOOL, *ToolStatus])
 
 
 @pytest.mark.parametrize("kinds", [list(facts.known().values())[n::8] for n in range(8)])
@@ -73,10 +71,9 @@ def test_a_word_that_is_no_outcome_of_a_tool_is_refused(word):
 def test_numbers_that_json_has_no_word_for_are_refused():
     with pytest.raises(StoreError, match="gate_opened: t_s is nan"):
         facts.to_json(facts.Line("demo", float("nan"), facts.OpenGate(iteration=0, reason="")))
+    snapshot = facts.PolicySnapshot("fifo", "", {"parts": [{"learned": float("inf")}]}, {})
     with pytest.raises(StoreError, match="policy_snapshot: learned is inf"):
-        facts.to_json(
-            facts.Line("demo", 0.0, facts.PolicySnapshot("fifo", "", {"parts": [{"learned": float("inf")}]}, {}))
-        )
+        facts.to_json(facts.Line("demo", 0.0, snapshot))
 
 
 def test_numbers_of_numpy_are_plain_numbers_in_the_log():

@@ -1,15 +1,28 @@
+import asyncio
+import math
+import runpy
 from collections import Counter
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
+import dask
+import numpy as np
 import pytest
+import zarr
 from dask import delayed
 
+import factories
 from libra import keys
 from libra.config import config_from_dict
+from libra.driver.run_session import run
 from libra.envs.tool_arithmetic import ToolArithmetic
+from libra.errors import ServiceFault, ServiceTimeout
+from libra.graph import rollout_nodes
+from libra.graph.batch_nodes import evaluation_outcome
 from libra.graph.iteration import evaluation_graph, iteration_graph
-from libra.types import TrajectoryId
+from libra.testing import FixedTurns
+from libra.types import EndReason, Episode, FailureClass, Prompt, ToolReturn, ToolStatus, TrajectoryId, Turn
 from libra.worker.run_spec import RunSpec
 
 
@@ -43,16 +56,14 @@ def test_the_nodes_of_an_iteration_and_their_keys():
     for group in graph.groups:
         tasks |= layers(group)
     once = ("gate", "prompts", "batch", "store", "step", "update", "publish", "summary")
-    names = Counter(keys.parse(key).node for key in tasks)
-    assert names == {"trajectory": 6, "group": 2} | dict.fromkeys(once, 1)
+    assert Counter(keys.parse(key).node for key in tasks) == {"trajectory": 6, "group": 2} | dict.fromkeys(once, 1)
     assert all(keys.parse(key)[3:] == (7, "demo") for key in tasks)
     assert all(keys.parse(key).indices[0] == 5 for key in tasks)
 
 
 def test_a_streamed_step_is_waves_that_wait_for_no_group_and_an_end():
     waves = 3
-    streamed = spec(prompts=waves, streaming="on")
-    graph = iteration_graph(streamed, 5)
+    graph = iteration_graph(spec(prompts=waves, streaming="on"), 5)
     tasks = layers(graph.end)
     for group in graph.groups:
         tasks |= layers(group)
@@ -77,12 +88,8 @@ def test_gates_trajectories_and_batches_are_parked_and_others_take_a_slot_of_the
     graph = iteration_graph(spec(), 5)
     tasks = layers(graph.end) | layers(graph.groups[0])
     parked = dict.fromkeys(("gate-train-5", "trajectory-train-5-0-2", "batch-train-5"), keys.PARK)
-    for node, resource in {
-        **parked,
-        "group-train-5-0": "GRADE",
-        "step-train-5-0": "TRAIN",
-        "store-train-5": "COMMIT",
-    }.items():
+    others = {"group-train-5-0": "GRADE", "step-train-5-0": "TRAIN", "store-train-5": "COMMIT"}
+    for node, resource in (parked | others).items():
         assert tasks[f"{node}-e7-demo"][0]["resources"] == {resource: 1}
 
 
@@ -119,3 +126,47 @@ def test_keys_parse_to_what_they_were_made_from(key):
     assert keys.make(parsed.node, parsed.indices, epoch=parsed.epoch, run=parsed.run, split=parsed.split) == key
     for other in ("sum-123", ("x", 0, 0), "trajectory-train-1-2", "gate-other-1-e0-run"):
         assert keys.parse(other) is None  # keys of others are not ours
+
+
+def test_a_group_that_is_not_scored_in_time_ends_no_run(tmp_path, monkeypatch, caplog):
+    faults = [ServiceTimeout("service teach: a batch of 4 did not return within 600 s"), ServiceFault("out of memory")]
+
+    async def scored(*_):
+        raise faults.pop(0)
+
+    host = SimpleNamespace(spec=SimpleNamespace(groups_dir=tmp_path))
+    monkeypatch.setattr(rollout_nodes, "runtime_here", lambda run: host)
+    monkeypatch.setattr(rollout_nodes, "read_group", lambda path: [])
+    monkeypatch.setattr(rollout_nodes, "_scored", scored)
+    assert asyncio.run(rollout_nodes.teach("demo", None, 3, 7))["group"] == 7
+    assert "group 7 of iteration 3" in caplog.text
+    with pytest.raises(ServiceFault, match="out of memory"):
+        asyncio.run(rollout_nodes.teach("demo", None, 3, 8))
+
+
+def test_the_judge_docks_each_call_that_did_not_come_back_ok(repository):
+    judge = runpy.run_path(str(repository / "workflows" / "custom_reward.py"))["judge"]
+    returns = tuple(ToolReturn("t", status, "") for status in (ToolStatus.OK, ToolStatus.TIMEOUT, ToolStatus.ERROR))
+    episode = Episode("x", Prompt("p", ()), (Turn("", (), returns), Turn("")), EndReason.ANSWERED)
+    assert judge([episode]) == [pytest.approx(-0.2)]
+
+
+def test_extra_rewards_reach_the_store(make_config, client):
+    class Constant(FixedTurns):
+        def grade(self, episode):
+            return 1.0
+
+    def by_position(episodes):
+        return [10.0 * index for index in range(len(episodes))]
+
+    score = lambda episodes: dask.delayed(by_position)(episodes)  # noqa: E731
+    summary = run(make_config(run={"iterations": 1}), environment=Constant(), client=client, score=score)
+    columns = zarr.open_group(summary.directory / "trajectories.zarr", mode="r")["trajectory"]
+    assert np.array_equal(columns["reward"][:], 1.0 + 10.0 * columns["sample"][:])
+
+
+def test_failures_are_trajectories_that_ended_so_and_left_out_those_without_a_reward():
+    ended = {FailureClass.NONE: 1.0, FailureClass.POLICY: 0.0, FailureClass.TOOL: math.nan}
+    trajectories = [factories.trajectory(failure=failure, reward=reward) for failure, reward in ended.items()]
+    outcome = evaluation_outcome(3, trajectories)
+    assert (outcome["num"], outcome["failures"], outcome["left_out"], outcome["reward"]) == (3, 2, 1, 0.5)

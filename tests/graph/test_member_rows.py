@@ -1,6 +1,5 @@
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from libra.worker.training.batch_rows import SliceFetcher, lazy_batch, lengths, 
 BATCH, ETA = 6, 2
 VERSIONS = st.lists(st.integers(0, BATCH), max_size=6).map(sorted)
 GROUPS = st.lists(st.lists(st.tuples(VERSIONS, st.booleans()), min_size=2, max_size=3), min_size=1, max_size=4)
-Rows = list[dict[str, Any]]
 
 
 def trajectory(group, sample, versions, sound=True, **changes):
@@ -155,21 +153,17 @@ def test_groups_that_stand_by_are_in_no_statistic_of_the_whole_batch():
 def test_what_is_dropped_for_its_age_or_failed_is_replaced_too():
     signal = [0.0, 1.0]
     gone = [rewarded(0, signal, version=2), rewarded(1, signal, sound=False)]
-    groups = [*gone, rewarded(2, signal), rewarded(3, signal)]
-    rows = spared(groups, 1, Verdict.DROP)
+    rows = spared([*gone, rewarded(2, signal), rewarded(3, signal)], 1, Verdict.DROP)
     assert [row.get("spare") for row in rows] == ["no signal", "no signal", None, "not needed"]
     assert rows[0]["over_age"] == "drop" and rows[2]["trains"] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("trainer", "fix"),
-    [
-        ({"prompts": 4, "train_prompts": 8}, "trainer.prompts=16"),
-        ({"train_prompts": 2, "group_size": 1, "normalize_std": False}, "trainer.group_size=8"),
-        ({"train_prompts": 2, "streaming": "on"}, "trainer.streaming=off"),
-        ({"train_prompts": 2, "late": "correct"}, "trainer.late=wait"),
-    ],
-)
+@pytest.mark.parametrize(("trainer", "fix"), [
+    ({"prompts": 4, "train_prompts": 8}, "trainer.prompts=16"),
+    ({"train_prompts": 2, "group_size": 1, "normalize_std": False}, "trainer.group_size=8"),
+    ({"train_prompts": 2, "streaming": "on"}, "trainer.streaming=off"),
+    ({"train_prompts": 2, "late": "correct"}, "trainer.late=wait"),
+])  # fmt: skip
 def test_what_cannot_be_chosen_is_refused(trainer, fix):
     with pytest.raises(ConfigError, match=fix):
         config_from_dict({"trainer": trainer})
@@ -179,5 +173,4 @@ def test_what_cannot_be_chosen_is_refused(trainer, fix):
 def test_every_algorithm_of_the_configuration_makes_settings_of_a_replica(name):
     teacher = ["distil.teacher=t"] if name == "opd" else []
     settings = TrainSettings.of_run(config_from_dict({}, [f"trainer.algorithm={name}", *teacher]))
-    preset = ALGORITHMS[name].preset
-    assert settings.loss == preset.loss and settings.loss_args == preset_values(name)["loss_args"]
+    assert settings.loss == ALGORITHMS[name].preset.loss and settings.loss_args == preset_values(name)["loss_args"]

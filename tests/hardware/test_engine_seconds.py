@@ -1,5 +1,6 @@
-"""Seconds of an engine's steps."""
+"""Seconds of an engine's steps, and of a trainer's from a run's own."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,10 +8,9 @@ from hypothesis import strategies as st
 from libra.errors import ConfigError
 from libra.hardware import Efficiencies, ModelOnGPU, Overhead, engine_seconds
 from libra.hardware.engine_seconds import Grid
+from libra.hardware.run_calibration import fit_positive, fit_trainer
 
-ENGINES = {
-    (gpu, tp): engine_seconds(gpu, "Qwen3-14B", tp) for gpu in ("A100-80G", "A800-80G", "H100-80G") for tp in (1, 4)
-}
+ENGINES = {(g, tp): engine_seconds(g, "Qwen3-14B", tp) for g in ("A100-80G", "A800-80G", "H100-80G") for tp in (1, 4)}
 counts = st.integers(1, 300)
 contexts = st.integers(0, 40_000)
 
@@ -80,3 +80,19 @@ def test_a_grid_is_linear_between_and_beyond():
         assert grid.at(x, y) == pytest.approx(2 * (x - 1) + y)
         assert float(grid.at_many(x, y)) == pytest.approx(grid.at(x, y))
     assert grid.at(0.0, 0.0) == 0.0  # constant before the first
+
+
+def test_a_trainer_from_its_steps():
+    tokens = np.linspace(1000, 4000, 12)
+    trainer = fit_trainer(0.2 + 1e-3 * tokens, tokens)
+    assert trainer is not None
+    assert trainer.step_s(10_000) == pytest.approx(10.2, rel=0.03)
+    assert fit_trainer([1.0], [1.0]) is None
+
+
+def test_a_fit_finds_constants_despite_outliers():
+    x = np.linspace(1.0, 10.0, 50)
+    measured = 3.0 + 0.5 * x
+    measured[::10] *= 4.0
+    found = fit_positive(lambda c: np.log((c[0] + c[1] * x) / measured), np.array([1.0, 1.0]))
+    assert found == pytest.approx([3.0, 0.5], rel=0.03)

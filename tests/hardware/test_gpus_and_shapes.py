@@ -1,18 +1,20 @@
-"""Datasheets and model shapes."""
+"""Datasheets, prices and model shapes."""
 
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 from libra.errors import ConfigError, ModelError
 from libra.hardware import known_gpus, load_gpu, load_shape
-from libra.hardware.gpus import read_gpu
+from libra.hardware.gpus import load_prices, read_gpu
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100, "tie_word_embeddings": True,
 }  # fmt: skip
+GOOD = "currency: EUR\ngpu_hour:\n  H100-80G: {price: 2.5, source: invoice, date: 2026-01-31}\n"
 
 
 def test_names_of_gpus_are_forgiving_but_not_guessed():
@@ -71,3 +73,33 @@ def test_key_value_heads_are_copied_beyond_their_number():
         with pytest.raises(ConfigError, match="tp"):
             shape.check_tp(tp)
     assert load_shape("Qwen3-32B").kv_bytes_per_token(16) == load_shape("Qwen3-32B").kv_bytes_per_token(8)
+
+
+def test_the_shipped_prices_name_known_gpus_sources_and_dates():
+    prices = load_prices()
+    assert prices.currency == "USD" and set(prices.gpu_hour) <= set(known_gpus())
+    for price in (prices.core_hour, *prices.gpu_hour.values()):
+        assert price.price > 0 and price.source and isinstance(price.date, date)
+
+
+def test_a_file_of_the_user_replaces_them(tmp_path):
+    path = tmp_path / "prices.yaml"
+    path.write_text(GOOD)
+    prices = load_prices(path)
+    assert (prices.currency, prices.core_hour) == ("EUR", None)
+    assert prices.of("h100_80g").price == 2.5
+    assert prices.of("A100-80G") is None
+
+
+@pytest.mark.parametrize(("text", "named"), [
+    ("gpu_hour: {}\n", "currency"), ("currency: USD\nfoo: 1\n", "foo"),
+    ("currency: USD\ncore_hour: {price: -1, source: a, date: 2026-01-31}\n", "core_hour.price"),
+    ("currency: USD\ncore_hour: {price: 1, source: a, date: soon}\n", "core_hour.date"), ("currency: [\n", "YAML"),
+])  # fmt: skip
+def test_a_bad_file_is_one_error_that_names_it(tmp_path, text, named):
+    path = tmp_path / "prices.yaml"
+    with pytest.raises(ConfigError, match=str(path)):
+        load_prices(path)
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        load_prices(path)

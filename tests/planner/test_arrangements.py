@@ -21,6 +21,9 @@ from libra.planner.arrangements import (
 )
 from libra.policy.role_changes import Assignment, Refuse, Role, Roles
 
+ROLE = {"rollout": Role.ROLLOUT, "train": Role.TRAIN, "lent": Role.LENT}
+NAMES = ("a", "b", "c", "d")
+
 
 def seat(name, host="node", **more):
     return Seat(name, host, "vllm", "vllm-tp1-threads1", 1, 4, **{"may_change": True, **more})
@@ -74,16 +77,12 @@ def test_an_engine_of_two_is_one_engine_with_all_their_slots_and_its_own_limit()
 HALF = [seat("rollout-0"), seat("rollout-1", may_change=False)]
 
 
-@pytest.mark.parametrize(
-    ("seats", "may_have", "missing"),
-    [
-        (HALF, anything, "cluster.hybrid_workers=2"),
-        ([seat("rollout-0", "x"), seat("rollout-1", "y")], anything, "of one node"),
-        ([seat("rollout-0"), seat("rollout-1")], no_tp, "rollout.engine=vllm"),
-        (HALF, anything, "one more worker that trains"),
-        ([seat("rollout-0")], anything, "rollout.slots=8"),
-    ],
-)
+@pytest.mark.parametrize(("seats", "may_have", "missing"), [
+    (HALF, anything, "cluster.hybrid_workers=2"),
+    ([seat("rollout-0", "x"), seat("rollout-1", "y")], anything, "of one node"),
+    ([seat("rollout-0"), seat("rollout-1")], no_tp, "rollout.engine=vllm"),
+    (HALF, anything, "one more worker that trains"), ([seat("rollout-0")], anything, "rollout.slots=8"),
+])  # fmt: skip
 def test_what_cannot_be_had_names_what_is_missing(seats, may_have, missing):
     said = [option.missing for option in blocked(seats, may_have)]
     assert any(missing in text for text in said), said
@@ -92,8 +91,7 @@ def test_what_cannot_be_had_names_what_is_missing(seats, may_have, missing):
 
 
 def test_kinds_and_limits_of_a_change():
-    seats = [seat("a"), seat("b"), seat("c", may_change=False)]
-    now, joined, one, _ = arrangements(seats, anything)
+    now, joined, one, _ = arrangements([seat("a"), seat("b"), seat("c", may_change=False)], anything)
     assert kinds_of_change(now, now) == ()
     assert kinds_of_change(now, joined) == (REBUCKET,)
     assert kinds_of_change(now, one) == (ROLES,)
@@ -102,9 +100,6 @@ def test_kinds_and_limits_of_a_change():
     assert limits_for(now, now.limited({1: 2})) == {name: {"tp": 1, "slots": 2} for name in ("a", "b", "c")}
     assert limits_for(now, joined.limited({2: 3})) == {"a": {"tp": 2, "slots": 3}}
     assert limits_for(now, now) == {}
-
-
-ROLE = {"rollout": Role.ROLLOUT, "train": Role.TRAIN, "lent": Role.LENT}
 
 
 def carry_out(roles, assignments):
@@ -116,9 +111,6 @@ def carry_out(roles, assignments):
         (generation, change), *_ = roles.changes.items()
         for name in change.moves:
             roles.handle(RoleStage(name, generation, str(change.stage), 0.0))
-
-
-NAMES = ("a", "b", "c", "d")
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=6))

@@ -21,6 +21,14 @@ from libra.planner.plan import text
 from libra.planner.services import ServiceModel, ServiceModels
 from libra.planner.snapshot import PlanningSnapshot, formulate
 
+SERVICE = ServiceModel("oracle", load_shape("Qwen3-0.6B"))
+JUDGE = ServiceModel("judge", load_shape("Qwen3-0.6B"), passes=2)
+TRACE = """task,sample,turn,prompt_tokens,completion_tokens,tool_s
+a,0,1,160,30,0.25
+a,0,0,100,20,1.5
+b,0,0,50,5,
+"""
+
 
 def taught(teacher, **more):
     return {"services": ServiceModels(teacher=teacher, of_others=2 if teacher.name else 3, **more)}
@@ -94,10 +102,6 @@ def test_a_teacher_that_fits_nowhere_is_refused():
     ):
         with pytest.raises(PlanError, match=field):
             plan(snapshot(num_gpus, **taught(teacher, room_bytes=2.0**30)))
-
-
-SERVICE = ServiceModel("oracle", load_shape("Qwen3-0.6B"))
-JUDGE = ServiceModel("judge", load_shape("Qwen3-0.6B"), passes=2)
 
 
 def test_services_that_rewards_ask_have_a_gpu_and_no_step_is_over_before_they_have_answered():
@@ -187,26 +191,17 @@ def test_an_engine_with_one_trajectory_takes_its_time_alone():
     pace = Pace.of(workload, engine, alone_s)
     assert pace.engine_s(np.array([0]), 8) == pytest.approx(alone_s[0], rel=1e-6)
     assert pace.engine_s(np.array([0, 1]), 1) == pytest.approx(alone_s.sum(), rel=1e-6)
-    both_s = pace.engine_s(np.array([0, 1]), 2)
-    assert alone_s[0] <= both_s < alone_s.sum()
+    assert alone_s[0] <= pace.engine_s(np.array([0, 1]), 2) < alone_s.sum()
 
 
 def test_longest_first_drains_sooner_and_the_best_concurrency_is_the_quickest():
-    tokens = np.array([400.0] * 60 + [4000.0] * 4)
-    workload = TrajectoryTotals.of(200.0, tokens)
+    workload = TrajectoryTotals.of(200.0, np.array([400.0] * 60 + [4000.0] * 4))
     engine = engine_seconds("A800-80G", "Qwen3-8B", 1)
     pace, items = Pace.of(workload, engine, rollout_cost(workload, engine, concurrency=1).alone_s), np.arange(64)
     assert pace.engine_s(items, 16) < pace.engine_s(items, 16, longest_first=False)
     concurrency, quickest_s, _ = best_concurrency(pace, [items], 64)
     assert quickest_s == min(pace.engine_s(items, c) for c in (64, 32, 16, 8, 4, 2, 1))
     assert pace.engine_s(items, concurrency) == quickest_s
-
-
-TRACE = """task,sample,turn,prompt_tokens,completion_tokens,tool_s
-a,0,1,160,30,0.25
-a,0,0,100,20,1.5
-b,0,0,50,5,
-"""
 
 
 def test_a_trace_becomes_a_workload():

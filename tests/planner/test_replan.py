@@ -12,8 +12,10 @@ from deployments import planned_deployment
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.hardware import load_gpu, load_shape
-from libra.planner.arrangement_forecast import EndedIteration, RunFacts
+from libra.config import config_from_dict
+from libra.hardware import engine_seconds, load_gpu, load_shape
+from libra.hardware.run_calibration import EngineOfRun, RunCalibration
+from libra.planner.arrangement_forecast import EndedIteration, RunFacts, ratio_of, run_facts
 from libra.planner.arrangements import REBUCKET, ROLES, SLOTS, Seat, arranged
 from libra.planner.build_plan import plan
 from libra.planner.cost import TrajectoryTotals
@@ -21,6 +23,11 @@ from libra.planner.replan import MAX_DEMAND, ArrangementLoop, ContextTrend, Repl
 from libra.planner.snapshot import PlanningSnapshot
 from libra.planner.step_forecast import Batch, StepForecast, Taken
 from libra.types import EngineCapacity, StepSeconds
+
+TOKENS_S = 100.0
+LONG, HEAVY = Batch(3000.0, 3500.0), Batch(300.0, 30000.0)
+STEPS = StepSeconds(0.02, 0.001, 1e-6, 1e-5, 500, 0.02)
+MODEL = "Qwen3-0.6B"
 
 
 def small_snapshot(num=24, factor=1.0):
@@ -85,13 +92,6 @@ def test_a_factor_scales_training():
     assert slow.train_s == pytest.approx(2 * plan(dataclasses.replace(small_snapshot(), fixed_train_gpus=4)).train_s)
 
 
-# ---------------------------------------------------------------- arrangements of a run
-
-TOKENS_S = 100.0
-LONG, HEAVY = Batch(3000.0, 3500.0), Batch(300.0, 30000.0)
-STEPS = StepSeconds(0.02, 0.001, 1e-6, 1e-5, 500, 0.02)
-
-
 def run(engine="vllm", ratio=0.8, **changes):
     why = "" if engine == "vllm" else "rollout.engine=vllm"
     values = {"core_trainers": 1, "overlap_steps": 0, "batch_trajectories": 16, "max_context_tokens": 4096} | changes
@@ -132,15 +132,11 @@ class MadeUpRun:
         ended = EndedIteration(k, list(self.seats.values()), batch, None, step_s, 50, overlap)
         self.loop.learn(ended, 1 + len(now.training), training_s)
         weighed = self.loop.weigh(self.forecast, ended)
-        assert weighed is not None
         if weighed.kinds:
             assert weighed.kinds == (ROLES,)
             self.loop.replanner.changed(0.1)
             training = weighed.chosen.arrangement.training
-            self.seats = {
-                name: replace(each, role="train" if name in training else "rollout")
-                for name, each in self.seats.items()
-            }
+            self.seats = {n: replace(s, role="train" if n in training else "rollout") for n, s in self.seats.items()}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -158,12 +154,8 @@ def test_whatever_comes_changes_are_rare_and_some_engine_stays(batches):
     made_up = MadeUpRun(Replanner(first_cost_s=0.0, confirmations=2, rest_iterations=3))
     for k, batch in enumerate(batches):
         made_up.iteration(k, batch)
-    changes = sum(a != b for a, b in zip(made_up.history, made_up.history[1:], strict=False))
-    assert changes <= 1 + len(batches) / 3
+    assert sum(a != b for a, b in zip(made_up.history, made_up.history[1:], strict=False)) <= 1 + len(batches) / 3
     assert all(0 <= training <= 2 for training in made_up.history)
-
-
-# ---------------------------------------------------------------- memory
 
 
 def lengths(context, number=16):
@@ -171,7 +163,6 @@ def lengths(context, number=16):
 
 
 def measured(seats, tokens=2000.0, rollout_s=4.0):
-    """A run's forecast after a few like iterations on these seats."""
     now, forecast = arranged(seats), StepForecast()
     each = {kind: int(tokens * count / len(now.engines)) for kind, count in now.by_kind.items()}
     for _ in range(4):
@@ -184,9 +175,7 @@ def weighed_after(loop, seats, contexts):
     for k, context in enumerate(contexts):
         loop.learn_contexts(k, lengths(context))
         ended = EndedIteration(k, seats, Batch(2000.0, 2000.0), lengths(context), 5.0, 20, False)
-        weighed = loop.weigh(forecast, ended)
-        assert weighed is not None
-        found.append(weighed)
+        found.append(loop.weigh(forecast, ended))
     return found
 
 
@@ -255,9 +244,55 @@ def test_boundaries_share_out_the_tokens_by_what_degrees_generate():
     loop.learn_contexts(0, spread)
     seats = [lead, lent, third]
     weighed = loop.weigh(measured(seats), EndedIteration(0, seats, LONG, spread, 5.0, 5, False))
-    assert weighed is not None
     (end,) = weighed.boundaries_tokens.values()
     assert list(weighed.boundaries_tokens) == ["tp1"]
     short = spread.generated_tokens[spread.generated_tokens <= end].sum() / spread.generated_tokens.sum()
     pass_1, pass_2 = STEPS.step_s(4, 4 * weighed.context_tokens), STEPS.step_s(8, 8 * weighed.context_tokens)
     assert short == pytest.approx((4 / pass_1) / (4 / pass_1 + 8 / pass_2), abs=0.1)
+
+
+def calibration(path, seconds, model=MODEL):
+    engines = tuple(
+        EngineOfRun(
+            f"rollout-{tp}", "vllm", f"tp{tp}", tp, 8, 10_000, StepSeconds(s, 0.0, 0.0, 0.0, 100, 0.0)
+        )
+        for tp, s in seconds.items()
+    )  # fmt: skip
+    path.write_text(RunCalibration(model, "", engines, None).to_json())
+    return path
+
+
+def advised(**planner):
+    return config_from_dict(
+        {"model": {"path": MODEL}, "rollout": {"engine": "vllm"}, "planner": {"replan": "advise", **planner}}
+    )
+
+
+def modelled(gpu):
+    one, two = (engine_seconds(gpu, MODEL, tp).decode_step_s(4, 400.0) for tp in (1, 2))
+    return two / one
+
+
+def test_a_calibration_is_asked_before_the_tables_of_a_gpu(tmp_path):
+    path = calibration(tmp_path / "c.json", {1: 0.02, 2: 0.05})
+    ratio = ratio_of(advised(calibration=str(path), gpu="H100-80G"), "A100-80G")
+    assert ratio(1, 2, 4.0, 100.0) == (pytest.approx(2.5), f"what {path} measured")
+    found = ratio(1, 4, 4.0, 100.0)  # it did not measure TP 4
+    assert found is not None and found[1] == "the cost model of H100-80G"
+
+
+@pytest.mark.parametrize(
+    ("named", "workers", "used"),
+    [("H100-80G", "A100-80G", "H100-80G"), (None, "H100-80G", "H100-80G"), (None, "cpu", "A800-80G")],
+)
+def test_the_configured_gpu_is_asked_before_the_workers_own(named, workers, used):
+    found = ratio_of(advised(gpu=named), workers)(1, 2, 4.0, 100.0)
+    assert found == (pytest.approx(modelled(used)), f"the cost model of {used}")
+
+
+def test_degrees_that_cannot_be_are_named_with_the_setting():
+    facts = run_facts(advised(tp=[1, 2]))
+    assert facts.may_have("vllm", 2) == ""
+    assert "rollout.engine=vllm" in facts.may_have("transformers", 2)
+    assert "planner.tp with 4" in facts.may_have("vllm", 4)
+    assert facts.ratio(1, 3, 4.0, 100.0) is None  # no heads divide by 3

@@ -16,16 +16,12 @@ from libra.planner.search import Planner, search
 def random_problem(seed):
     """At most 12 GPUs and 6 trajectories; kinds that do and do not pay, long tails, holes, both step models."""
     rng = np.random.default_rng(seed)
-    num_gpus, num_trajectories, node = int(rng.integers(3, 13)), int(rng.integers(1, 7)), int(rng.choice([4, 8]))
+    num_gpus, num, node = int(rng.integers(3, 13)), int(rng.integers(1, 7)), int(rng.choice([4, 8]))
     degrees = [tp for tp in (1, 2, 4, 8)[: int(rng.integers(1, 5))] if tp <= node]
     kinds = [(tp, c) for tp in degrees for c in ((4, 16) if rng.random() < 0.3 else (8,))]
-    size = rng.lognormal(0.0, 1.0, num_trajectories)
-    load_s = np.stack(
-        [size * rng.uniform(0.7, 1.3, num_trajectories) * tp ** -rng.uniform(0.3, 1.3) for tp, _ in kinds]
-    )
-    alone_s = np.stack(
-        [size * rng.uniform(0.5, 2.0, num_trajectories) * tp ** -rng.uniform(0.0, 0.8) for tp, _ in kinds]
-    )
+    size = rng.lognormal(0.0, 1.0, num)
+    load_s = np.stack([size * rng.uniform(0.7, 1.3, num) * tp ** -rng.uniform(0.3, 1.3) for tp, _ in kinds])
+    alone_s = np.stack([size * rng.uniform(0.5, 2.0, num) * tp ** -rng.uniform(0.0, 0.8) for tp, _ in kinds])
     if len(kinds) > 1 and num_gpus > 4 and rng.random() < 0.3:
         load_s[0, size.argmax()] = np.inf
     train_gpus = np.arange(1, num_gpus)
@@ -76,8 +72,7 @@ def best_by_trying(problem):
                 others = (others - 1) & rest
     steps = []
     for gpus, train_s in zip(problem.train_gpus.tolist(), problem.train_s.tolist(), strict=True):
-        rollout_s = best[problem.num_gpus - gpus][everything]
-        steps.append(step_s(problem, gpus, train_s, rollout_s))
+        steps.append(step_s(problem, gpus, train_s, best[problem.num_gpus - gpus][everything]))
     return min(steps)
 
 
@@ -116,10 +111,8 @@ def test_the_bound_holds_and_is_met_for_many_trajectories(seed, num, num_gpus):
     size = rng.lognormal(0, 0.8, num)
     load_s = np.stack([size, size**0.9 * 0.6, size**0.8 * 0.4])
     alone_s = np.stack([9 * size, 6 * size, 4 * size])
-    train_gpus = np.arange(1, num_gpus)
-    problem = Problem(
-        num_gpus, 4, [(1, 9), (2, 9), (4, 9)], load_s, alone_s, train_gpus, size.sum() / 3 / train_gpus, eta=1
-    )
+    gpus = np.arange(1, num_gpus)
+    problem = Problem(num_gpus, 4, [(1, 9), (2, 9), (4, 9)], load_s, alone_s, gpus, size.sum() / 3 / gpus, eta=1)
     found = search(problem)
     check_found(problem, found)
     assert found.lower_s >= float(gpu_seconds(problem).at_s[0]) * (1 - 1e-12)
@@ -161,9 +154,7 @@ def test_layouts_of_the_same_workload_are_remembered():
 
 
 def test_a_single_trainer_publishes_beside_its_next_step():
-    problem = random_problem(7).having(
-        eta=2, update_s=3.0, beside_s=2.0, train_gpus=[1, 2], train_s=[4.0, 2.5], num_gpus=4
-    )
+    problem = random_problem(7).having(eta=2, update_s=3, beside_s=2, train_gpus=[1, 2], train_s=[4, 2.5], num_gpus=4)
     one, two = problem.step_s(np.array([1, 2]), np.array([4.0, 2.5]), 1.0)
     assert (one, two) == (pytest.approx(4.0 + 1.0), pytest.approx(2.5 + 3.0))  # of the update, one second is left
     assert problem.step_s(1, 0.5, 1.0) == pytest.approx(3.0)  # it exceeds the next step's training
@@ -175,21 +166,14 @@ def test_a_single_trainer_publishes_beside_its_next_step():
         assert step_s == pytest.approx(float(chain.step_s(1, train_s, 0.0)))
         assert chain.step_s(1, train_s, enough_s + 0.1) > step_s
         assert chain.step_s(1, train_s, chain.most_s(1, train_s, 9.0)) == pytest.approx(9.0)
-    synchronous = problem.having(eta=0)
-    assert synchronous.step_s(1, 4.0, 1.0) == pytest.approx(8.0)
+    assert problem.having(eta=0).step_s(1, 4.0, 1.0) == pytest.approx(8.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"fixed_train_gpus": 7}, "planner.fixed_train_gpus=6"),
-        ({"fixed_engines": {4: 3}}, "planner.num_gpus=14"),
-        ({"fixed_engines": {2: 1}}, "TP 2"),
-        ({"train_s": [np.inf] * 4}, "memory"),
-        ({"load_s": np.full((2, 3), np.inf)}, "fit no kind"),
-        ({"gpus_per_node": 6}, "nest"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "names"), [
+    ({"fixed_train_gpus": 7}, "planner.fixed_train_gpus=6"), ({"fixed_engines": {4: 3}}, "planner.num_gpus=14"),
+    ({"fixed_engines": {2: 1}}, "TP 2"), ({"train_s": [np.inf] * 4}, "memory"),
+    ({"load_s": np.full((2, 3), np.inf)}, "fit no kind"), ({"gpus_per_node": 6}, "nest"),
+])  # fmt: skip
 def test_what_cannot_be_names_the_constraint_and_the_change(changes, names):
     one = np.ones((2, 3))
     problem = Problem(12, 4, [(1, 8), (4, 8)], one, one, [2, 4, 6, 8], [4.0, 3.0, 2.0, 1.0])

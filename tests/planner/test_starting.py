@@ -65,9 +65,8 @@ def test_executing_a_plan_gives_back_what_it_deploys(num_gpus, seed, eta, scale)
 def test_a_micro_batch_that_does_not_fit_is_halved_and_one_that_pays_is_doubled():
     tokens = TrajectoryTotals.of([512.0] * 512, [1500.0] * 512)
     gpu = load_gpu("L40S-48G")
-    snapshot = PlanningSnapshot(
-        gpu, QWEN, 4, tokens, tp=(1, 2), training=Layout(micro_batch_tokens=2**20), fixed_train_gpus=2
-    )
+    large = Layout(micro_batch_tokens=2**20)
+    snapshot = PlanningSnapshot(gpu, QWEN, 4, tokens, tp=(1, 2), training=large, fixed_train_gpus=2)
     _, smaller = planned(snapshot, 2048)
     assert smaller < 2**20
     final = tokens.final_context_tokens
@@ -86,11 +85,9 @@ def test_a_plan_of_another_model_or_other_hardware_is_refused_naming_both():
     check_planned(layout, replace(QWEN, name="a trained copy"), "A800-80G", 8)
     check_planned(_layout(gpu=CPU), QWEN, CPU, 0)
     for shape, gpu, num_gpus, named in (
-        (LLAMA, "A800-80G", 8, rf"{QWEN.name}.*{LLAMA.name}"),
-        (QWEN, "H100-80G", 8, "A800-80G.*H100-80G"),
-        (QWEN, CPU, 0, "A800-80G.*no GPU"),
-        (QWEN, "A800-80G", 4, r"planner\.num_gpus=4"),
-    ):
+        (LLAMA, "A800-80G", 8, rf"{QWEN.name}.*{LLAMA.name}"), (QWEN, "H100-80G", 8, "A800-80G.*H100-80G"),
+        (QWEN, CPU, 0, "A800-80G.*no GPU"), (QWEN, "A800-80G", 4, r"planner\.num_gpus=4"),
+    ):  # fmt: skip
         with pytest.raises(PlanError, match=named):
             check_planned(layout, shape, gpu, num_gpus)
 

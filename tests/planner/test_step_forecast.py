@@ -1,4 +1,4 @@
-"""The forecast of a run's next step: engines of several speeds, questions of several lengths, and what is left out."""
+"""The forecast of a run's next step: engines of several speeds, questions of several lengths; a batch drained."""
 
 import dataclasses
 import math
@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra.planner.cost import TrajectoryTotals
+from libra.planner.drain import EvaluatedEngine, rollout_seconds
 from libra.planner.step_forecast import StepForecast, Taken, TrainingForecast
+from libra.types import StepSeconds
 
 KINDS = {"fast": 1, "slow": 1}
 SPEED = {"fast": 800.0, "slow": 200.0}
 TRAIN_S, REST_S = 1.5, 0.1
+FLAT = StepSeconds(0.01, 0.0, 0.0, 0.0, 100, 0.0)
 
 
 def took(lengths, factor=1.0):
@@ -26,9 +30,7 @@ def took(lengths, factor=1.0):
 
 
 def expected(forecast, lengths, *, overlap=False):
-    found = forecast.expected(KINDS, lengths, overlap)
-    assert found is not None
-    return found
+    return forecast.expected(KINDS, lengths, overlap)
 
 
 def test_one_iteration_is_enough_for_the_next_of_its_kind_and_nothing_is_not():
@@ -88,9 +90,7 @@ def test_training_follows_the_tokens_that_the_questions_are_expected_to_have_a_g
 
     def step(lengths):
         trained = [(length, max(0.0, length - 40.0)) for length in lengths]
-        return dataclasses.replace(
-            took(lengths), trained=trained, train_s=0.2 + 1e-3 * sum(tokens for _, tokens in trained)
-        )
+        return dataclasses.replace(took(lengths), trained=trained, train_s=0.2 + 1e-3 * sum(t for _, t in trained))
 
     rng = np.random.default_rng(0)
     forecast = StepForecast()
@@ -113,3 +113,41 @@ def test_training_is_proportional_until_the_run_says_otherwise():
     assert known.expected_s(1000.0, 2) > 7.0
     assert TrainingForecast().expected_s(1000.0, 1) == 0.0
     assert known.after(0.0, 1, 3.0) == known
+
+
+def batch(*tokens, prompt=0.0, tool_s=0.0):
+    return TrajectoryTotals.of(np.full(len(tokens), prompt), np.array(tokens), tool_wait_s=tool_s)
+
+
+def test_who_is_alone_takes_a_pass_per_token_and_its_prompt_and_tools_beside():
+    steps = StepSeconds(0.01, 0.002, 1e-5, 1e-4, 100, 0.0)
+    one = rollout_seconds(batch(100, prompt=50, tool_s=3.0), [EvaluatedEngine(steps, 4)])
+    pass_s = 0.01 + 0.002 + 1e-5 * 100
+    assert one == pytest.approx(50 * 1e-4 + 100 * pass_s + 3.0)
+
+
+def test_slots_and_memory_bound_how_many_run_at_once():
+    four = batch(100, 100, 100, 100)
+    assert rollout_seconds(four, [EvaluatedEngine(FLAT, 4)]) == pytest.approx(1.0)
+    assert rollout_seconds(four, [EvaluatedEngine(FLAT, 2)]) == pytest.approx(2.0)
+    assert rollout_seconds(four, [EvaluatedEngine(FLAT, 4, kv_tokens=250)]) == pytest.approx(2.0)
+    assert rollout_seconds(four, [EvaluatedEngine(FLAT, 4, kv_tokens=1)]) == pytest.approx(4.0)  # one at a time runs
+    assert rollout_seconds(four, [EvaluatedEngine(FLAT, 1)] * 2) == pytest.approx(2.0)
+    assert rollout_seconds(batch(10, 10, 10, 30), [EvaluatedEngine(FLAT, 1)] * 2) == pytest.approx(0.3)  # longest first
+
+
+def test_a_faster_engine_takes_more():
+    quick = EvaluatedEngine(StepSeconds(0.001, 0.001, 0.0, 0.0, 9, 0.0), 8)
+    slow = EvaluatedEngine(StepSeconds(0.004, 0.001, 0.0, 0.0, 9, 0.0), 8)
+    both = rollout_seconds(batch(*[100.0] * 8), [quick, slow])
+    assert both < min(rollout_seconds(batch(*[100.0] * 8), [quick]), rollout_seconds(batch(*[100.0] * 8), [slow]))
+
+
+@given(st.lists(st.floats(1, 500), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 4))
+def test_no_batch_is_done_before_its_work_and_its_longest_nor_after_one_by_one(tokens, slots, engines):
+    steps = StepSeconds(0.01, 0.001, 0.0, 0.0, 10, 0.0)
+    found = rollout_seconds(batch(*tokens), [EvaluatedEngine(steps, slots)] * engines)
+    assert math.isfinite(found)
+    assert found >= max(tokens) * steps.step_s(1, 0) * (1 - 1e-9)
+    assert found >= sum(tokens) * steps.sequence_s / engines * (1 - 1e-9)
+    assert found <= sum(tokens) * steps.step_s(1, 0) * (1 + 1e-9)

@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter, defaultdict
+from itertools import chain, combinations
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,22 @@ from hypothesis import strategies as st
 from libra.facts import OpenBatch, OpenGate, OpenWave
 from libra.policy import Admission, CommittedGroup, StalenessPolicy, Verdict, Waves
 from libra.policy.admission import KEPT_BATCHES
+from libra.policy.waves import first_come
 
-Group = tuple[int, int]
+WAVES = st.none() | st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(0, 3))
+NUMBERS = st.integers(0, 5)
+CALLS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["gate_parked", "batch_parked", "version_published", "step_ended"]), NUMBERS),
+        st.tuples(st.just("generation_started"), NUMBERS, st.integers(0, 2), NUMBERS),
+        st.tuples(st.just("group_committed"), st.builds(CommittedGroup, NUMBERS, st.integers(0, 2), st.integers(-1, 5))),
+    ),
+    max_size=40,
+)  # fmt: skip
+POLICIES = st.builds(
+    StalenessPolicy, st.integers(0, 2), st.sampled_from([Verdict.WAIT, Verdict.MASK]), st.sampled_from([None, 3]),
+    st.sampled_from([None, 1]),
+)  # fmt: skip
 
 
 class Run:
@@ -41,7 +56,6 @@ class Run:
         return None if self.numbers is None else Waves(*self.numbers)
 
     def given(self, batch, members):
-        """The trainer gets groups of a batch."""
         assert batch == self.ended <= self.version + self.beside, "step batch - 1 has ended"
         assert all(group in self.committed and 0 <= batch - self.begun[group] <= self.eta for group in members)
         if self.numbers and not self.first_come:
@@ -86,7 +100,6 @@ class Run:
         self.told(self.admission.version_published(self.version))
 
     def report(self, group):
-        """The record of a group is written, or was written before the kill."""
         self.told(self.admission.group_committed(CommittedGroup(*group, self.begun[group])))
 
     def moves(self, steps):
@@ -174,9 +187,6 @@ class Run:
             assert json.loads(json.dumps(self.admission.snapshot())) == snapshot
 
 
-WAVES = st.none() | st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(0, 3))
-
-
 @given(st.integers(0, 3), st.integers(1, 5), WAVES, st.booleans(), st.booleans(), st.integers(0, 10**6))
 def test_every_group_is_consumed_once_and_in_time_whatever_is_killed(eta, groups, waves, first_come, beside, seed):
     for number in range(4):
@@ -184,26 +194,7 @@ def test_every_group_is_consumed_once_and_in_time_whatever_is_killed(eta, groups
         run.play(6, 3, random.Random(seed + number))
         taken = Counter(group for members in run.batches.values() for group in members)
         assert set(taken.values()) == {1} and len(taken) == 6 * groups
-        assert all(each == sorted(each, key=lambda wave: not wave) for each in run.waves.values()), (
-            "left over: the last"
-        )
-
-
-NUMBERS = st.integers(0, 5)
-CALLS = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from(["gate_parked", "batch_parked", "version_published", "step_ended"]), NUMBERS),
-        st.tuples(st.just("generation_started"), NUMBERS, st.integers(0, 2), NUMBERS),
-        st.tuples(st.just("group_committed"), st.builds(CommittedGroup, NUMBERS, st.integers(0, 2), st.integers(-1, 5))),
-    ),
-    max_size=40,
-)  # fmt: skip
-
-
-POLICIES = st.builds(
-    StalenessPolicy, st.integers(0, 2), st.sampled_from([Verdict.WAIT, Verdict.MASK]), st.sampled_from([None, 3]),
-    st.sampled_from([None, 1]),
-)  # fmt: skip
+        assert all(each == sorted(each, key=lambda wave: not wave) for each in run.waves.values()), "the rest is last"
 
 
 @given(policy=POLICIES, groups=st.integers(1, 3), before=CALLS, after=CALLS)
@@ -259,8 +250,7 @@ def test_its_size_does_not_grow_with_the_run_and_what_it_forgot_is_still_consume
     assert len(long.opened) == len(short.opened) == KEPT_BATCHES + 1
     assert len(json.dumps(long.snapshot())) < 1.3 * len(json.dumps(short.snapshot()))
     opened = {batch: tuple((batch, group) for group in range(3)) for batch in range(500)}
-    resumed = Admission.resumed(1, 3, version=-1, opened=opened, committed=(), started={})
-    for admission in (long, resumed):
+    for admission in (long, Admission.resumed(1, 3, version=-1, opened=opened, committed=(), started={})):
         before = admission.snapshot()
         assert admission.batch_parked(7) == (OpenBatch(7, (), "opened long before; its members are in its file"),)
         admission.generation_started(7, 0, 7)
@@ -292,3 +282,61 @@ def test_a_batch_waits_for_a_late_group_only_where_the_policy_does_and_says_who_
     late = admission.group_committed(CommittedGroup(0, 0, 0))[0]
     assert isinstance(late, OpenBatch) and late.members == ((0, 0),)
     assert ("1 over age: drop" in late.reason) == (over_age is Verdict.DROP)
+
+
+def test_a_wave_takes_all_that_is_complete_and_the_last_is_small():
+    """Eight groups in four waves at most: two of them, then what came meanwhile, then one by one."""
+    waves, wave = Waves(4), 0
+    for number in range(4):
+        assert waves.parked(0, number) is None
+    sizes = []
+    for complete in ((0,), (0, 1), (2, 3, 4, 5), (6,), (7,)):
+        opened = waves.next(0, 8, [(0, g) for g in complete])
+        sizes.append(0 if opened is None else len(opened.members))
+        if opened is not None:
+            assert waves.next(0, 8, [(0, 7)]) is None, "the trainer is busy"
+            waves.trained(0, wave)
+            wave += 1
+    assert sizes == [0, 2, 4, 1, 1]
+
+
+def test_where_engines_turn_a_wave_takes_only_some_of_what_is_complete():
+    ready = [(0, g) for g in range(16)]
+    for most, taken in ((8, 3), (2, 8)):  # two waves must be enough
+        waves = Waves(most, 1, 3)
+        waves.parked(0, 0)
+        opened = waves.next(0, 16, ready)
+        assert isinstance(opened, OpenWave) and opened.members == tuple(ready[:taken])
+
+
+def meets(batch, places, groups, left):
+    """Whether groups with these deadlines fit into ``places`` of this batch and all later ones, by trying the nearest first."""
+    for deadline in sorted(left):
+        if not places:
+            batch, places = batch + 1, groups
+        if deadline < batch:
+            return False
+        places -= 1
+    return True
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 4), st.lists(st.integers(0, 3), max_size=7), st.lists(st.integers(0, 3), max_size=4)
+)  # fmt: skip
+def test_what_is_taken_first_come_leaves_others_their_places_and_no_choice_takes_more(eta, groups, complete, in_flight):
+    """Against every choice, where the deadlines can be met at all."""
+    batch, places = 5, groups
+    deadlines = {(4, number): batch + min(later, eta) for number, later in enumerate(complete)}
+    flying = [batch + min(later, eta) for later in in_flight]
+    if not meets(batch, places, groups, [*deadlines.values(), *flying]):
+        return
+    found = first_come(batch, places, groups, eta, deadlines, flying)
+
+    def fits(choice):
+        left = [deadline for group, deadline in deadlines.items() if group not in choice]
+        return meets(batch, places - len(choice), groups, [*left, *flying])
+
+    assert len(set(found)) == len(found) <= places and fits(tuple(found))
+    assert [deadlines[group] for group in found] == sorted(deadlines.values())[: len(found)]
+    choices = chain.from_iterable(combinations(deadlines, number) for number in range(places + 1))
+    assert len(found) == max(len(choice) for choice in choices if fits(choice))

@@ -7,22 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.orderings import CompletedCalls, Forecaster, KnownLengths, Oracle, Paper
+from libra import facts
 from libra.config.task_sections import PolicySection
-from libra.facts import (
-    BoundariesSet,
-    Prefer,
-    Priority,
-    PromptsNamed,
-    QuantumContinued,
-    QuantumFinished,
-    QuantumStarted,
-    SetPriority,
-    TrajectoryEnded,
-    TrajectoryParked,
-    VersionPublished,
-    WorkerCapacity,
-    WorkerWithdrawn,
-)
 from libra.policy import CMLFQ, ORDERINGS, Mlfq
 from libra.policy.posterior.forecaster import CalibrationLog, Forecast
 from libra.policy.trajectory_table import PATIENCE as DEFAULT
@@ -34,22 +20,28 @@ KINDS = ORDERINGS | {kind.name: kind for kind in (CompletedCalls, Oracle, Paper)
 KEYS = st.sampled_from([f"trajectory-train-{i}-0-{s}-e0-demo" for i in range(3) for s in range(3)])
 WORKERS, PHASES = st.sampled_from(["a", "b"]), st.sampled_from(Phase)
 PARKED = st.builds(
-    TrajectoryParked, KEYS, st.integers(0, 3), PHASES, st.integers(0, 9), st.sampled_from(["", "g", "h"]),
+    facts.TrajectoryParked, KEYS, st.integers(0, 3), PHASES, st.integers(0, 9), st.sampled_from(["", "g", "h"]),
     st.sampled_from(["", "f"]), st.integers(0, 500),
 )  # fmt: skip
 FINISHED = st.builds(
-    QuantumFinished, KEYS, PHASES, st.integers(0, 99), st.just("t"), st.just("ok"), st.floats(0, 9), st.integers(0, 9),
-    st.floats(0, 9),
+    facts.QuantumFinished, KEYS, PHASES, st.integers(0, 99), st.just("t"), st.just("ok"), st.floats(0, 9),
+    st.integers(0, 9), st.floats(0, 9),
 )  # fmt: skip
 EVENTS = st.lists(
     st.one_of(
-        PARKED, FINISHED, st.builds(TrajectoryEnded, KEYS), st.builds(QuantumStarted, KEYS, PHASES, WORKERS),
-        st.builds(PromptsNamed, st.just((("g", "p"), ("h", "q")))), st.builds(VersionPublished, st.integers(0, 3)),
-        st.builds(WorkerCapacity, WORKERS, st.sampled_from(["tp1", "tp4"]), st.integers(0, 2), st.integers(0, 2)),
-        st.builds(WorkerWithdrawn, WORKERS),
+        PARKED, FINISHED, st.builds(facts.TrajectoryEnded, KEYS), st.builds(facts.VersionPublished, st.integers(0, 3)),
+        st.builds(facts.PromptsNamed, st.just((("g", "p"), ("h", "q")))), st.builds(facts.WorkerWithdrawn, WORKERS),
+        st.builds(facts.WorkerCapacity, WORKERS, st.sampled_from(["tp1", "tp4"]), st.integers(0, 2), st.integers(0, 2)),
+        st.builds(facts.QuantumStarted, KEYS, PHASES, WORKERS),
     ),
     max_size=40,
 )  # fmt: skip
+PATIENCE = 32
+LENGTHS = {f"long-{i}": 10_000 * (i + 1) for i in range(40)} | {"short": 10}
+BOUNDED = {
+    "oracle": lambda: Oracle(LENGTHS, patience=PATIENCE), "mlfq": lambda: Mlfq(patience=PATIENCE),
+    "completed_calls": lambda: CompletedCalls(patience=PATIENCE), "cmlfq": lambda: CMLFQ(patience=PATIENCE),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -58,13 +50,13 @@ def test_it_goes_on_from_its_snapshot(kind, before, after):
     original, restored = kind(), kind()
     for event in before:
         original.handle(event)
-    restored.handle(TrajectoryParked("something else", 0, ROLLOUT, 0))  # forgotten by restore
+    restored.handle(facts.TrajectoryParked("something else", 0, ROLLOUT, 0))  # forgotten by restore
     restored.restore(json.loads(json.dumps(original.snapshot(), allow_nan=False)))
     for event in after:
         answers = original.handle(event)
         assert restored.handle(event) == answers
-        if isinstance(event, TrajectoryParked):
-            assert isinstance(answers[0], SetPriority) and answers[0].key == event.key
+        if isinstance(event, facts.TrajectoryParked):
+            assert isinstance(answers[0], facts.SetPriority) and answers[0].key == event.key
     assert restored.snapshot() == original.snapshot()
     with pytest.raises(KeyError):
         restored.restore({})
@@ -73,23 +65,13 @@ def test_it_goes_on_from_its_snapshot(kind, before, after):
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @given(events=st.lists(st.one_of(PARKED, FINISHED), max_size=40))
 def test_an_earlier_iteration_goes_before_a_later_one(kind, events):
-    ordering, places = kind(), dict[str, tuple[int, Priority]]()
+    ordering, places = kind(), dict[str, tuple[int, facts.Priority]]()
     for event in events:
-        for answer in ordering.handle(event):
-            if isinstance(answer, SetPriority) and isinstance(event, TrajectoryParked) and answer.key == event.key:
-                places[event.key] = event.iteration, answer.priority
+        for a in ordering.handle(event):
+            if isinstance(a, facts.SetPriority) and isinstance(event, facts.TrajectoryParked) and a.key == event.key:
+                places[event.key] = event.iteration, a.priority
     for iteration, priority in places.values():
         assert all(priority < other for later, other in places.values() if later > iteration)
-
-
-# ---------------------------------------------------------------- the bound on waiting
-
-PATIENCE = 32
-LENGTHS = {f"long-{i}": 10_000 * (i + 1) for i in range(40)} | {"short": 10}
-BOUNDED = {
-    "oracle": lambda: Oracle(LENGTHS, patience=PATIENCE), "mlfq": lambda: Mlfq(patience=PATIENCE),
-    "completed_calls": lambda: CompletedCalls(patience=PATIENCE), "cmlfq": lambda: CMLFQ(patience=PATIENCE),
-}  # fmt: skip
 
 
 class Queue:
@@ -105,9 +87,9 @@ class Queue:
     def park(self, key):
         self.bound[key] = 2 * len(self.waiting) + PATIENCE
         self.passed[key] = 0
-        self.waiting[key] = Priority(9, 9, 9)
-        for command in self.ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 0)):
-            if isinstance(command, SetPriority) and command.key in self.waiting:
+        self.waiting[key] = facts.Priority(9, 9, 9)
+        for command in self.ordering.handle(facts.TrajectoryParked(key, 0, ROLLOUT, 0)):
+            if isinstance(command, facts.SetPriority) and command.key in self.waiting:
                 self.waiting[command.key] = command.priority
 
     def dispatch(self):
@@ -116,9 +98,9 @@ class Queue:
         for other in self.waiting:
             self.passed[other] += 1
             self.most_over = max(self.most_over, self.passed[other] - self.bound[other])
-        self.ordering.handle(QuantumStarted(key, ROLLOUT, "w"))
-        self.ordering.handle(QuantumFinished(key, ROLLOUT, 100, "", "", 1.0))
-        self.ordering.handle(QuantumFinished(key, Phase.TOOL, 0, "bash", "ok", 1.0))
+        self.ordering.handle(facts.QuantumStarted(key, ROLLOUT, "w"))
+        self.ordering.handle(facts.QuantumFinished(key, ROLLOUT, 100, "", "", 1.0))
+        self.ordering.handle(facts.QuantumFinished(key, Phase.TOOL, 0, "bash", "ok", 1.0))
         return key
 
 
@@ -136,7 +118,6 @@ def test_nobody_is_passed_over_more_often_than_the_bound(name, num, order):
 
 
 def test_without_patience_the_short_one_would_starve():
-    """The bound is what moves it: with endless patience it never runs."""
     for patience, runs in ((PATIENCE, True), (10**9, False)):
         queue = Queue(Oracle(LENGTHS, patience=patience))
         for key in LENGTHS:
@@ -157,7 +138,6 @@ def test_phases_are_counted_apart():
 
 
 def test_by_default_nobody_is_overdue_within_one_large_iteration():
-    """3,000 trajectories of 42 turns; those that have not begun wait while the others park again and again."""
     patience = StarvationGuard(DEFAULT)
     patience.parked("unbegun", ROLLOUT)
     for turn in range(3_000 * 42):
@@ -165,23 +145,18 @@ def test_by_default_nobody_is_overdue_within_one_large_iteration():
     assert PolicySection().patience == DEFAULT
 
 
-# ---------------------------------------------------------------- levels
-
-
 def engine(token_bytes=1000):
-    return WorkerCapacity(
+    return facts.WorkerCapacity(
         "e0", "tp1", 64, kv_tokens=10_000, alone_s_per_token=0.01, full_s_per_token=0.02, prefill_s_per_token=1e-4,
         kv_token_bytes=token_bytes,
     )  # fmt: skip
 
 
 def priority_of(ordering, key, tokens):
-    """Of a trajectory that parks after so many tokens."""
-    answers = ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 0))
+    answers = ordering.handle(facts.TrajectoryParked(key, 0, ROLLOUT, 0))
     if tokens:
-        ordering.handle(QuantumFinished(key, ROLLOUT, tokens, "", "", 1.0))
-        answers = ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 1))
-    assert isinstance(answers[0], SetPriority)
+        ordering.handle(facts.QuantumFinished(key, ROLLOUT, tokens, "", "", 1.0))
+        answers = ordering.handle(facts.TrajectoryParked(key, 0, ROLLOUT, 1))
     return answers[0].priority
 
 
@@ -199,8 +174,8 @@ def test_a_trajectory_that_keeps_its_slot_has_the_level_that_it_would_get_if_it_
     ordering.handle(engine(token_bytes))
     rank = priority_of(ordering, "k", 0)
     for quantum in range(1, 20):
-        ordering.handle(QuantumFinished("k", ROLLOUT, 400, "", "", 1.0))
-        for answer in ordering.handle(QuantumContinued("k", ROLLOUT, "e0", quantum)):
+        ordering.handle(facts.QuantumFinished("k", ROLLOUT, 400, "", "", 1.0))
+        for answer in ordering.handle(facts.QuantumContinued("k", ROLLOUT, "e0", quantum)):
             assert answer.key == "k" and answer.priority.level != rank.level
             rank = answer.priority
         assert rank.level == priority_of(ordering, "k", 0).level
@@ -215,13 +190,11 @@ def test_of_those_that_have_not_begun_the_longest_goes_first():
 def test_where_engines_exchange_kv_those_with_most_left_go_first_and_within_an_octave_those_with_fewest_tokens():
     ordering = CMLFQ(KnownLengths({"long": 9000, "half": 9100, "short": 400}))
     ordering.handle(engine())
-    long, half, short = (
-        priority_of(ordering, key, tokens) for key, tokens in (("long", 500), ("half", 600), ("short", 0))
-    )
+    long, half, short = (priority_of(ordering, k, n) for k, n in (("long", 500), ("half", 600), ("short", 0)))
     assert long < half < short and long.level == half.level
     again = CMLFQ(KnownLengths())
     again.restore(json.loads(json.dumps(ordering.snapshot())))
-    parked = TrajectoryParked("long", 0, ROLLOUT, 2)
+    parked = facts.TrajectoryParked("long", 0, ROLLOUT, 2)
     assert again.handle(parked) == ordering.handle(parked)
 
 
@@ -229,21 +202,21 @@ def test_whoever_waits_is_looked_at_anew_when_boundaries_are_set_and_it_survives
     policy, plain = CMLFQ(), CMLFQ()
     keys = [f"trajectory-train-0-0-{k}-e0-demo" for k in range(3)]
     for key in keys:
-        policy.handle(TrajectoryParked(key, 0, ROLLOUT, 0, "g"))
-    policy.handle(QuantumStarted(keys[0], ROLLOUT, "a"))
-    policy.handle(QuantumFinished(keys[0], ROLLOUT, 100, "", "", 1.0))
-    policy.handle(TrajectoryEnded(keys[0]))
-    answers = policy.handle(BoundariesSet(((1, 5.0), (2, 50_000.0))))
-    assert [(a.key, a.begins_tp) for a in answers if isinstance(a, Prefer)] == [(key, 2) for key in keys[1:]]
-    assert policy.handle(BoundariesSet(((1, 5.0), (2, 50_000.0)))) == ()
+        policy.handle(facts.TrajectoryParked(key, 0, ROLLOUT, 0, "g"))
+    policy.handle(facts.QuantumStarted(keys[0], ROLLOUT, "a"))
+    policy.handle(facts.QuantumFinished(keys[0], ROLLOUT, 100, "", "", 1.0))
+    policy.handle(facts.TrajectoryEnded(keys[0]))
+    answers = policy.handle(facts.BoundariesSet(((1, 5.0), (2, 50_000.0))))
+    assert [(a.key, a.begins_tp) for a in answers if isinstance(a, facts.Prefer)] == [(key, 2) for key in keys[1:]]
+    assert policy.handle(facts.BoundariesSet(((1, 5.0), (2, 50_000.0)))) == ()
     other = CMLFQ()
     other.restore(json.loads(json.dumps(policy.snapshot())))
-    late = TrajectoryParked("trajectory-train-0-1-0-e0-demo", 0, ROLLOUT, 0, "h")
+    late = facts.TrajectoryParked("trajectory-train-0-1-0-e0-demo", 0, ROLLOUT, 0, "h")
     assert other.handle(late) == policy.handle(late)
-    assert [a.begins_tp for a in other.handle(BoundariesSet(((1, 5.0),))) if isinstance(a, Prefer)] == []  # still TP 2
+    assert not any(isinstance(a, facts.Prefer) for a in other.handle(facts.BoundariesSet(((1, 5.0),))))  # still TP 2
     policy.forget_live()
     assert policy.snapshot()["boundaries"] == []
-    plain.handle(BoundariesSet(((1, 10.0),)))
+    plain.handle(facts.BoundariesSet(((1, 10.0),)))
     assert plain.handle(late)[0] == CMLFQ().handle(late)[0], "the order of service does not heed them"
 
 
@@ -268,8 +241,8 @@ class Given(Forecaster):
 def test_one_that_waits_to_begin_changes_its_level_with_its_forecast_up_and_down(tokens, goes):
     forecaster = Given()
     ordering = CMLFQ(forecaster)
-    (begun, *_), _ = (ordering.handle(TrajectoryParked(key, 0, ROLLOUT, 0, "g")) for key in ("waits", "ends"))
+    (begun, *_), _ = (ordering.handle(facts.TrajectoryParked(key, 0, ROLLOUT, 0, "g")) for key in ("waits", "ends"))
     forecaster.tokens = tokens
-    (moved, *_) = ordering.handle(TrajectoryEnded("ends"))
-    assert isinstance(begun, SetPriority) and isinstance(moved, SetPriority) and moved.key == "waits"
+    (moved, *_) = ordering.handle(facts.TrajectoryEnded("ends"))
+    assert isinstance(begun, facts.SetPriority) and isinstance(moved, facts.SetPriority) and moved.key == "waits"
     assert moved.priority > begun.priority if goes == "later" else moved.priority < begun.priority

@@ -28,6 +28,14 @@ KEYS = [f"k{i}" for i in range(8)]
 WORKERS = {"a": ("tp1", 1), "b": ("tp1", 2), "c": ("tp4", 2)}
 TOLD = {"kv_tokens": 10**9, "alone_s_per_token": 0.01, "full_s_per_token": 0.02}
 """Of an engine with room for everybody."""
+MOVE = st.one_of(
+    st.tuples(st.just("park"), st.sampled_from(KEYS), st.integers(-1, 3), st.sampled_from(Phase)),
+    st.tuples(st.just("prefer"), st.sampled_from(KEYS), st.sampled_from(["tp1", "tp4"])),
+    st.tuples(st.sampled_from(["finish", "end"]), st.sampled_from(KEYS)), st.tuples(st.just("dispatch")),
+    st.tuples(st.sampled_from(["join", "leave"]), st.sampled_from(sorted(WORKERS))),
+)  # fmt: skip
+KEEPS = TOLD | {"kv_tokens": 1000, "kv_token_bytes": 100, "prefill_s_per_token": 1.0}
+"""Of an engine that exchanges KV, and on which it is quicker to send KV than to compute it."""
 
 
 def joined(name, **more):
@@ -38,14 +46,6 @@ def joined(name, **more):
 def park(dispatcher, key, order, *, phase=ROLLOUT, context=0):
     dispatcher.handle(TrajectoryParked(key, 0, phase, 0, "", "", context))
     dispatcher.apply([SetPriority(key, Priority(0, 0, order), "test")])
-
-
-MOVE = st.one_of(
-    st.tuples(st.just("park"), st.sampled_from(KEYS), st.integers(-1, 3), st.sampled_from(Phase)),
-    st.tuples(st.just("prefer"), st.sampled_from(KEYS), st.sampled_from(["tp1", "tp4"])),
-    st.tuples(st.sampled_from(["finish", "end"]), st.sampled_from(KEYS)), st.tuples(st.just("dispatch")),
-    st.tuples(st.sampled_from(["join", "leave"]), st.sampled_from(sorted(WORKERS))),
-)  # fmt: skip
 
 
 @given(st.lists(MOVE, max_size=80))
@@ -113,7 +113,6 @@ def two_workers(**more):
 
 
 def at_home(dispatcher, key, context):
-    """Run one quantum of ``key``; where."""
     park(dispatcher, key, 0, context=context)
     (place,) = dispatcher.dispatch(ROLLOUT)
     return place.worker
@@ -124,8 +123,7 @@ def test_a_slot_goes_to_who_is_at_home_there_before_one_who_would_move():
     homes = {key: at_home(dispatcher, key, 100) for key in ("x", "y", "z")}
     assert sorted(homes.values()) == ["a", "b", "b"]
     (mine,) = (key for key, home in homes.items() if home == "a")
-    other = next(key for key, home in homes.items() if home == "b")
-    park(dispatcher, other, 0, context=100)
+    park(dispatcher, next(key for key, home in homes.items() if home == "b"), 0, context=100)
     assert [p.worker for p in dispatcher.dispatch(ROLLOUT)] == ["b"]
     park(dispatcher, mine, 9, context=100)
     assert dispatcher.dispatch(ROLLOUT) == (Place(mine, ROLLOUT, "a", "home"),)
@@ -170,10 +168,7 @@ def test_new_trajectories_do_not_push_out_the_kv_of_those_under_way_and_the_over
     park(dispatcher, "x", 9, context=700)
     assert dispatcher.dispatch(ROLLOUT) == (Place("x", ROLLOUT, "a", "home"),)
     dispatcher.handle(TrajectoryEnded("x"))
-    assert [(place.key, place.reason) for place in dispatcher.dispatch(ROLLOUT)] == [
-        ("y", "overdue"),
-        ("z", "first home"),
-    ]
+    assert [(p.key, p.reason) for p in dispatcher.dispatch(ROLLOUT)] == [("y", "overdue"), ("z", "first home")]
 
 
 def test_a_context_that_does_not_fit_any_more_waits_until_it_does_and_pushes_nobody_out():
@@ -188,10 +183,6 @@ def test_a_context_that_does_not_fit_any_more_waits_until_it_does_and_pushes_nob
     assert [(place.key, place.reason) for place in dispatcher.dispatch(ROLLOUT)] == [("y", "home")]
     dispatcher.handle(TrajectoryEnded("y"))
     assert [(place.key, place.reason) for place in dispatcher.dispatch(ROLLOUT)] == [("x", "first home")]
-
-
-KEEPS = TOLD | {"kv_tokens": 1000, "kv_token_bytes": 100, "prefill_s_per_token": 1.0}
-"""Of an engine that exchanges KV, and on which it is quicker to send KV than to compute it."""
 
 
 @pytest.mark.parametrize("asleep", [False, True])
@@ -228,9 +219,7 @@ def test_siblings_begin_on_different_engines_whoever_is_first_in_order():
     """One of each group in turn, as many groups as engines: by number of residents alone a whole group would share an engine."""
     dispatcher = Dispatcher()
     for name in ("a", "b"):
-        dispatcher.handle(
-            WorkerCapacity(name, "tp1", rollout_slots=8, kv_tokens=10**6, alone_s_per_token=0.01, full_s_per_token=0.03)
-        )
+        dispatcher.handle(WorkerCapacity(name, "tp1", 8, 0, 10**6, 0.01, 0.03))
     for order, (sample, group) in enumerate((s, g) for s in range(4) for g in ("g", "h")):
         key = f"{group}{sample}"
         dispatcher.handle(TrajectoryParked(key, 0, ROLLOUT, 0, group))
@@ -251,9 +240,7 @@ def test_where_an_engine_told_nothing_first_homes_go_by_free_slots_and_say_so():
         dispatcher.apply([Prefer(f"k{order}", (), "test", 1000, 2000)])
     places = dispatcher.dispatch(ROLLOUT)
     assert [place.worker for place in places] == ["silent", "silent", "fast", "silent", "fast", "silent"]
-    assert {place.reason for place in places[:5]} == {
-        "first home: by free slots, for silent has not declared its speed"
-    }
+    assert {p.reason for p in places[:5]} == {"first home: by free slots, for silent has not declared its speed"}
 
 
 class Twice:
@@ -296,7 +283,6 @@ class Twice:
             each.apply(commands)
 
     def happens(self):
-        """One event, and what follows from it."""
         rng, what = self.rng, self.rng.random()
         if what < 0.25 and len(self.context) < 14:
             key, self.begun = str(self.begun), self.begun + 1
@@ -338,15 +324,11 @@ def test_a_dispatch_that_places_nothing_changes_no_later_answer(seed):
     assert places > 50
 
 
-# ---------------------------------------------------------------- boundaries of a plan
-
-
 def planned_engine(name, tp, token_s, slots=4):
     return WorkerCapacity(name, f"tp{tp}", slots, 0, 100_000, token_s, 2 * token_s, 1e-5)
 
 
 def begun(dispatcher, key, begins_tp, left=1000):
-    """Worker and reason of a trajectory that is believed to have so many tokens left."""
     dispatcher.handle(TrajectoryParked(key, 0, ROLLOUT, 0))
     answers = CMLFQ().handle(TrajectoryParked(key, 0, ROLLOUT, 0))
     dispatcher.apply([answers[0], Prefer(key, (), "test", left, left, begins_tp)])

@@ -47,8 +47,7 @@ def test_after_a_burst_of_slow_transfers_kv_is_sent_now_and_then_and_found_to_be
         pace.add(1e6, 0.5)
     sent = []
     for number in range(3 * MEASURED_EVERY):
-        move = pace.chosen(priced(1000, HOME, TARGET, pace))
-        if move.sends:
+        if pace.chosen(priced(1000, HOME, TARGET, pace)).sends:
             sent.append(number)
             pace.add(1e6, 0.006)
     assert sent[0] == MEASURED_EVERY - 1
@@ -76,8 +75,7 @@ def test_a_move_costs_the_lesser_of_the_two(tokens, prefill_s, token_bytes, meas
         pace.add(num_bytes, seconds)
     home = msgspec.structs.replace(HOME, kv_token_bytes=token_bytes)
     move = priced(tokens, home, msgspec.structs.replace(TARGET, prefill_s_per_token=prefill_s), pace)
-    sent_s = float("inf") if move.transfer_s is None else move.transfer_s
-    assert move.seconds == min(tokens * prefill_s, sent_s)
+    assert move.seconds == min(tokens * prefill_s, float("inf") if move.transfer_s is None else move.transfer_s)
 
 
 def test_the_dispatcher_prices_a_move_by_the_transfers_it_was_told_of():

@@ -61,8 +61,7 @@ class Watched:
             if home == worker:
                 members.append((*self.forecasts.get(key, (0.0, 0.0)), self.fleet.of(key).context_tokens))
         peak = sum((left / 1000) ** NOISY_NORM for left, _, _ in members) ** (1 / NOISY_NORM) * 1000
-        work = sum(left * 0.5 * (context + final) for left, final, context in members)
-        return 0.01 * peak + 0.02 / 100_000 * work
+        return 0.01 * peak + 0.02 / 100_000 * sum(left * 0.5 * (context + final) for left, final, context in members)
 
 
 @given(steps=st.lists(STEP, max_size=60))
@@ -89,9 +88,7 @@ def test_an_end_is_seconds_of_steps_of_those_beside_and_of_contexts_and_slots_th
     # Three of 100 tokens on two slots: 150 steps, 300 tokens, contexts of 50 on average.
     expected_s = 150 * 0.01 + 300 * 0.002 + 300 * 50 * 1e-6
     assert loads.finish_s(fleet.of("x"), "a") == pytest.approx(expected_s, rel=1e-6)
-    assert loads.pace_s_per_token(fleet.of("x"), "a") == pytest.approx(
-        0.01 + 2 * 0.002 + 1e-6 * 210, rel=1e-6
-    )  # room: 70 each
+    assert loads.pace_s_per_token(fleet.of("x"), "a") == pytest.approx(0.01 + 2 * 0.002 + 1e-6 * 3 * 70, rel=1e-6)
 
 
 def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_from_one():
@@ -101,11 +98,8 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
     for known in (("a", "b"), ("a",), ("b",), ()):
         fleet = EngineTable()
         for name in ("a", "b"):
-            fleet.handle(
-                WorkerCapacity(
-                    name, "tp1", rollout_slots=4, **(told | {"alone_s_per_token": alone[name]} if name in known else {})
-                )
-            )
+            speed = told | {"alone_s_per_token": alone[name]} if name in known else {}
+            fleet.handle(WorkerCapacity(name, "tp1", rollout_slots=4, **speed))
         loads = Loads(fleet)
         for key in ("long", "longer"):
             fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "", "", 100))
@@ -119,10 +113,9 @@ def test_no_trajectory_is_better_off_on_an_engine_that_told_nothing_nor_moved_fr
 @pytest.mark.parametrize(("bucket", "moves"), [("tp1", False), ("tp1-threads2", True)])
 def test_between_engines_of_a_bucket_a_small_gain_is_within_the_error_of_forecasts(bucket, moves):
     fleet = EngineTable(EXACT_NORM)
+    steps = StepSeconds(0.009, 0.001, 0.0, 1e-6, 100, 0.0)
     for name, its in (("a", "tp1"), ("b", bucket)):
-        fleet.handle(
-            joined_of(name, its, EngineCapacity(10**6, 0, 0, 4, 1, StepSeconds(0.009, 0.001, 0.0, 1e-6, 100, 0.0)))
-        )
+        fleet.handle(joined_of(name, its, EngineCapacity(10**6, 0, 0, 4, 1, steps)))
     loads = Loads(fleet)
     for key, left in (("longer", 10_000.0), ("long", 8_800.0)):
         fleet.handle(TrajectoryParked(key, 0, Phase.ROLLOUT, 0, "", "", 100))

@@ -10,18 +10,14 @@ from hypothesis import strategies as st
 
 from libra.policy.late_rewards import GuessWorth, WaitingGroup, age_weight, correction, guessed_share, settle
 
+ARRIVALS = st.dictionaries(st.tuples(st.integers(0, 5), st.integers(0, 2)), st.integers(1, 12), max_size=18)
+"""By batch of the group and sample: the batch by which the reward has come."""
+
 
 def test_the_weight_of_age_is_that_of_the_paper():
     assert age_weight(0, 50.0) == 1.0
     assert age_weight(50, 50.0) == pytest.approx(1 / math.e)
     assert [age_weight(delay, 1000.0) for delay in (5, 20)] == [math.exp(-0.005), math.exp(-0.02)]
-
-
-ARRIVALS = st.dictionaries(
-    st.tuples(st.integers(0, 5), st.integers(0, 2)),  # batch of the group, sample
-    st.integers(1, 12),  # the batch by which the reward has come
-    max_size=18,
-)
 
 
 @given(ARRIVALS, st.integers(1, 4))
@@ -77,6 +73,5 @@ def test_what_guesses_are_worth_is_a_weight_and_stands_without_evidence():
     assert GuessWorth().after([(guessed, 3 * guessed)]).slope == 1.0
     for scale in (1e-6, 1.0, 1e6):  # of the rewards: their unit says nothing of their worth
         assert GuessWorth().after([(scale * guessed, 0.5 * scale * guessed)]).slope == pytest.approx((2 * 0.5 + 1) / 3)
-    trains = np.array([True, False, True, True])
-    assert guessed_share(trains, (0, 1)) == pytest.approx(1 / 3)
+    assert guessed_share(np.array([True, False, True, True]), (0, 1)) == pytest.approx(1 / 3)
     assert guessed_share(np.zeros(4, np.bool_), (0, 1)) == 0.0

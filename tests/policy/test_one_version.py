@@ -8,19 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.facts import (
-    HomeForgotten,
-    LoadVersion,
-    Priority,
-    QuantumStarted,
-    SetPriority,
-    TrajectoryEnded,
-    TrajectoryParked,
-    Vacate,
-    VersionPublished,
-    WorkerCapacity,
-    WorkerWithdrawn,
-)
+from libra import facts
 from libra.policy import Dispatcher, OneVersion
 from libra.policy.one_version import version_shares
 from libra.types import Phase
@@ -33,7 +21,7 @@ SLOTS, KV = 4, 100
 
 
 def parked(key, quanta=0, context=30):
-    return TrajectoryParked(key, 0, Phase.ROLLOUT, quanta, context_tokens=context)
+    return facts.TrajectoryParked(key, 0, Phase.ROLLOUT, quanta, context_tokens=context)
 
 
 class Played:
@@ -53,19 +41,17 @@ class Played:
         commands = self.one.handle(event)
         assert again.handle(event) == commands and again.snapshot() == self.one.snapshot()
         for command in commands:
-            if isinstance(command, LoadVersion):
+            if isinstance(command, facts.LoadVersion):
                 assert command.version == self.newest > self.serves.get(command.worker, -1)
                 assert command.worker not in self.at.values(), "its trajectories would have two versions"
                 self.serves[command.worker] = command.version
                 continue
-            assert isinstance(command, Vacate) and self.one.rounded
-            version = self.serves[command.worker]
-            assert self.able(version) - {command.worker}, "others of its version are left"
+            assert isinstance(command, facts.Vacate) and self.one.rounded
+            assert self.able(self.serves[command.worker]) - {command.worker}, "others of its version are left"
             for key in command.keys:
                 assert self.at.pop(key) == command.worker and key not in self.running
 
     def able(self, version):
-        """Engines of a version that keep their trajectories."""
         return {each for each in self.serves if self.serves[each] == version and each not in self.one.emptying}
 
     def forget(self, key, *tables):
@@ -82,7 +68,7 @@ class Played:
         if places:
             place = places[number % len(places)]
             self.at[key], self.began[key], self.running[key] = place, self.serves[place], place
-            self.told(QuantumStarted(key, Phase.ROLLOUT, place))
+            self.told(facts.QuantumStarted(key, Phase.ROLLOUT, place))
 
     def lose(self, worker, event):
         self.lost |= self.serves.pop(worker, None) is not None
@@ -102,18 +88,18 @@ class Played:
                 self.told(parked(key))
             case "end":
                 self.forget(key, self.at, self.began, self.running)
-                self.told(TrajectoryEnded(key))
+                self.told(facts.TrajectoryEnded(key))
             case "fail":
                 self.forget(key, self.at, self.running)
-                self.told(HomeForgotten(key))
+                self.told(facts.HomeForgotten(key))
             case "publish":
                 self.newest += 1
-                self.told(VersionPublished(self.newest))
+                self.told(facts.VersionPublished(self.newest))
             case "join":
                 self.serves.setdefault(worker, -1)
-                self.told(WorkerCapacity(worker, rollout_slots=SLOTS, kv_tokens=KV))
+                self.told(facts.WorkerCapacity(worker, rollout_slots=SLOTS, kv_tokens=KV))
             case "leave" | "mute":
-                self.lose(worker, WorkerWithdrawn(worker) if move == "leave" else WorkerCapacity(worker))
+                self.lose(worker, facts.WorkerWithdrawn(worker) if move == "leave" else facts.WorkerCapacity(worker))
 
 
 @given(MOVES, st.booleans())
@@ -128,22 +114,21 @@ def test_no_engine_changes_under_a_trajectory_and_all_get_the_newest_at_last(mov
 
 
 def with_versions(under_way, *, context=10, slots=8):
-    """Engines of version 0, each with as many trajectories in actions."""
     one = OneVersion(rounded=True)
-    one.handle(VersionPublished(0))
+    one.handle(facts.VersionPublished(0))
     for worker in under_way:
-        one.handle(WorkerCapacity(worker, rollout_slots=slots, kv_tokens=100))
+        one.handle(facts.WorkerCapacity(worker, rollout_slots=slots, kv_tokens=100))
     for worker, count in under_way.items():
         for number in range(count):
             key = f"{worker}-{number}"
             one.handle(parked(key, context=context))
-            one.handle(QuantumStarted(key, Phase.ROLLOUT, worker))
+            one.handle(facts.QuantumStarted(key, Phase.ROLLOUT, worker))
             one.handle(parked(key, 1, context))
     return one
 
 
 def shared(one, waiting):
-    found = list(one.handle(VersionPublished(1)))
+    found = list(one.handle(facts.VersionPublished(1)))
     for number in range(waiting):
         found += one.handle(parked(f"new-{number}"))
     return found
@@ -152,10 +137,10 @@ def shared(one, waiting):
 def test_an_old_version_keeps_its_share_of_the_engines_by_rounding():
     one = with_versions({"a": 2, "b": 1, "c": 3, "d": 2})
     found = shared(one, waiting=9)
-    vacated = [command.worker for command in found if isinstance(command, Vacate)]
+    vacated = [command.worker for command in found if isinstance(command, facts.Vacate)]
     assert vacated == ["b", "a"]  # the thinnest first, as soon as the rule says so
-    assert [(c.worker, c.version) for c in found if isinstance(c, LoadVersion)] == [("b", 1), ("a", 1)]
-    assert found[0] == Vacate(
+    assert [(c.worker, c.version) for c in found if isinstance(c, facts.LoadVersion)] == [("b", 1), ("a", 1)]
+    assert found[0] == facts.Vacate(
         "b", ("b-0",), "version 0 has 8 of 9 trajectories, and 3 of 4 engines by rounding; it had 4"
     )
     assert Counter(one.told.values()) == version_shares(4, {0: 8, 1: 9})
@@ -167,20 +152,22 @@ def test_an_old_version_keeps_its_share_of_the_engines_by_rounding():
 def test_an_engine_keeps_what_others_of_its_version_have_no_room_for(kept):
     one = with_versions({"a": 2, "b": 2}, **kept)
     assert shared(one, waiting=40) == []
-    found = [each for key in ("b-1", "b-0") for each in one.handle(TrajectoryEnded(key))]
-    assert found[0] == Vacate("b", ("b-0",), found[0].reason) if kept == {"slots": 3} else found[-1].worker == "b"
+    found = [each for key in ("b-1", "b-0") for each in one.handle(facts.TrajectoryEnded(key))]
+    assert found[0] == facts.Vacate("b", ("b-0",), found[0].reason) if kept == {"slots": 3} else found[-1].worker == "b"
 
 
 def test_what_is_given_away_waits_for_another_engine_with_the_price_of_its_kv():
     dispatcher = Dispatcher()
     for worker in ("a", "b"):
-        dispatcher.handle(WorkerCapacity(worker, "tp1", 1, 0, 10_000, 0.01, 0.02, 1e-1, kv_token_bytes=1000))
+        dispatcher.handle(facts.WorkerCapacity(worker, "tp1", 1, 0, 10_000, 0.01, 0.02, 1e-1, kv_token_bytes=1000))
     dispatcher.handle(parked("k", 0, 100))
-    dispatcher.apply([SetPriority("k", Priority(0, 0, 0), "")])
+    dispatcher.apply([facts.SetPriority("k", facts.Priority(0, 0, 0), "")])
     (first,) = dispatcher.dispatch(Phase.ROLLOUT)
     other = {"a": "b", "b": "a"}[first.worker]
     dispatcher.handle(parked("k", 1, 100))
-    dispatcher.apply([SetPriority("k", Priority(0, 0, 0), ""), Vacate(first.worker, ("k", "unknown"), "")])
+    dispatcher.apply(
+        [facts.SetPriority("k", facts.Priority(0, 0, 0), ""), facts.Vacate(first.worker, ("k", "unknown"), "")]
+    )
     dispatcher.allowed = lambda key, worker: worker == other
     (place,) = dispatcher.dispatch(Phase.ROLLOUT)
     assert place.worker == other

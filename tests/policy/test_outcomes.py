@@ -20,8 +20,6 @@ BEHAVIOURS = ("returns", "raises", "hangs", "floods", "no such tool", "no such a
 
 @cache
 def act(how: str) -> ToolReturn:
-    """What an environment of Libra says of a tool that behaves like this."""
-
     async def work(how: str) -> str:
         """Do something.
 
@@ -53,11 +51,7 @@ def test_every_outcome_that_an_environment_writes_has_a_feature_of_its_own(hows,
 def test_words_that_are_no_outcome_are_refused_where_they_are_read():
     assert {tool_outcome(word) for word in ("", *ToolStatus)} == {NO_TOOL, *ToolStatus}
     for word in ("success", "Ok", " ok"):
-        for read in (
-            tool_outcome,
-            lambda word: ToolReturn("ls", word, ""),
-            lambda word: counted(NO_COUNTS, 0, word, 10),
-        ):
+        for read in (tool_outcome, lambda w: ToolReturn("ls", w, ""), lambda w: counted(NO_COUNTS, 0, w, 10)):
             with pytest.raises(ValueError, match=f"'{word}'"):
                 read(word)
 

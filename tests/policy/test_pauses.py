@@ -3,35 +3,28 @@
 import pytest
 from msgspec import structs
 
-from libra.facts import (
-    Prefer,
-    Priority,
-    QuantumFinished,
-    QuantumStarted,
-    SetPriority,
-    TrajectoryEnded,
-    TrajectoryParked,
-    WorkerCapacity,
-)
+from libra import facts
 from libra.policy import EVERYONE, Dispatcher
 from libra.policy.engine_table import EngineTable
 from libra.types import Phase
 
 
 def engine(name="e0", *, token_bytes=1000, kv_tokens=10_000):
-    return WorkerCapacity(
+    return facts.WorkerCapacity(
         name, "tp1", 64, kv_tokens=kv_tokens, alone_s_per_token=0.01, full_s_per_token=0.02, prefill_s_per_token=1e-4,
         kv_token_bytes=token_bytes,
     )  # fmt: skip
 
 
 def parked(key, quanta=0, context=0):
-    return TrajectoryParked(key, 0, Phase.ROLLOUT, quanta, context_tokens=context)
+    return facts.TrajectoryParked(key, 0, Phase.ROLLOUT, quanta, context_tokens=context)
 
 
 def begin(dispatcher, key, final):
     dispatcher.handle(parked(key))
-    dispatcher.apply([SetPriority(key, Priority(0, 1, 0), ""), Prefer(key, (), "", final - 100, final)])
+    dispatcher.apply(
+        [facts.SetPriority(key, facts.Priority(0, 1, 0), ""), facts.Prefer(key, (), "", final - 100, final)]
+    )
     return dispatcher.dispatch(Phase.ROLLOUT)
 
 
@@ -41,9 +34,9 @@ def test_memory_is_kept_for_growth_only_where_a_pause_costs_the_context(token_by
     dispatcher.handle(engine(token_bytes=token_bytes))
     begun = sum(bool(begin(dispatcher, f"t{k}", 4000)) for k in range(6))
     assert begun == (6 if token_bytes else 2)  # 10,000 tokens hold two of 4,000
-    dispatcher.handle(QuantumFinished("t0", Phase.ROLLOUT, 9_900, "", "", 1.0))
+    dispatcher.handle(facts.QuantumFinished("t0", Phase.ROLLOUT, 9_900, "", "", 1.0))
     dispatcher.handle(parked("back", 1, 200))
-    dispatcher.apply([SetPriority("back", Priority(0, 1, 0), "")])
+    dispatcher.apply([facts.SetPriority("back", facts.Priority(0, 1, 0), "")])
     assert not dispatcher.dispatch(Phase.ROLLOUT)  # what is held now counts everywhere
 
 
@@ -52,11 +45,11 @@ def test_slots_are_released_while_engines_that_exchange_kv_are_full(token_bytes)
     dispatcher = Dispatcher()
     dispatcher.handle(engine(token_bytes=token_bytes))
     begin(dispatcher, "t", 9900)
-    dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 8_900, "", "", 1.0))
+    dispatcher.handle(facts.QuantumFinished("t", Phase.ROLLOUT, 8_900, "", "", 1.0))
     assert dispatcher.ahead() is None
-    dispatcher.handle(QuantumFinished("t", Phase.ROLLOUT, 200, "", "", 1.0))
+    dispatcher.handle(facts.QuantumFinished("t", Phase.ROLLOUT, 200, "", "", 1.0))
     assert (dispatcher.ahead() is EVERYONE) == (token_bytes > 0)
-    dispatcher.handle(TrajectoryEnded("t"))
+    dispatcher.handle(facts.TrajectoryEnded("t"))
     assert dispatcher.ahead() is None
 
 
@@ -67,11 +60,11 @@ def full(token_bytes=1000, tools_s=0.0, *, inline=True):
     assert begin(dispatcher, "long", 1000) and begin(dispatcher, "short", 1000)
     for key, payload in (("long", 8_900), ("short", 5_900)):
         if inline:
-            dispatcher.handle(QuantumFinished(key, Phase.ROLLOUT, 100, "t", "ok", 1.0 + tools_s, payload, tools_s))
+            dispatcher.handle(facts.QuantumFinished(key, Phase.ROLLOUT, 100, "t", "ok", 1 + tools_s, payload, tools_s))
         else:
-            dispatcher.handle(QuantumFinished(key, Phase.ROLLOUT, 100, "", "", 1.0))
-            dispatcher.handle(QuantumFinished(key, Phase.TOOL, 0, "t", "ok", tools_s, payload))
-        dispatcher.handle(QuantumStarted(key, Phase.ROLLOUT, "e0"))
+            dispatcher.handle(facts.QuantumFinished(key, Phase.ROLLOUT, 100, "", "", 1.0))
+            dispatcher.handle(facts.QuantumFinished(key, Phase.TOOL, 0, "t", "ok", tools_s, payload))
+        dispatcher.handle(facts.QuantumStarted(key, Phase.ROLLOUT, "e0"))
     return dispatcher
 
 
@@ -81,7 +74,7 @@ def test_contexts_need_no_memory_while_their_tools_run(token_bytes, tools_s, pla
     dispatcher = full(token_bytes, tools_s, inline=inline)
     for key, context in (("a", 4_900), ("b", 200)):  # 19,900 tokens with the first, 20,100 with both
         dispatcher.handle(parked(key, 1, context))
-        dispatcher.apply([SetPriority(key, Priority(0, 1, 0), "")])
+        dispatcher.apply([facts.SetPriority(key, facts.Priority(0, 1, 0), "")])
     assert [place.key for place in dispatcher.dispatch(Phase.ROLLOUT)] == placed
 
 
@@ -89,11 +82,11 @@ def test_waits_for_memory_make_no_more_room_and_tools_however_long_eight_times()
     host = EngineTable()
     host.handle(engine())
     for key, latency_s, tools_s in (("a", 60.0, 1.0), ("b", 60.0, 1.0)):
-        host.handle(QuantumStarted(key, Phase.ROLLOUT, "e0"))
-        host.handle(QuantumFinished(key, Phase.ROLLOUT, 100, "t", "ok", latency_s, 0, tools_s))
+        host.handle(facts.QuantumStarted(key, Phase.ROLLOUT, "e0"))
+        host.handle(facts.QuantumFinished(key, Phase.ROLLOUT, 100, "t", "ok", latency_s, 0, tools_s))
     assert host.engines["e0"].open_tokens == pytest.approx(20_000, rel=0.01)
-    host.handle(QuantumStarted("a", Phase.ROLLOUT, "e0"))
-    host.handle(QuantumFinished("a", Phase.ROLLOUT, 0, "t", "ok", 1e6, 0, 1e6))
+    host.handle(facts.QuantumStarted("a", Phase.ROLLOUT, "e0"))
+    host.handle(facts.QuantumFinished("a", Phase.ROLLOUT, 0, "t", "ok", 1e6, 0, 1e6))
     assert host.engines["e0"].open_tokens == 80_000
 
 
@@ -101,12 +94,10 @@ def loaded(*engines):
     """Engines so many times as slow as `engine`, with trajectories at home there that have so many tokens left."""
     dispatcher = Dispatcher()
     dispatcher.allowed = lambda key, worker: key.startswith(worker)
-    for number, (slow, lefts) in enumerate(engines):
-        dispatcher.handle(
-            structs.replace(engine(f"e{number}"), alone_s_per_token=0.01 * slow, full_s_per_token=0.02 * slow)
-        )
+    for n, (slow, lefts) in enumerate(engines):
+        dispatcher.handle(structs.replace(engine(f"e{n}"), alone_s_per_token=0.01 * slow, full_s_per_token=0.02 * slow))
         for place, left in enumerate(lefts):
-            assert begin(dispatcher, f"e{number}-{place}", left + 100)
+            assert begin(dispatcher, f"e{n}-{place}", left + 100)
     return dispatcher
 
 

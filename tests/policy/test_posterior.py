@@ -30,6 +30,7 @@ STEP = st.one_of(
     st.tuples(st.sampled_from(["learn", "version"])),
 )  # fmt: skip
 STEPS = st.lists(STEP, max_size=80)
+PROMPTS, SAMPLES = 40, 4
 
 
 def parked(key, group="", family=""):
@@ -37,7 +38,6 @@ def parked(key, group="", family=""):
 
 
 def take(forecaster, step):
-    """Do a step; what a policy could see of it."""
     match step:
         case ("turn", key, tokens, tool, success):
             forecaster.handle(parked(key, key[:3], "family"))
@@ -62,7 +62,6 @@ def through_json(forecaster):
 
 
 def run(forecaster, key, turns, *, group="", family=""):
-    """A whole trajectory, then a call of learn."""
     forecaster.handle(parked(key, group, family))
     for tokens, tool in turns:
         forecaster.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, tool, ToolStatus.OK if tool else NO_TOOL, 1.0))
@@ -95,7 +94,6 @@ def test_without_anything_measured_the_least_served_goes_first_and_skill_is_zero
 
 
 def worlds(rng, count):
-    """Half of the trajectories use a tool that others do not, and run four times as long."""
     made = []
     for number in range(count):
         long = bool(rng.random() < 0.5)
@@ -122,10 +120,8 @@ def test_tools_that_tell_nothing_earn_next_to_nothing():
     rng = np.random.default_rng(1)
     posterior = Posterior()
     for number in range(120):
-        turns = [
-            (int(rng.integers(50, 150)), str(rng.choice(["ls", "cat", "sed"]))) for _ in range(rng.integers(5, 40))
-        ]
-        run(posterior, f"n-{number}", turns)
+        made = [(int(rng.integers(50, 150)), str(rng.choice(["ls", "cat", "sed"]))) for _ in range(rng.integers(5, 40))]
+        run(posterior, f"n-{number}", made)
     assert posterior.skill < 0.05
 
 
@@ -168,8 +164,7 @@ def test_a_sibling_that_runs_on_makes_a_group_a_long_one():
 
 
 def test_learning_from_running_ones_undoes_that_the_first_to_finish_are_short():
-    rng = np.random.default_rng(4)
-    lengths = np.exp(rng.normal(3.0, 0.8, 64)).astype(int) + 2
+    lengths = np.exp(np.random.default_rng(4).normal(3.0, 0.8, 64)).astype(int) + 2
     posterior, ended = Posterior(), []
     for number in range(64):
         posterior.handle(parked(f"t-{number}"))
@@ -233,7 +228,6 @@ def test_rows_to_learn_from_are_kept_of_a_bounded_number():
 
 
 def with_siblings(lengths, groups):
-    """A posterior that has seen trajectories of these lengths end, and has three siblings waiting in each group."""
     posterior = Posterior()
     for number, tokens in enumerate(lengths):
         key, group = f"done-{number}", f"g{number % groups}"
@@ -287,11 +281,7 @@ def test_the_oracle_gives_the_truth_and_a_predictor_guesses_of_its_accuracy():
         KnownLengths(truth, accuracy=0.0)
 
 
-PROMPTS, SAMPLES = 40, 4
-
-
 def begin(posterior, iteration, prompts):
-    """All groups of an iteration are named and parked; their keys."""
     posterior.handle(prompts_named("train", iteration, prompts))
     groups = [[f"t-{iteration}-{g}-{s}" for s in range(SAMPLES)] for g in range(len(prompts))]
     for g, keys in enumerate(groups):
@@ -307,12 +297,10 @@ def live(posterior, iteration, prompts, means, seed):
     lengths = {
         key: float(m * np.exp(0.3 * rng.standard_normal())) for m, keys in zip(means, groups, strict=True) for key in keys
     }  # fmt: skip
-    for number, key in enumerate(sorted(lengths, key=lengths.__getitem__)):
+    for number, k in enumerate(sorted(lengths, key=lengths.__getitem__)):
         for _ in range(5):
-            posterior.handle(
-                QuantumFinished(key, Phase.ROLLOUT, max(1, int(lengths[key] / 5)), "ls", ToolStatus.OK, 1.0)
-            )
-        posterior.handle(TrajectoryEnded(key))
+            posterior.handle(QuantumFinished(k, Phase.ROLLOUT, max(1, int(lengths[k] / 5)), "ls", ToolStatus.OK, 1.0))
+        posterior.handle(TrajectoryEnded(k))
         if number % 16 == 15:
             posterior.learn()
     posterior.learn()
@@ -335,8 +323,7 @@ def test_who_was_long_is_believed_long_before_anything_of_it_has_run():
     order = np.random.default_rng(1).permutation(PROMPTS)  # the next pass is in another order
     expected = said(posterior, 1, [prompts[k] for k in order])
     assert np.corrcoef(np.log(expected), np.log([means[k] for k in order]))[0, 1] > 0.9
-    strangers = said(posterior, 2, [f"new{k}" for k in range(PROMPTS)])
-    assert len(set(strangers)) == 1
+    assert len(set(said(posterior, 2, [f"new{k}" for k in range(PROMPTS)]))) == 1
 
 
 def test_nobody_probes_for_a_prompt_that_is_known():
@@ -354,8 +341,7 @@ def test_lengths_may_drift_together():
     posterior = Posterior()
     live(posterior, 0, prompts, means, seed=3)
     live(posterior, 1, [f"other{k}" for k in range(PROMPTS)], [m / 4 for m in means], seed=3)
-    expected = said(posterior, 2, prompts)
-    assert np.corrcoef(np.log(expected), np.log(means))[0, 1] > 0.9
+    assert np.corrcoef(np.log(said(posterior, 2, prompts)), np.log(means))[0, 1] > 0.9
 
 
 @pytest.mark.parametrize(("survives", "low", "high"), [(1.0, 0.8, 1.0), (0.0, 0.0, 0.25)])

@@ -8,20 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra.facts import (
-    RoleChangeCancelled,
-    RoleChangeFailed,
-    RoleChangeStarted,
-    RoleMemberFailed,
-    RoleStage,
-    RoleStageFailed,
-)
+from libra import facts
 from libra.policy import role_changes as say
 from libra.policy.role_changes import Assignment, Role, Roles, Stage
 
 ROLLOUT, TRAIN, LENT = Assignment(Role.ROLLOUT), Assignment(Role.TRAIN), Assignment(Role.LENT)
 LEADS_2, LEADS_3 = Assignment(Role.ROLLOUT, 2), Assignment(Role.ROLLOUT, 3)
 NODES = {"a": "one", "b": "one", "c": "one", "d": "two"}
+KINDS = (
+    *("request",) * 3, *("all",) * 4, *("work",) * 3, *("deliver",) * 3, *("again",) * 2, "cancel", "cancel",
+    "fail", "fail", "late", "skip", "lose", "back", "back",
+)  # fmt: skip
+STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=60)
 
 
 @dataclass
@@ -77,16 +75,16 @@ class World:
                 assert process.alive and process.supplied is None
                 assert process.holds == assignment, "it is given work of the role it is in"
                 process.supplied = assignment
-            case RoleMemberFailed(worker=worker):
+            case facts.RoleMemberFailed(worker=worker):
                 if command.restarts:
                     self.restarts.append(worker)
                 assert process.supplied is None
-            case RoleChangeStarted(generation=generation):
+            case facts.RoleChangeStarted(generation=generation):
                 assert generation > max(self.begun, default=0)
                 self.begun[generation] = command
                 settled = {name: self.settled[name] for name in command.assignments}
                 self.before[generation] = {name: {"role": str(has.role), "tp": has.tp} for name, has in settled.items()}
-            case RoleChangeCancelled(generation=generation) | RoleChangeFailed(generation=generation):
+            case facts.RoleChangeCancelled(generation=generation) | facts.RoleChangeFailed(generation=generation):
                 assert generation in self.begun and generation not in self.ended
                 self.undone.add(generation)
             case say.Ended(generation=generation):
@@ -96,7 +94,6 @@ class World:
                 self.refused.append(reason)
 
     def work(self, name, *, fails=False, skips=False):
-        """A worker does the first thing that it was told and has not done, and says so."""
         process = self.processes[name]
         while skips and len(process.told) > 1 and process.told[0].generation < process.told[-1].generation:
             process.told.popleft()
@@ -105,7 +102,7 @@ class World:
         told = process.told.popleft()
         assert process.supplied is None
         if fails:
-            self.tell(RoleStageFailed(name, told.generation, "no room"))
+            self.tell(facts.RoleStageFailed(name, told.generation, "no room"))
             return
         if told.stage is Stage.SLEEPING:
             process.holds = None
@@ -119,7 +116,7 @@ class World:
                     if NODES[worker] == node and other.holds is not None and other.holds.role is not Role.LENT
                 ]
                 assert sum(held) <= list(NODES.values()).count(node), "no GPU is in two hands"
-        self.tell(RoleStage(name, told.generation, str(told.stage), 0.0))
+        self.tell(facts.RoleStage(name, told.generation, str(told.stage), 0.0))
 
     def tell(self, event):
         self.mail.append(event)
@@ -134,10 +131,10 @@ class World:
         if not self.sent:
             return
         event = self.sent[index % len(self.sent)]
-        assert isinstance(event, RoleStage | RoleStageFailed)
+        assert isinstance(event, facts.RoleStage | facts.RoleStageFailed)
         change = self.roles.changes.get(event.generation)
         current = change is not None and event.worker not in change.broken and self.roles.members[event.worker].present
-        if isinstance(event, RoleStage):
+        if isinstance(event, facts.RoleStage):
             current = current and change is not None and event.stage == change.stage and event.worker not in change.done
         elif change is None:
             current = event.generation == self.roles.members[event.worker].generation
@@ -160,7 +157,6 @@ class World:
             self.announce(name)
 
     def step(self, what, number):
-        """One thing happens, of one kind."""
         busy = [name for name, process in self.processes.items() if process.told] or list(NODES)
         name = busy[number % len(busy)]
         going = sorted(self.roles.changes) or [number]
@@ -172,7 +168,7 @@ class World:
             case "late":
                 change = self.roles.change_of(name)
                 if change is not None and self.processes[name].alive and not self.processes[name].told:
-                    self.tell(RoleStageFailed(name, change.generation, "no room after all"))
+                    self.tell(facts.RoleStageFailed(name, change.generation, "no room after all"))
             case "deliver":
                 self.deliver()
             case "cancel":
@@ -188,7 +184,6 @@ class World:
                 everybody(self)
 
     def settle(self):
-        """Everybody does all that is to be done, restarts included, and whoever is away comes back."""
         for _ in range(200):
             for name in NODES:
                 self.come_back(name)
@@ -200,7 +195,6 @@ class World:
 
 
 def targets_of(number):
-    """One of many things that can be asked for, sensible or not."""
     choices = [
         {"a": TRAIN}, {"b": TRAIN}, {"d": TRAIN}, {"a": ROLLOUT}, {"b": ROLLOUT}, {"a": TRAIN, "d": TRAIN},
         {"a": LEADS_2, "b": LENT}, {"b": LEADS_2, "a": LENT}, {"a": LEADS_3, "b": LENT, "c": LENT},
@@ -208,13 +202,6 @@ def targets_of(number):
         dict.fromkeys(NODES, ROLLOUT), {"a": LEADS_2, "d": LENT}, {"a": LENT}, {"x": TRAIN}, {"a": LEADS_2},
     ]  # fmt: skip
     return choices[number % len(choices)]
-
-
-KINDS = (
-    *("request",) * 3, *("all",) * 4, *("work",) * 3, *("deliver",) * 3, *("again",) * 2, "cancel", "cancel",
-    "fail", "fail", "late", "skip", "lose", "back", "back",
-)  # fmt: skip
-STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=60)
 
 
 @given(STEPS)
@@ -256,19 +243,21 @@ def everybody(world):
     return told
 
 
-def test_a_change_goes_through_its_stages_and_withdraws_first():
+def requested(targets):
     world = World()
-    commands = world.do("request", {"a": TRAIN})
-    kinds = [type(command) for command in commands]
-    assert kinds == [RoleChangeStarted, say.Withdraw, say.Perform]
+    return world, world.do("request", targets)
+
+
+def test_a_change_goes_through_its_stages_and_withdraws_first():
+    world, commands = requested({"a": TRAIN})
+    assert [type(command) for command in commands] == [facts.RoleChangeStarted, say.Withdraw, say.Perform]
     stages = [everybody(world) for _ in range(3)]
     assert stages == [[("a", Stage.DRAINING)], [("a", Stage.SLEEPING)], [("a", Stage.TAKING_UP)]]
     assert world.processes["a"].supplied == TRAIN
 
 
 def test_members_of_a_rebucket_wait_for_each_other_at_every_stage():
-    world = World()
-    world.do("request", {"a": LEADS_2, "b": LENT})
+    world, _ = requested({"a": LEADS_2, "b": LENT})
     for stage in (Stage.DRAINING, Stage.SLEEPING, Stage.TAKING_UP):
         assert {world.processes[name].told[0].stage for name in "ab"} == {stage}
         world.work("a")
@@ -288,8 +277,7 @@ def test_members_of_a_rebucket_wait_for_each_other_at_every_stage():
 @pytest.mark.parametrize("stage", [Stage.DRAINING, Stage.SLEEPING, Stage.TAKING_UP])
 @pytest.mark.parametrize("how", ["cancel", "fail", "lose"])
 def test_what_ends_early_takes_everybody_back(stage, how):
-    world = World()
-    world.do("request", {"a": LEADS_2, "b": LENT})
+    world, _ = requested({"a": LEADS_2, "b": LENT})
     while world.processes["a"].told[0].stage is not stage:
         everybody(world)
     if how == "cancel":
@@ -309,8 +297,7 @@ def test_what_ends_early_takes_everybody_back(stage, how):
 
 
 def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone():
-    world = World()
-    world.do("request", {"a": LEADS_2, "b": LENT})
+    world, _ = requested({"a": LEADS_2, "b": LENT})
     for _ in range(3):
         everybody(world)
     world.do("request", {"a": ROLLOUT, "b": ROLLOUT})
@@ -322,8 +309,8 @@ def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone():
     while world.mail:
         world.deliver()
     assert world.restarts == ["a"]
-    world.handle(RoleStageFailed("a", 3, "said twice"))
-    world.handle(RoleStage("a", 3, str(Stage.SLEEPING), 0.0))
+    world.handle(facts.RoleStageFailed("a", 3, "said twice"))
+    world.handle(facts.RoleStage("a", 3, str(Stage.SLEEPING), 0.0))
     assert world.restarts == ["a"] and not world.processes["b"].told  # which would take up GPUs that a may hold
     world.lose("a")
     assert world.processes["b"].told[0].stage is Stage.TAKING_UP
@@ -334,18 +321,16 @@ def test_who_fails_on_the_way_back_holds_what_it_has_until_it_is_gone():
 
 
 def test_a_role_that_cannot_go_on_is_left_for_what_the_worker_was_started_for():
-    world = World()
-    world.do("request", {"a": TRAIN})
+    world, _ = requested({"a": TRAIN})
     world.settle()
-    world.handle(RoleStageFailed("a", 1, "the core refuses it"))
+    world.handle(facts.RoleStageFailed("a", 1, "the core refuses it"))
     assert world.processes["a"].supplied is None
     world.settle()
     assert world.processes["a"].supplied == ROLLOUT
 
 
 def test_who_cannot_go_back_is_restarted_once_and_then_given_up():
-    world = World()
-    world.do("request", {"a": TRAIN})
+    world, _ = requested({"a": TRAIN})
     world.do("cancel", 1)
     for _ in range(2):
         world.processes["a"].told = deque(list(world.processes["a"].told)[-1:])
@@ -361,27 +346,19 @@ def test_who_cannot_go_back_is_restarted_once_and_then_given_up():
     assert world.processes["a"].supplied == ROLLOUT
 
 
-@pytest.mark.parametrize(
-    ("targets", "reason"),
-    [
-        ({}, "nothing changes"),
-        ({"a": ROLLOUT}, "nothing changes"),
-        ({"x": TRAIN}, "workers that can: a, b, c, d"),
-        ({"a": LEADS_2}, "tp=1"),
-        ({"a": LENT}, "must take the GPUs"),
-        ({"a": LEADS_2, "d": LENT}, "one node"),
-        ({"a": LEADS_3, "b": LENT}, "tp=2"),
-    ],
-)
+@pytest.mark.parametrize(("targets", "reason"), [
+    ({}, "nothing changes"), ({"a": ROLLOUT}, "nothing changes"), ({"x": TRAIN}, "workers that can: a, b, c, d"),
+    ({"a": LEADS_2}, "tp=1"), ({"a": LENT}, "must take the GPUs"), ({"a": LEADS_2, "d": LENT}, "one node"),
+    ({"a": LEADS_3, "b": LENT}, "tp=2"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_and_nothing_happens(targets, reason):
-    world = World()
-    assert len(world.do("request", targets)) == 1
+    world, commands = requested(targets)
+    assert len(commands) == 1
     assert reason in world.refused[0] and world.roles.changes == {}
 
 
 def test_a_change_in_progress_refuses_another_one_of_its_members():
-    world = World()
-    world.do("request", {"a": TRAIN})
+    world, _ = requested({"a": TRAIN})
     world.do("request", {"a": ROLLOUT})
     world.lose("b")
     world.do("request", {"b": TRAIN})

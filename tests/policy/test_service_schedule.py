@@ -12,6 +12,8 @@ from libra.errors import ConfigError
 from libra.policy.service_schedule import Fire, ServiceFacts, ServiceSchedule
 
 GIB = 2**30
+gaps = st.lists(st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5, 2.0]), min_size=1, max_size=60)
+lengths = st.lists(st.sampled_from([0.0, 0.05, 0.2, 1.0]), min_size=1, max_size=8)
 
 
 class Begun(NamedTuple):
@@ -46,10 +48,6 @@ def driven(schedule, arrivals, batch_s, restore_s=0.0):
     return begun
 
 
-gaps = st.lists(st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5, 2.0]), min_size=1, max_size=60)
-lengths = st.lists(st.sampled_from([0.0, 0.05, 0.2, 1.0]), min_size=1, max_size=8)
-
-
 def at_times(waits):
     at_s, found = 0.0, []
     for wait_s in waits:
@@ -77,8 +75,7 @@ def test_alone_on_its_device_a_request_waits_for_others_and_one_batch(waits, bat
 def test_on_one_device_services_run_in_the_order_in_which_they_were_ripe(waits, batch_s, data):
     schedule = ServiceSchedule({"gpu": 2 * GIB})
     for name in "abc":
-        facts = ServiceFacts(name, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([0.0, 0.2])), GIB)
-        schedule.declare(facts)
+        schedule.declare(ServiceFacts(name, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([0.0, 0.2])), GIB))
     arrivals = [(at_s, data.draw(st.sampled_from("abc"))) for at_s in at_times(waits)]
     begun = driven(schedule, arrivals, batch_s, restore_s=0.1)
     assert sorted(number for each in begun for number in each.fire.requests) == list(range(len(arrivals)))

@@ -14,18 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra import facts
 from libra.config import config_from_dict
-from libra.facts import (
-    OpenBatch,
-    OpenGate,
-    OpenWave,
-    QuantumStarted,
-    TrajectoryEnded,
-    TrajectoryParked,
-    Vacate,
-    VersionPublished,
-    WorkerCapacity,
-)
 from libra.graph.member_rows import member_rows
 from libra.policy import Admission, CommittedGroup, OneVersion, StalenessPolicy, Verdict, Waves, judge
 from libra.policy.late_rewards import WaitingGroup, settle
@@ -73,7 +63,6 @@ class Rules:
 
 @st.composite
 def rules(draw):
-    """Every combination that a run allows, with a bound of up to 3."""
     eta, batches = draw(st.integers(0, 3)), draw(st.sampled_from(["whole", "whole", "own", "first_come"]))
     whole = batches == "whole"
     over_age = draw(st.sampled_from(OVER_AGE)) if eta and whole else Verdict.WAIT
@@ -125,7 +114,7 @@ class Run:
         submitted, rng = 0, self.rng
         lazy = rng.choice((0.2, 1.0, 8.0))  # how much rarer than its start a quantum's end is
         for engine in ENGINES if self.one else ():
-            self.obeyed(self.one.handle(WorkerCapacity(engine, rollout_slots=4)))
+            self.obeyed(self.one.handle(facts.WorkerCapacity(engine, rollout_slots=4)))
         self.published()
         while len(self.taken) < self.rules.iterations or self.training or self.trained:
             starts = [place for place in self.parked if place not in self.generating and self.may(place)]
@@ -166,8 +155,6 @@ class Run:
                 case "give up":  # the time for which a batch waits is over
                     self.commit(rng.choice(self.graded))
 
-    # ---------------------------------------------------------------- rollout
-
     def may(self, place):
         return any(self.one is None or self.one.may(str(place), engine) for engine in ENGINES)
 
@@ -179,7 +166,7 @@ class Run:
         else:
             began = self.tokens.get(place)
             assert self.serves[engine] == (began[0] if began else self.version), "one version, the newest to begin with"
-            self.obeyed(self.one.handle(QuantumStarted(str(place), Phase.ROLLOUT, engine)))
+            self.obeyed(self.one.handle(facts.QuantumStarted(str(place), Phase.ROLLOUT, engine)))
         self.parked[place] -= 1
         self.generating[place] = engine
         self.tokens.setdefault(place, []).append(self.serves[engine])
@@ -192,7 +179,7 @@ class Run:
             return
         del self.parked[place]
         if self.one is not None:
-            self.obeyed(self.one.handle(TrajectoryEnded(str(place))))
+            self.obeyed(self.one.handle(facts.TrajectoryEnded(str(place))))
         if self.rules.late != "off" and self.rng.random() < 0.4:
             self.missing.add(place)
         group = place[:2]
@@ -206,7 +193,7 @@ class Run:
 
     def parked_again(self, place, quanta):
         if self.one is not None:
-            self.obeyed(self.one.handle(TrajectoryParked(str(place), place[0], Phase.ROLLOUT, quanta)))
+            self.obeyed(self.one.handle(facts.TrajectoryParked(str(place), place[0], Phase.ROLLOUT, quanta)))
 
     def owed(self, group):
         return {place for place in self.missing if place[:2] == group}
@@ -217,8 +204,6 @@ class Run:
         oldest = min(min(self.tokens[(*group, sample)]) for sample in range(SAMPLES))
         self.obeyed(self.admission.group_committed(CommittedGroup(*group, oldest)))
 
-    # ---------------------------------------------------------------- steps
-
     def published(self):
         self.version += 1
         policy = self.rules.policy
@@ -227,13 +212,13 @@ class Run:
         assert spread < (policy.window or 10**9)
         self.spread = max(self.spread, spread)
         if self.one is not None:
-            self.obeyed(self.one.handle(VersionPublished(self.version)))
+            self.obeyed(self.one.handle(facts.VersionPublished(self.version)))
         self.obeyed(self.admission.version_published(self.version))
 
     def obeyed(self, commands):
         rules, policy = self.rules, self.rules.policy
         for command in commands:
-            if isinstance(command, OpenGate):
+            if isinstance(command, facts.OpenGate):
                 assert command.iteration - policy.eta <= self.version
                 assert command.iteration < len(self.taken) + (policy.in_flight or policy.eta + 1)
                 for group in range(rules.groups):
@@ -241,17 +226,17 @@ class Run:
                         place = command.iteration, group, sample
                         self.parked[place] = self.rng.randint(1, 3)
                         self.parked_again(place, 0)
-            elif isinstance(command, OpenWave):
+            elif isinstance(command, facts.OpenWave):
                 assert command.batch == self.version + len(self.trained)
                 if rules.batches == "own":
                     assert all(iteration == command.batch for iteration, _ in command.members)
                 self.waves.setdefault(command.batch, []).extend(command.members)
                 self.training.append((command.batch, command.wave))
-            elif isinstance(command, OpenBatch):
+            elif isinstance(command, facts.OpenBatch):
                 assert command.batch == len(self.taken) == self.version + len(self.trained)
                 assert not self.streamed or list(command.members) == self.waves[command.batch]
                 self.take(command.batch, command.members)
-            elif isinstance(command, Vacate):
+            elif isinstance(command, facts.Vacate):
                 assert rules.engines == "rounded" and not {*command.keys} & {str(place) for place in self.generating}
                 self.vacated += len(command.keys)
             elif self.one is not None:  # LoadVersion
@@ -298,19 +283,15 @@ class Run:
         if self.rules.late != "correct":
             self.provisional |= missing
             return
-        known = dict.fromkeys(self.delivered, 1.0)
-        found = settle(self.waiting, batch, known, versions=LATE_VERSIONS)
+        found = settle(self.waiting, batch, dict.fromkeys(self.delivered, 1.0), versions=LATE_VERSIONS)
         for arrival in found.arrivals:
             assert 1 <= arrival.delay == batch - arrival.group.batch <= LATE_VERSIONS
             self.counted.update((arrival.group.iteration, arrival.group.group, sample) for sample in arrival.rewards)
         self.dropped.update(found.dropped)
-        fresh = [
-            WaitingGroup(*group, batch, tuple(p[2] for p in sorted(missing) if p[:2] == group)) for group in members
-        ]
+        fresh = [WaitingGroup(*g, batch, tuple(p[2] for p in sorted(missing) if p[:2] == g)) for g in members]
         self.waiting = (*found.waiting, *(group for group in fresh if group.missing))
 
     def checked(self):
-        """After the last step."""
         rules, consumed = self.rules, [group for members in self.taken.values() for group in members]
         assert len(consumed) == len(set(consumed)) == rules.groups * rules.iterations
         assert min(self.lags) >= 0

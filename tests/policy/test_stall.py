@@ -76,7 +76,6 @@ def test_a_stall_is_never_told_within_the_timeout_of_an_edge(steps):
 
 
 def measured(**seconds):
-    """Limits after 100 tasks of each kind, of so many seconds each."""
     lengths = Limits({"tool": 90.0})
     for kind, length_s in seconds.items():
         for _ in range(100):

@@ -26,17 +26,15 @@ from libra.policy.step_ways import (
 ROLLOUT_S, TRAIN_S, UPDATE_S = 300.0, 160.0, 10.0
 MADE = StepParts(16, 8, 0, ROLLOUT_S, TRAIN_S, UPDATE_S, throughput_s=280.0, longest_s=100.0)
 WORK_S = (280.0 * 8 + TRAIN_S * 8) / 16
+WAYS = ("split", "streaming", "turning")
+LATE, ALIKE = (1.0, 1.0, 1.0, 9.0), (9.0, 9.0, 9.0, 9.0)
 
 
 def test_the_forms_of_a_synchronous_step():
     found = forms(MADE, 18.8)
-    assert found == pytest.approx(
-        {
-            SPLIT: 470.0,
-            STREAMING: ROLLOUT_S + TRAIN_S / 2 + UPDATE_S,
-            TURNING: ROLLOUT_S + TRAIN_S / 4 + UPDATE_S + 18.8,
-        }
-    )
+    assert found == pytest.approx({
+        SPLIT: 470.0, STREAMING: ROLLOUT_S + TRAIN_S / 2 + UPDATE_S, TURNING: ROLLOUT_S + TRAIN_S / 4 + UPDATE_S + 18.8,
+    })  # fmt: skip
     assert MADE.path_over_work == pytest.approx((100.0 + UPDATE_S) / WORK_S)
     measured = forms(replace(MADE, left_s=10.0), 18.8)
     assert measured[STREAMING] == pytest.approx(ROLLOUT_S + 10.0 + UPDATE_S) and measured[SPLIT] == found[SPLIT]
@@ -44,13 +42,10 @@ def test_the_forms_of_a_synchronous_step():
 
 def test_the_forms_of_steps_that_overlap():
     later = forms(replace(MADE, eta=1, throughput_s=100.0), 18.8)
-    assert later == pytest.approx(
-        {
-            SPLIT: (ROLLOUT_S + TRAIN_S + UPDATE_S) / 2,
-            STREAMING: (ROLLOUT_S + TRAIN_S / 2 + UPDATE_S) / 2,
-            TURNING: (ROLLOUT_S + TRAIN_S / 4 + UPDATE_S) / 2 + 18.8,
-        }
-    )
+    assert later == pytest.approx({
+        SPLIT: (ROLLOUT_S + TRAIN_S + UPDATE_S) / 2, STREAMING: (ROLLOUT_S + TRAIN_S / 2 + UPDATE_S) / 2,
+        TURNING: (ROLLOUT_S + TRAIN_S / 4 + UPDATE_S) / 2 + 18.8,
+    })  # fmt: skip
     bound = forms(replace(MADE, eta=4), 18.8)  # engines are the limit, whatever the trainers do
     assert bound[SPLIT] == bound[STREAMING] == 280.0 and bound[TURNING] > 280.0
 
@@ -72,8 +67,7 @@ def test_roles_change_only_where_that_is_short_against_a_step():
 
 def test_the_fastest_way_that_the_configuration_can_take_is_chosen():
     few = replace(MADE, train_gpus=2, train_s=640.0, throughput_s=200.0)  # too few trainers: engines have to help
-    found = regime(few)
-    assert found.choice == TURNING
+    assert regime(few).choice == TURNING
     barred = regime(few, obstacles={TURNING: "an engine of 2 GPUs would train with one of them"})
     assert barred.choice == STREAMING and barred.obstacles[TURNING].startswith("an engine of 2 GPUs")
 
@@ -104,10 +98,6 @@ def test_a_way_stays_taken_until_it_is_worth_next_to_nothing():
     assert chosen(1.0, {SPLIT: 100.0}, ways, STREAMING) == SPLIT  # no seconds of it
 
 
-WAYS = ("split", "streaming", "turning")
-LATE, ALIKE = (1.0, 1.0, 1.0, 9.0), (9.0, 9.0, 9.0, 9.0)
-
-
 def choice(ways=WAYS, way="streaming", train_gpus=1):
     return WayChoice(WaySettings(ways, way, "not planned", train_gpus), 0, 16)
 
@@ -136,8 +126,7 @@ def test_engines_may_turn_where_that_is_worth_two_changes_and_no_trajectory_is_t
     assert told is not None and told.way == "turning" and made.turns and made.streams
     told = made.measured(step(change_s=60.0, **busy))
     assert told is not None and told.way == "streaming" and not made.turns  # changes take too long for the step
-    alone = choice()
-    told = alone.measured(step(rollout_gpus=30.0, rollout_gpu_s=30.0, change_s=0.1))
+    told = choice().measured(step(rollout_gpus=30.0, rollout_gpu_s=30.0, change_s=0.1))
     assert told is not None and told.way == "streaming" and told.reason.endswith("; latency-bound, so roles stay")
     assert choice(WAYS[:2]).measured(step(change_s=0.5, **busy)).way == "streaming"
 
@@ -178,7 +167,6 @@ def test_the_state_survives_json():
 
 
 def held():
-    """A run of four groups a batch, whose first three are complete."""
     admission = Admission(0, 4, Waves(4))
     admission.ways = choice(("split", "streaming"), "split")
     commands = []

@@ -7,31 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra import facts
 from libra.errors import ConfigError
-from libra.facts import (
-    GroupCommitted,
-    QuantumFinished,
-    QuantumStarted,
-    RoleChanged,
-    RoleChangeStarted,
-    RoleMemberKnown,
-    RoleRestored,
-    TrajectoryEnded,
-    TrajectoryParked,
-    Turned,
-    TurnRefused,
-    VersionPublished,
-    VersionServed,
-    WaveTrained,
-    WorkerCapacity,
-    WorkerWithdrawn,
-)
+from libra.facts import Turned
 from libra.policy import Admission, CommittedGroup, Tail, TailSettings, Waves, WayChoice, WaySettings
 from libra.policy.tail import ASSUMED_LOADS, OpenStep, TurningEngine, TurningRule
 from libra.types import Phase
 
 GROUPS, SIZE, SLOTS = 4, 2, 4
-COMMITTED = GroupCommitted("train", 0, 0, 0, None, {})
+COMMITTED = facts.GroupCommitted("train", 0, 0, 0, None, {})
+RULE = TurningRule(trajectories_per_gpu=4.0, min_gain_s=10.0, to_training_s=8.0, to_rollout_s=10.0)
+DOING = st.sampled_from(list(Turned))
 
 
 class Run:
@@ -41,45 +27,44 @@ class Run:
         self.admission = Admission(0, GROUPS, Waves(GROUPS, 1, 1))
         self.tail = Tail(self.admission, TailSettings(core_gpus=1, group_size=SIZE, change_s=change_s))
         for number in range(engines):
-            self.tail.handle(WorkerCapacity(f"e{number}", "tp1", rollout_slots=SLOTS))
+            self.tail.handle(facts.WorkerCapacity(f"e{number}", "tp1", rollout_slots=SLOTS))
         for number in range(hybrids):
-            self.tail.handle(RoleMemberKnown(f"e{number}", 1))
+            self.tail.handle(facts.RoleMemberKnown(f"e{number}", 1))
         self.publish(0)
         for wave in range(GROUPS):
             self.admission.wave_parked(0, wave)
         self.begin(0)
 
     def publish(self, version):
-        self.tail.handle(VersionPublished(version))
+        self.tail.handle(facts.VersionPublished(version))
         self.admission.version_published(version)
 
     def begin(self, iteration):
-        """Everything of the iteration is generated on e2."""
         for group in range(GROUPS):
             for sample in range(SIZE):
                 key = f"t-{iteration}-{group}-{sample}"
-                self.tail.handle(TrajectoryParked(key, iteration, Phase.ROLLOUT, 0, f"train-{iteration}-{group}"))
-                self.tail.handle(QuantumStarted(key, Phase.ROLLOUT, "e2"))
+                self.tail.handle(facts.TrajectoryParked(key, iteration, Phase.ROLLOUT, 0, f"train-{iteration}-{group}"))
+                self.tail.handle(facts.QuantumStarted(key, Phase.ROLLOUT, "e2"))
 
     def end(self, group, tokens=100):
-        """A group is generated and committed; a wave opens with it if the trainer is free."""
         for sample in range(SIZE):
             key = f"t-0-{group}-{sample}"
-            self.tail.handle(QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
-            self.tail.handle(TrajectoryEnded(key))
+            self.tail.handle(facts.QuantumFinished(key, Phase.ROLLOUT, tokens, "", "", 1.0))
+            self.tail.handle(facts.TrajectoryEnded(key))
         self.tail.handle(COMMITTED)
         self.admission.group_committed(CommittedGroup(0, group, 0))
 
     def train(self, wave, seconds, hybrids=0):
-        self.tail.handle(WaveTrained(0, wave, 1, 0, seconds, hybrids))
+        self.tail.handle(facts.WaveTrained(0, wave, 1, 0, seconds, hybrids))
         self.admission.wave_trained(0, wave)
 
-    def turn(self, worker, role, seconds):
-        self.tail.handle(RoleChangeStarted(1, {worker: {"role": role, "tp": 1}}, "", None))
-        if seconds is None:
-            self.tail.handle(RoleRestored(worker, 1, role, 1, {}, 1.0))
+    def turn(self, worker, role, took_s):
+        self.tail.handle(facts.RoleChangeStarted(1, {worker: {"role": role, "tp": 1}}, "", None))
+        if took_s is None:
+            self.tail.handle(facts.RoleRestored(worker, 1, role, 1, {}, 1.0))
         else:
-            self.tail.handle(RoleChanged(worker, 1, "", role, 1, 1, {"sleeping": seconds, "draining": 9.0}, seconds))
+            stages_s = {"sleeping": took_s, "draining": 9.0}
+            self.tail.handle(facts.RoleChanged(worker, 1, "", role, 1, 1, stages_s, took_s))
 
 
 def test_it_counts_what_is_open_and_what_is_left_in_gpu_seconds():
@@ -114,7 +99,7 @@ def test_the_thinnest_turns_once_and_returns_for_the_next_rollout():
     assert run.tail.look() == (), "it was asked"
     run.turn("e0", "train", 0.5)
     assert run.tail.rule().to_training_s == 0.5
-    run.tail.handle(WorkerWithdrawn("e0"))
+    run.tail.handle(facts.WorkerWithdrawn("e0"))
     run.end(2)
     run.end(3)
     for wave in (1, 2, 3):
@@ -124,7 +109,7 @@ def test_the_thinnest_turns_once_and_returns_for_the_next_rollout():
     assert run.tail.look() == (), "nothing is open yet"
     run.begin(1)
     assert run.tail.look() == (), "eight fit on two engines of four"
-    run.tail.handle(WorkerWithdrawn("e1"))
+    run.tail.handle(facts.WorkerWithdrawn("e1"))
     (back,) = run.tail.look()
     assert (back.worker, back.to) == ("e0", Turned.ROLLOUT)
 
@@ -146,10 +131,10 @@ def test_before_the_first_change_it_costs_some_loads_of_a_version_on_these_engin
     prices = run.tail.rule()
     assert prices.to_training_s + prices.to_rollout_s == pytest.approx(18.8)
     for load_s in (0.2, 0.3):
-        run.tail.handle(VersionServed(0, "e0", load_s))
+        run.tail.handle(facts.VersionServed(0, "e0", load_s))
     assert run.tail.rule().to_training_s == run.tail.rule().to_rollout_s == pytest.approx(ASSUMED_LOADS * 0.2)
     run = Run(change_s=0.0)
-    run.tail.handle(VersionServed(0, "e0", 0.2))
+    run.tail.handle(facts.VersionServed(0, "e0", 0.2))
     assert run.tail.rule().to_training_s == 0.0
 
 
@@ -159,11 +144,10 @@ def test_whoever_was_refused_or_failed_rests_until_the_next_version():
     run.train(0, 5.0)
     run.end(1)
     assert [turn.worker for turn in run.tail.look()] == ["e0"]
-    run.tail.handle(TurnRefused("e0"))
+    run.tail.handle(facts.TurnRefused("e0"))
     assert run.tail.look() == ()
     run.publish(1)
-    member = run.tail.engines()[0]
-    assert member.may_turn
+    assert run.tail.engines()[0].may_turn
     run.turn("e0", "train", None)  # asked for by somebody else
     assert [engine.name for engine in run.tail.engines()] == ["e1", "e2"], "it stays where it was put"
     assert run.tail.step() is not None and run.tail.step().core_gpus == 2
@@ -181,7 +165,7 @@ def test_engines_should_have_as_many_as_slow_each_by_half():
     run = Run()
     assert run.tail.trajectories_per_gpu() == SLOTS, "without a speed, its slots"
     fast = {"kv_tokens": 1000, "alone_s_per_token": 0.01, "beside_s_per_token": 0.001}
-    run.tail.handle(WorkerCapacity("e0", "tp2", rollout_slots=64, full_s_per_token=0.073, **fast))
+    run.tail.handle(facts.WorkerCapacity("e0", "tp2", rollout_slots=64, full_s_per_token=0.073, **fast))
     assert run.tail.trajectories_per_gpu() == pytest.approx((1 + 0.005 / 0.001) / 2)
 
 
@@ -199,21 +183,16 @@ def test_a_snapshot_changes_no_later_answer(seed):
         elif move == "role":
             run.turn(worker, rng.choice(["train", "rollout", "lent"]), rng.choice([None, 0.2]))
         elif move == "left":
-            run.tail.handle(WorkerWithdrawn(worker))
+            run.tail.handle(facts.WorkerWithdrawn(worker))
         elif move == "joined":
-            run.tail.handle(WorkerCapacity(worker, "tp1", rollout_slots=SLOTS))
+            run.tail.handle(facts.WorkerCapacity(worker, "tp1", rollout_slots=SLOTS))
         elif move == "refused":
-            run.tail.handle(TurnRefused(worker))
+            run.tail.handle(facts.TurnRefused(worker))
         again = Tail(run.admission)
         again.restore(json.loads(json.dumps(run.tail.snapshot())))
         assert again.snapshot() == run.tail.snapshot()
         assert again.look() == run.tail.look()
-        generating = [e for e in run.tail.engines() if e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT)]
-        assert generating, "e2 never turns"
-
-
-RULE = TurningRule(trajectories_per_gpu=4.0, min_gain_s=10.0, to_training_s=8.0, to_rollout_s=10.0)
-DOING = st.sampled_from(list(Turned))
+        assert [e for e in run.tail.engines() if e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT)], "e2 never turns"
 
 
 def engines(*residents, gpus=2):

@@ -31,17 +31,14 @@ def test_more_workers_where_many_actions_wait_for_long():
     ],
 )
 def test_no_more_workers_otherwise(change):
-    facts = replace(BUSY, **change)
-    assert ordered(facts) is None
+    assert ordered(replace(BUSY, **change)) is None
 
 
 def test_an_idle_worker_is_given_up_after_a_while_and_only_if_nothing_waits():
     idle = ToolWorkersOrdered(1, 4, 3, 0, 6, 0, 0.0, 0.0, 15.0, (("tool-1", IDLE_S - 1), ("tool-2", IDLE_S)))
-    reason = "tool-2 has had nothing to do for 60 s"
-    assert ordered(idle) == replace(idle, ordered=2, give_up="tool-2", reason=reason)
+    assert ordered(idle) == replace(idle, ordered=2, give_up="tool-2", reason="tool-2 has had nothing to do for 60 s")
     for change in ({"waiting": 1, "waiting_s": 1.0}, {"starting": 1}, {"wanted": 1}, {"start_s": 31.0}):
-        facts = replace(idle, **change)
-        assert ordered(facts) is None
+        assert ordered(replace(idle, **change)) is None
 
 
 @dataclass
@@ -88,7 +85,6 @@ class Cluster:
     st.integers(0, 6),
 )  # fmt: skip
 def test_bounds_hold_and_a_constant_load_settles(loads, start_s, least, extra):
-    """Each load lasts five minutes; then it does not change for half an hour."""
     cluster = Cluster(ToolFleet(least, least + extra), start_s, [f"tool-{n}" for n in range(least)])
     at = 0
     for load in loads:

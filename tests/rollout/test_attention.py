@@ -56,9 +56,7 @@ def make(tmp_path):
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_batch_is_the_model_on_each_sequence_alone_and_so_is_a_packed_row(
-    name, make, tmp_path, make_request, serve_all
-):
+def test_a_batch_is_the_model_on_each_sequence_alone_as_a_packed_row_is(name, make, tmp_path, make_request, serve_all):
     requests = {each: make_request(each, length=length, new=12) for each, length in (("a", 5), ("b", 45))}
     outputs, model = serve_all(make(name, SERVED[name]), *requests.values()), load_model(tmp_path, torch.float32)
     check_served(tmp_path, 64)

@@ -57,8 +57,7 @@ def test_nothing_is_said_before_enough_passes_and_an_engine_that_became_slower_s
 def test_bytes_of_a_token_are_those_of_all_ranks_with_heads_copied_where_there_are_too_few():
     whole = 2 * 28 * 8 * 128 * 2
     assert capacity.kv_token_bytes(QWEN, "bfloat16") == whole
-    found = [capacity.kv_token_bytes(QWEN, "bfloat16", tp=tp) for tp in (4, 16)]
-    assert found == [whole, 2 * whole]
+    assert [capacity.kv_token_bytes(QWEN, "bfloat16", tp=tp) for tp in (4, 16)] == [whole, 2 * whole]
     assert capacity.architecture_of(QWEN) == "qwen3-28x1024-h16kv8-v151936"
 
 

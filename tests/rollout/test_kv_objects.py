@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from libra.errors import KVRefused
 from libra.rollout.kv_objects import HostKV, KVObject
 
-GIB = 2**30
 POOL = {"host_kv_gib": 0.25}
+ACTS = st.sampled_from(["put", "get", "drop", "load"])
 
 
 def use(engines, body):
@@ -120,9 +120,6 @@ def test_a_damaged_object_is_refused():
         KVObject.received({"trajectory_id": "a"}, data)
     with pytest.raises(KVRefused):
         kv.check(3, "layout", np.arange(3))
-
-
-ACTS = st.sampled_from(["put", "get", "drop", "load"])
 
 
 @given(st.integers(0, 60), st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 40), st.integers(0, 3), ACTS)))

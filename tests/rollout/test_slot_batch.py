@@ -3,14 +3,26 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import _disable_current_modes
 
-from libra.errors import EngineError
+from libra.errors import EngineError, ModelError
+from libra.rollout import attention as slot_cache
 from libra.rollout import slot_batch as batch_module
+from libra.rollout.attention import SLOT_ATTENTION, SlotKV
+from libra.rollout.forward import Forward
+from libra.rollout.slot_batch import SlotBatch
 from libra.rollout.slot_table import FREE, RETAINED, RUNNING, Job
+from libra.rollout.weight_loading import load_causal_lm
 from libra.types import StopReason
+from pretended_gpu import PretendedTensor, pretended_gpu
 
 CASES = [("qwen3", True), ("qwen2", True), ("llama", True), ("qwen3", False), ("qwen2", False)]
 """Families and whether their passes are fused."""
+ACTIONS = st.one_of(
+    st.tuples(st.just("ask"), st.integers(0, 6), st.integers(1, 12), st.integers(1, 6), st.integers(0, 2)),
+    st.tuples(st.sampled_from(["abort", "forget"]), st.integers(0, 6)),
+    st.tuples(st.just("step"), st.integers(1, 4)),
+)
 
 
 @pytest.fixture
@@ -42,6 +54,11 @@ def drain(batch, most_steps=2000):
     return outputs
 
 
+def answered(batch, *requests):
+    submit(batch, *requests)
+    return drain(batch)
+
+
 def check_invariants(batch):
     table, shared = batch.table, batch.shared
     for slot, state in enumerate(table.state):
@@ -71,8 +88,7 @@ def test_ragged_prompts_are_answered_as_by_plain_transformers(
     drawn = [make_request(f"l{n}", length=n, new=20, seed=n, temperature=t) for n, t in ((3, 1.0), (30, 1.0), (8, 0.7))]
     batch = make_batch(family, slots=6, fused=fused)
     assert (batch.forward.fused is not None) == fused
-    submit(batch, *greedy, *drawn)
-    outputs = drain(batch)
+    outputs = answered(batch, *greedy, *drawn)
     for request in greedy:
         ids = torch.from_numpy(request.context_ids.astype(np.int64))[None]
         expected = reference(make_model(family)).generate(
@@ -93,13 +109,10 @@ def test_a_second_turn_on_retained_kv_equals_one_from_scratch(family, make_batch
     batch, fresh = make_batch(family), make_batch(family)
     first = make_request("a", length=12, new=7, seed=1)
     submit(batch, first, make_request("other", length=5, new=30))
-    output = drain(batch)["a"]
-    context = np.concatenate([first.context_ids, output.token_ids, [4, 5, 6]])
+    context = np.concatenate([first.context_ids, drain(batch)["a"].token_ids, [4, 5, 6]])
     second = make_request("a", context=context, turn=1, new=15, seed=2)
     before = batch.counters.prefilled_tokens
-    submit(batch, second)
-    submit(fresh, second)
-    warm, cold = drain(batch)["a"], drain(fresh)["a"]
+    warm, cold = answered(batch, second)["a"], answered(fresh, second)["a"]
     assert warm.token_ids.tolist() == cold.token_ids.tolist()
     np.testing.assert_allclose(warm.logprobs, cold.logprobs, atol=1e-5)
     assert (warm.cached_tokens, cold.cached_tokens) == (12 + 7 - 1, 0)
@@ -141,22 +154,18 @@ def test_who_waits_for_a_siblings_prompt_gets_right_answers_when_it_goes(
     assert sorted(outputs) == ["s0", "s1", "s2"][interruption == "abort" :]
     for output in outputs.values():
         weights = make_model("qwen3", seed=int(interruption == "load"))
-        expected = reference_logprobs(weights, context, output.token_ids)
-        np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(output.logprobs, reference_logprobs(weights, context, output.token_ids), atol=1e-4)
 
 
 def test_only_the_part_of_the_cache_that_equals_the_context_is_used(make_batch, make_request):
     batch, fresh = make_batch(), make_batch()
     first = make_request("a", length=12, new=7)
-    submit(batch, first)
-    drain(batch)
+    answered(batch, first)
     changed = first.context_ids.copy()
     changed[5] = (changed[5] + 1) % 48
     for context, cached in ((changed, 5), (changed[:4], 3)):
         request = make_request("a", context=context, new=9, seed=3)
-        submit(batch, request)
-        submit(fresh, request)
-        warm, cold = drain(batch)["a"], drain(fresh)["a"]
+        warm, cold = answered(batch, request)["a"], answered(fresh, request)["a"]
         fresh.forget("a")
         assert warm.cached_tokens == cached
         assert warm.token_ids.tolist() == cold.token_ids.tolist()
@@ -165,8 +174,7 @@ def test_only_the_part_of_the_cache_that_equals_the_context_is_used(make_batch, 
 def test_eviction_takes_the_least_recently_used_and_spares_who_waits(make_batch, make_request):
     batch = make_batch(slots=3)
     for name in ("old", "wanted", "young"):
-        submit(batch, make_request(name, new=2))
-        drain(batch)
+        answered(batch, make_request(name, new=2))
     wanted = batch.table.slot_of["wanted"]
     batch.table.used_at[wanted] = 0  # the oldest of all, but its next turn is already in the queue
     submit(batch, make_request("new1", new=2, priority=(0,)), make_request("wanted", new=2, priority=(1,)))
@@ -178,8 +186,7 @@ def test_eviction_takes_the_least_recently_used_and_spares_who_waits(make_batch,
 def test_kv_is_held_to_its_budget_by_waiting_and_by_making_retained_contexts_way(make_batch, make_request):
     batch = make_batch(slots=4, max_context_tokens=40, kv_tokens=60)
     for name in ("first", "second"):
-        submit(batch, make_request(name, length=10, new=10))
-        drain(batch)
+        answered(batch, make_request(name, length=10, new=10))
     assert set(batch.table.slot_of) == {"first", "second"}  # 40 tokens are retained
     submit(batch, make_request("third", length=20, new=15), make_request("fourth", length=10, new=20))
     batch.step()
@@ -188,16 +195,17 @@ def test_kv_is_held_to_its_budget_by_waiting_and_by_making_retained_contexts_way
     outputs = drain(batch)
     assert {name: len(output.token_ids) for name, output in outputs.items()} == {"third": 15, "fourth": 20}
     roomy = make_batch(slots=4, max_context_tokens=40)
-    submit(roomy, make_request("fourth", length=10, new=20))
-    assert drain(roomy)["fourth"].token_ids.tolist() == outputs["fourth"].token_ids.tolist()
+    assert (
+        answered(roomy, make_request("fourth", length=10, new=20))["fourth"].token_ids.tolist()
+        == outputs["fourth"].token_ids.tolist()
+    )
 
 
 def test_long_prompts_are_prefilled_in_chunks_within_the_budget(make_batch, make_request, monkeypatch):
     whole, parts = make_batch(), make_batch()
     requests = [make_request(f"p{n}", length=n, new=6, seed=n) for n in (50, 41, 3, 1)]
-    submit(whole, *requests)
     submit(parts, *requests)
-    expected = drain(whole)
+    expected = answered(whole, *requests)
     monkeypatch.setattr(batch_module, "PREFILL_TOKENS_PER_STEP", 16)
     fed = []
     while parts.has_work:
@@ -212,8 +220,7 @@ def test_long_prompts_are_prefilled_in_chunks_within_the_budget(make_batch, make
 
 def test_new_weights_take_over_between_two_tokens(make_batch, make_request, make_model, reference_logprobs):
     batch = make_batch()
-    submit(batch, make_request("kept", new=2))
-    drain(batch)
+    answered(batch, make_request("kept", new=2))
     requests = [make_request(f"v{n}", length=n, new=14, seed=n) for n in (4, 20)]
     submit(batch, *requests)
     for _ in range(5):
@@ -234,8 +241,7 @@ def test_new_weights_take_over_between_two_tokens(make_batch, make_request, make
 def test_scattered_slots_are_brought_together_with_their_kv(make_batch, make_request):
     alone = make_batch(slots=1)
     keep = make_request("keep", length=11, new=40, seed=9)
-    submit(alone, keep)
-    expected = drain(alone)["keep"]
+    expected = answered(alone, keep)["keep"]
     batch = make_batch(slots=16)
     submit(batch, *(make_request(f"short{n}", new=2 + n % 3) for n in range(15)), keep)
     spans = []
@@ -251,8 +257,8 @@ def test_scattered_slots_are_brought_together_with_their_kv(make_batch, make_req
     assert spans[0] < 15
     assert spans[-1] == "keep"
     follow = np.concatenate([keep.context_ids, expected.token_ids, [1]])
-    submit(batch, make_request("keep", context=follow, new=2), make_request("short3", length=3, new=2))
-    assert drain(batch)["keep"].cached_tokens == 50
+    again = make_request("keep", context=follow, new=2), make_request("short3", length=3, new=2)
+    assert answered(batch, *again)["keep"].cached_tokens == 50
 
 
 def test_broken_weights_are_an_error_and_leave_no_trace(make_batch, make_request):
@@ -267,25 +273,16 @@ def test_broken_weights_are_an_error_and_leave_no_trace(make_batch, make_request
         batch.step()
     assert [job.request.trajectory_id for job in batch.drop_all()] == ["n"]
     weight.copy_(saved)
-    submit(batch, request)
-    submit(sound, request)
-    assert drain(batch)["n"].token_ids.tolist() == drain(sound)["n"].token_ids.tolist()
+    one, other = answered(batch, request)["n"], answered(sound, request)["n"]
+    assert one.token_ids.tolist() == other.token_ids.tolist()
 
 
 def test_a_leader_whose_next_turn_differs_from_what_it_leads_is_followed_by_nobody(make_batch, make_request):
     batch = make_batch()
     prompt = make_request("prompt", length=9).context_ids
-    submit(batch, make_request("first", context=prompt, new=2))
-    drain(batch)
-    submit(batch, make_request("first", context=prompt[:5], new=2), make_request("second", context=prompt, new=2))
-    assert set(drain(batch)) == {"first", "second"}
-
-
-ACTIONS = st.one_of(
-    st.tuples(st.just("ask"), st.integers(0, 6), st.integers(1, 12), st.integers(1, 6), st.integers(0, 2)),
-    st.tuples(st.sampled_from(["abort", "forget"]), st.integers(0, 6)),
-    st.tuples(st.just("step"), st.integers(1, 4)),
-)
+    answered(batch, make_request("first", context=prompt, new=2))
+    both = make_request("first", context=prompt[:5], new=2), make_request("second", context=prompt, new=2)
+    assert set(answered(batch, *both)) == {"first", "second"}
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -322,3 +319,78 @@ def test_every_request_ends_exactly_once_whatever_happens(actions, shared_batch,
         assert batch.table.state[batch.table.slot_of[name]] == RETAINED
         batch.forget(name)
     assert (batch.table.state == FREE).all()
+
+
+@pytest.fixture
+def load(make_model):
+    slot_cache.register()
+    return lambda family="qwen3", dtype="float32": load_causal_lm(make_model(family), dtype, SLOT_ATTENTION)
+
+
+def kv_for(model, dtype=torch.float32):
+    return SlotKV(model.config, 2, 64, dtype)
+
+
+def test_fused_projections_are_the_stock_modules_own_storage(load):
+    model = load("qwen2")
+    layer, attention = Forward(model, kv_for(model)).fused.layers[0], model.model.layers[0].self_attn
+    attention.k_proj.weight.data[0, 0] = 123.0
+    attention.v_proj.bias.data[0] = 321.0
+    assert layer.qkv[attention.q_proj.out_features, 0] == 123.0
+    assert 321.0 in layer.qkv_bias
+
+
+def test_a_pass_that_disagrees_with_transformers_is_refused(load, monkeypatch):
+    model = load()
+    true_attend = slot_cache.attend
+    monkeypatch.setattr("libra.rollout.forward.attend", lambda *a: true_attend(*a) * 1.05)
+    with pytest.raises(ModelError, match="nats"):
+        Forward(model, kv_for(model))
+    Forward(model, kv_for(model), fused=False)
+
+
+def test_bfloat16_logprobs_are_near_transformers(make_batch, make_model, make_request, reference_logprobs, serve_all):
+    request = make_request("b", length=20, new=30)
+    output = serve_all(make_batch(dtype="bfloat16"), request)["b"]
+    expected = reference_logprobs(make_model(), request.context_ids, output.token_ids)
+    assert np.abs(output.logprobs - expected).mean() < 0.1
+
+
+def served(make_model, make_request, device, family, fused, exact):
+    """Everything a batch on ``device`` answers: turns of several trajectories, probes, and all of it after other weights."""
+    slot_cache.register()
+    with _disable_current_modes():  # transformers loads by way of the device ``meta``, a name the pretended GPU has
+        model = load_causal_lm(make_model(family), "float32", slot_cache.SLOT_ATTENTION)
+        others = make_model(family, 1)
+    model.to(device)
+    batch = SlotBatch(model, slots=3, max_context_tokens=96, version=0, fused=fused, exact_logprobs=exact)
+    tokens, answers = [], []
+    for version in (0, 1):
+        if version:
+            batch.load(version, others)
+        requests = [make_request("a", length=40, new=4), make_request("b", new=6, temperature=0.7, top_p=0.9)]
+        requests += [make_request("c", length=40, new=3, temperature=0.0), make_request("d", new=3)]
+        requests += [make_request("e", new=4, context=requests[0].context_ids)]
+        turns = answered(batch, *requests)
+        assert len(turns) == len(requests)
+        tokens += [output.token_ids for _, output in sorted(turns.items())]
+        answers += [output.logprobs for _, output in sorted(turns.items())]
+        answers.append(batch.score(np.arange(20, dtype=np.int32)))
+        answers += [np.array(numbers) for _, numbers in sorted(batch.forward.project(7).items())]
+        wanted = {"model.embed_tokens.weight": (3, 5), "model.norm.weight": ()}
+        wanted["model.layers.0.self_attn.q_proj.weight"] = (1,)
+        answers += [found for _, found in sorted(batch.forward.columns(wanted).items())]
+    return batch, tokens, answers
+
+
+@pytest.mark.parametrize(("family", "fused"), [("qwen3", True), ("qwen2", False)])
+def test_an_engine_elsewhere_answers_as_one_here(make_model, make_request, family, fused):
+    exact = not fused
+    _, expected_tokens, expected = served(make_model, make_request, "cpu", family, fused, exact)
+    with pretended_gpu() as device:
+        batch, got_tokens, got = served(make_model, make_request, device, family, fused, exact)
+        assert all(isinstance(layer, PretendedTensor) for layer in batch.kv.data)
+    for one, other in zip(got_tokens, expected_tokens, strict=True):
+        assert one.tolist() == other.tolist()
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)

@@ -44,8 +44,7 @@ def test_a_priority_that_one_number_cannot_hold_is_refused(priority):
 def test_the_queue_is_a_sorted_list_with_places(slots, jobs, random):
     queue, expected, running = RequestQueue(slots), [], set()
     for ticket, (priority, ends) in enumerate(jobs):
-        job = QueuedJob(ticket, request(f"t{ticket}", (priority,)), 0.0)
-        queue.push(job)
+        queue.push(QueuedJob(ticket, request(f"t{ticket}", (priority,)), 0.0))
         expected.append((priority, ticket))
         if ends == 1 and running:  # one that runs ends
             queue.end(queue.running[running.pop()])

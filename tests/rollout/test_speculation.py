@@ -19,6 +19,8 @@ from libra.rollout.speculation import (
     accepted,
 )
 
+TOKENS = st.integers(0, 3)
+
 
 def test_a_draft_follows_what_a_sibling_of_its_group_wrote():
     drafts = GroupDrafts()
@@ -34,9 +36,6 @@ def test_a_draft_follows_what_a_sibling_of_its_group_wrote():
     for index in range(MAX_GROUPS):
         groups.of(f"more {index}")
     assert groups.of("one").propose([1, 2], 1) == []  # the oldest is forgotten
-
-
-TOKENS = st.integers(0, 3)
 
 
 @given(st.lists(st.lists(TOKENS, max_size=40), max_size=4), st.lists(TOKENS, min_size=2, max_size=12))
@@ -149,8 +148,7 @@ def test_new_weights_in_mid_turn_and_requests_without_a_group(make_batch, make_r
     for _ in range(6):
         batch.step()
     batch.load(1, make_model("qwen3", 1))
-    outputs = serve_all(batch)
-    for output in outputs.values():
+    for output in serve_all(batch).values():
         versions = output.weight_versions
         assert len(versions) == 40 and set(versions) == {0, 1} and (np.diff(versions) >= 0).all()
     before = batch.stats().drafted_tokens

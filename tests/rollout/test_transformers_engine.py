@@ -61,8 +61,7 @@ def test_a_fault_in_the_loop_fails_what_is_pending_and_the_engine_goes_on(make_e
         at_step(engine, 3, lambda: setattr(forward, "logits", broken))
         asked = [engine.generate(make_request(f"f{n}", new=20)) for n in range(12)]
         failures = await asyncio.gather(*asked, return_exceptions=True)
-        good = await engine.generate(make_request("f1", new=20, seed=3))
-        return failures, good, engine.stats()
+        return failures, await engine.generate(make_request("f1", new=20, seed=3)), engine.stats()
 
     failures, good, stats = use(make_engine(slots=8), body)
     assert len(failures) == 12

@@ -22,7 +22,6 @@ DONE = {}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run tests that are coroutines."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
@@ -71,16 +70,13 @@ async def cluster(rollout=2, tool=2):
 def config_of(eta=0, iterations=1, groups=1, policy=None, **watchdog):
     """A configuration as a registration has it; without a watchdog, unless its settings are given."""
     sections = {
-        "run": {"eta": eta, "iterations": iterations},
-        "trainer": {"prompts": groups},
-        "policy": policy or {"name": "fifo"},
-        "watchdog": {"timeout_s": None} | watchdog,
-    }
+        "run": {"eta": eta, "iterations": iterations}, "trainer": {"prompts": groups},
+        "policy": policy or {"name": "fifo"}, "watchdog": {"timeout_s": None} | watchdog,
+    }  # fmt: skip
     return config_from_dict(sections).model_dump(mode="json")
 
 
 def register(live, directory, run="demo", *, config=None, epoch=0, **more):
-    """Make a run known to the plugin, with a version 0."""
     config = config_of() if config is None else config
     answer = live.plugin.register_run(RunRegistration(run, epoch, str(directory), config, **more))
     publish(live, 0, run, epoch)
@@ -88,7 +84,6 @@ def register(live, directory, run="demo", *, config=None, epoch=0, **more):
 
 
 def publish(live, version, run="demo", epoch=0):
-    """Report a version as published."""
     say(live, VersionPublished(version), run=run, epoch=epoch)
 
 
@@ -104,7 +99,6 @@ async def until(condition):
 
 
 def submit(live, run, lengths, iteration=0, group=0):
-    """Trajectory tasks, as an iteration graph makes them."""
     futures = []
     for sample, length in enumerate(lengths):
         key = keys.make("trajectory", (iteration, group, sample), epoch=0, run=run)
@@ -115,6 +109,5 @@ def submit(live, run, lengths, iteration=0, group=0):
 
 @pytest.fixture(scope="session")
 def emulation():
-    """The functions of this file, for tests."""
     functions = (cluster, config_of, register, publish, say, submit, quantum, report, until)
     return SimpleNamespace(**{each.__name__: each for each in functions})

@@ -27,7 +27,7 @@ class Stage:
         self.plugin = Gangs(self, {"demo": self.state})
         self.plugin.register_gang("demo", 0, 2)
         for name in workers:
-            self.say(TrainerJoined(name), name)
+            self.join(name)
 
     def emit(self, fact):
         self.events.append((fact.name, fields_of(fact)))
@@ -35,6 +35,10 @@ class Stage:
     @staticmethod
     def address(name):
         return f"tcp://{name}:1"
+
+    def join(self, name):
+        self.workers.add(self.address(name))
+        self.say(TrainerJoined(name), name)
 
     def say(self, fact, name="a", epoch=0):
         state = SimpleNamespace(run="demo", epoch=epoch, log=self.state.log)
@@ -53,14 +57,12 @@ class Stage:
 
     def park(self, node, *indices):
         key = keys.make(node, indices, epoch=0, run="demo")
-        self.tasks[key] = SimpleNamespace(
-            state="waiting", resource_restrictions={keys.GANG: 1}, worker_restrictions=None
-        )
+        needs = {keys.GANG: 1}
+        self.tasks[key] = SimpleNamespace(state="waiting", resource_restrictions=needs, worker_restrictions=None)
         self.move(key, "no-worker")
         return key
 
     def form(self, number):
-        """Everybody does as told, up to a ready group."""
         self.say(GangOpen(number, "h", 1))
         for rank in range(2):
             self.say(GangRankJoined(number, rank, number))
@@ -115,17 +117,14 @@ def test_a_member_that_leaves_is_named_and_its_gang_placed_again_on_the_next_gro
     stage.form(0)
     stage.park("step", 0, 0), stage.park("step", 0, 1)
     stage.lose("b")
-    assert stage.events[-1] == (
-        "gang_lost",
-        {"gang": 0, "worker": "b", "detail": "worker b at tcp://b:1 left the cluster"},
-    )
+    told = {"gang": 0, "worker": "b", "detail": "worker b at tcp://b:1 left the cluster"}
+    assert stage.events[-1] == ("gang_lost", told)
     survivor = next(key for key, where in stage.running().items() if where == {stage.address("a")})
     stage.move(survivor, "released")
     stage.move(survivor, "no-worker")
     assert not stage.running()
     if not spare:
-        stage.workers.add(stage.address("b"))
-        stage.say(TrainerJoined("b"), "b")
+        stage.join("b")
     assert stage.sent[-1][1]["do"] == "open" and stage.sent[-1][1]["gang"] == 1
     stage.say(GangRankFailed(0, 0, "late: group 0 is over"))  # of the group before
     stage.form(1)
@@ -140,8 +139,7 @@ def test_a_rank_done_before_is_not_waited_for():
     first, second = (stage.park("step", 0, rank) for rank in range(2))
     stage.move(first, "memory")
     stage.lose("b")
-    stage.workers.add(stage.address("b"))
-    stage.say(TrainerJoined("b"), "b")
+    stage.join("b")
     stage.form(1)
     assert stage.running() == {second: {stage.address("b")}}
 

@@ -19,13 +19,14 @@ from libra.user_orderings import ordering_of
 
 TABLES = {tp: EngineTables(engine_seconds("A800-80G", "Qwen3-14B", tp)) for tp in (1, 2, 4)}
 LAYOUTS = {"one_kind": {2: 3}, "three_kinds": {1: 4, 2: 2, 4: 2}}
+PAPER = "benchmarks.orderings:Paper"
+OTHERS = [pytest.param(*each, marks=pytest.mark.live) for each in (("mlfq", "three_kinds"), (PAPER, "one_kind"))]
 
 
 def in_live_order(workload, directory):
     """The workload in the order in which the live scheduler first saw its trajectories: Dask's, and none of ours."""
-    seen = [
-        e["key"] for e in emulated_run.plugin_events(directory) if e["name"] == "trajectory_parked" and not e["quanta"]
-    ]
+    events = emulated_run.plugin_events(directory)
+    seen = [e["key"] for e in events if e["name"] == "trajectory_parked" and not e["quanta"]]
     by_key = {workload.key(plan): plan for plan in workload.trajectories}
     assert sorted(seen) == sorted(by_key)
     return Workload(workload.name, tuple(by_key[key] for key in seen))
@@ -41,10 +42,6 @@ def without_ties(workload):
     return Workload(workload.name, tuple(plans))
 
 
-PAPER = "benchmarks.orderings:Paper"
-OTHERS = [pytest.param(*each, marks=pytest.mark.live) for each in (("mlfq", "three_kinds"), (PAPER, "one_kind"))]
-
-
 @pytest.mark.parametrize(("name", "layout"), [("cmlfq", "three_kinds"), *OTHERS])
 def test_live_dispatch_is_the_simulators(name, layout, tmp_path):
     workload = without_ties(synthetic(24, turns=4, seed=3, group_size=6, name="parity"))
@@ -52,16 +49,12 @@ def test_live_dispatch_is_the_simulators(name, layout, tmp_path):
     policy = {"name": name, "objective": "makespan", "patience": 4}
     live, live_s = asyncio.run(emulated_run.emulate(workload, specs, policy, tmp_path, tool_slots=6))
 
-    simulator = Simulator(
-        in_live_order(workload, tmp_path), specs, ordering_of(**policy), options=SimulationOptions(tool_slots=6)
-    )
-    outcome = simulator.run()
+    work, options = in_live_order(workload, tmp_path), SimulationOptions(tool_slots=6)
+    outcome = Simulator(work, specs, ordering_of(**policy), options=options).run()
     simulated = [(str(d.phase), d.key, d.worker) for d in outcome.dispatched]
     assert len(simulated) == sum(2 * len(plan.turns) - 1 for plan in workload.trajectories)
-    differing = next((i for i, (a, b) in enumerate(zip(live, simulated, strict=True)) if a != b), None)
-    assert differing is None, (
-        f"dispatch {differing} of {len(live)}: live {live[differing]}, simulated {simulated[differing]}"
-    )
+    at = next((i for i, (a, b) in enumerate(zip(live, simulated, strict=True)) if a != b), None)
+    assert at is None, f"dispatch {at} of {len(live)}: live {live[at]}, simulated {simulated[at]}"
     assert live_s == pytest.approx(outcome.makespan_s, rel=1e-9)
 
     lines = ((i, from_dict(event).fact) for i, event in enumerate(emulated_run.plugin_events(tmp_path), 1))

@@ -6,19 +6,12 @@ from collections import Counter
 
 from distributed import Reschedule
 
-from libra import keys
-from libra.facts import (
-    EngineJoined,
-    EngineKindFields,
-    EngineQuarantined,
-    Priority,
-    SetPriority,
-    TrajectoryParked,
-    VersionChecked,
-    VersionServed,
-)
+from libra import facts, keys
 from libra.store.event_log import read_events
 from libra.types import Phase
+
+KEPT = {}
+"""State of the two tasks below; functions of a module are not copied on their way to a worker of this process."""
 
 
 class RandomOrder:
@@ -30,9 +23,9 @@ class RandomOrder:
         self.rng = random.Random(seed)
 
     def handle(self, event):
-        if isinstance(event, TrajectoryParked):
-            place = Priority(self.rng.randrange(3), self.rng.randrange(3), self.rng.randrange(100))
-            return (SetPriority(event.key, place, "random"),)
+        if isinstance(event, facts.TrajectoryParked):
+            place = facts.Priority(self.rng.randrange(3), self.rng.randrange(3), self.rng.randrange(100))
+            return (facts.SetPriority(event.key, place, "random"),)
         return ()
 
 
@@ -96,10 +89,6 @@ async def test_a_gate_waits_for_its_version_and_hears_nothing_of_an_older_epoch(
         assert await futures[2] == 2
 
 
-KEPT = {}
-"""State of the two tasks below; functions of a module are not copied on their way to a worker of this process."""
-
-
 async def keeps_its_slot(key):
     """Three generations: the second follows in the same slot, the third must park first because another waits."""
     emulation = KEPT["emulation"]
@@ -114,7 +103,6 @@ async def keeps_its_slot(key):
 
 
 async def waits(key):
-    """One generation."""
     KEPT["emulation"].report(key, "demo", 0, following=None)
     return "second"
 
@@ -133,7 +121,7 @@ async def test_a_trajectory_keeps_its_slot_only_while_nobody_waits_for_one(emula
             (KEPT["told"] if ahead else free_again).set()
 
         rollout.stream_handlers["libra-ahead"] = best_waiting
-        joined = EngineJoined("rollout-0", EngineKindFields("transformers", "", 1, 1))
+        joined = facts.EngineJoined("rollout-0", facts.EngineKindFields("transformers", "", 1, 1))
         emulation.say(live, joined, worker=rollout.address)
         first, second = (keys.make("trajectory", (0, 0, sample), epoch=0, run="demo") for sample in range(2))
         park = {keys.PARK: 1}
@@ -149,8 +137,8 @@ async def test_a_trajectory_keeps_its_slot_only_while_nobody_waits_for_one(emula
 
 
 async def test_a_worker_with_a_quarantined_engine_generates_nothing_until_it_serves_again(emulation, tmp_path):
-    checked = VersionChecked(1, "rollout-0", "columns", 0.0, 0.0, None, 1, 1, 0.0, True, 0.1, 0.1)
-    wrong = EngineQuarantined(1, "rollout-0", "lm_head.weight", "columns", 0.5, 0.0, "", out=False)
+    checked = facts.VersionChecked(1, "rollout-0", "columns", 0.0, 0.0, None, 1, 1, 0.0, True, 0.1, 0.1)
+    wrong = facts.EngineQuarantined(1, "rollout-0", "lm_head.weight", "columns", 0.5, 0.0, "", out=False)
 
     async with emulation.cluster() as live:
         for run in ("one", "two"):
@@ -164,7 +152,7 @@ async def test_a_worker_with_a_quarantined_engine_generates_nothing_until_it_ser
         dispatch.kick()
         await emulation.until(lambda: not dispatch.kicked)
         assert {live.scheduler.tasks[future.key].state for future in (*one, *two)} == {"no-worker"}
-        emulation.say(live, VersionServed(1, "rollout-0", 0.1, 1, "transformers-tp1"), checked, **at)
+        emulation.say(live, facts.VersionServed(1, "rollout-0", 0.1, 1, "transformers-tp1"), checked, **at)
         assert await live.client.gather(one) == [3, 2, 1]
         assert await live.client.gather(two) == [3, 2, 5, 1]
         for run in ("one", "two"):

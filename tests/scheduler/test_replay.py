@@ -30,8 +30,7 @@ async def record(emulation, directory, policy=None):
         emulation.register(live, directory, config=emulation.config_of(1, ITERATIONS, GROUPS, policy))
 
         def node(name, k):
-            key = keys.make(name, (k,), epoch=0, run="demo")
-            return live.client.submit(int, k, key=key, resources={keys.PARK: 1})
+            return live.client.submit(int, k, key=keys.make(name, (k,), epoch=0, run="demo"), resources={keys.PARK: 1})
 
         for k in range(ITERATIONS):
             emulation.say(live, prompts_named("train", k, ["p0", "p1"]))
@@ -56,7 +55,6 @@ async def record(emulation, directory, policy=None):
 
 @pytest.fixture(scope="module")
 def recorded(emulation, tmp_path_factory):
-    """Events of a run; a test leaves them alone."""
     directory = tmp_path_factory.mktemp("recorded")
     asyncio.run(record(emulation, directory))
     return directory / "events.jsonl"
@@ -98,7 +96,6 @@ def test_what_was_learned_is_replayed_and_restored(emulation, tmp_path):
     assert first_difference([event for event in events if event["name"] != "prompts_named"])[1]
 
     reader = from_last_snapshot(tmp_path / "events.jsonl")
-    assert reader is not None
     whole = [(line, from_dict(event).fact) for line, event in enumerate(events, start=1)]
     snapshot, of_tail = learned(whole), learned([(line, from_dict(event).fact) for line, event in reader])
     assert snapshot is not None and of_tail is not None and snapshot["forecaster"]["all"][0] > 0
@@ -146,7 +143,6 @@ def test_a_replay_begins_at_the_last_snapshot_and_reads_the_tail_only(recorded, 
     damaged[3] = b"not read at all"
     (tmp_path / "events.jsonl").write_bytes(b"\n".join(damaged))
     reader = from_last_snapshot(tmp_path / "events.jsonl")
-    assert reader is not None
     tail = list(replay((line, from_dict(event).fact) for line, event in reader))
     assert [step.line for step in tail] == [step.line for step in whole]
     assert [step.now for step in tail] == [step.now for step in whole]
@@ -158,8 +154,7 @@ def test_a_replay_begins_at_the_last_snapshot_and_reads_the_tail_only(recorded, 
 def test_another_hash_seed_changes_no_command(recorded):
     code = "import sys; from libra.cli.main import main; main(['replay', sys.argv[1], '--json'])"
     command, environment = [sys.executable, "-c", code, str(recorded.parent)], os.environ | {"PYTHONHASHSEED": "12345"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    result = json.loads(done.stdout)
+    result = json.loads(subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout)
     assert result["reproduced"] and result["differing_events"] == 0
     assert result["decisions"] == len(commands(told(lines_of(recorded))))
 
@@ -178,14 +173,12 @@ def test_every_kind_of_tampering_is_found_and_named(recorded):
     gate, batch = index_of(events, "gate_opened", 2), index_of(events, "batch_opened", 1)
     snapshot = index_of(events, "policy_snapshot", 3)
     for at, change, words in (
-        (parked, {"priority": [0, 0, 99]}, "priority"),
-        (parked, {"reason": "because"}, "reason"),
+        (parked, {"priority": [0, 0, 99]}, "priority"), (parked, {"reason": "because"}, "reason"),
         (parked, {"key": "trajectory-train-0-0-77-e0-demo"}, "0-0-77"),
         (index_of(events, "quantum_dispatched", 7), {"priority": [9, 9, 9]}, "was dispatched with priority [9, 9, 9]"),
-        (gate, {"iteration": 9}, "iteration was 9, now 2"),
-        (batch, {"members": [[0, 0]]}, "members was"),
+        (gate, {"iteration": 9}, "iteration was 9, now 2"), (batch, {"members": [[0, 0]]}, "members was"),
         (snapshot, {"order": events[snapshot]["order"] | {"arrivals": 0}}, "order.arrivals"),
-    ):
+    ):  # fmt: skip
         line, text = first_difference([*events[:at], events[at] | change, *events[at + 1 :]])
         assert words in text and line <= at + 1, (line, at + 1, text)
     for missing in (parked, gate, batch):
@@ -205,31 +198,24 @@ def test_a_log_whose_writer_died_is_replayed_up_to_where_it_breaks_off(recorded)
 def test_an_unknown_schema_or_a_headless_log_is_refused(recorded):
     events = lines_of(recorded)
     for refused in (
-        [*events[:5], events[5] | {"schema": SCHEMA + 1}],
-        events[index_of(events, "version_published") :],
-        [events[0] | {"policy": "lifo"}],
-        [events[0], events[1] | {"order": {}}],
-    ):
+        [*events[:5], events[5] | {"schema": SCHEMA + 1}], events[index_of(events, "version_published") :],
+        [events[0] | {"policy": "lifo"}], [events[0], events[1] | {"order": {}}],
+    ):  # fmt: skip
         with pytest.raises(StoreError):
             told(refused)
 
 
 async def test_a_resumed_epoch_goes_on_from_what_it_was_given(emulation, tmp_path):
     restored = Admission.resumed(
-        1,
-        GROUPS,
-        version=1,
-        opened={0: ((0, 0), (0, 1))},
-        committed=[CommittedGroup(0, 0, 0), CommittedGroup(0, 1, 0), CommittedGroup(1, 0, 0)],
-        started={(1, 1): 0},
-    ).snapshot()
+        1, GROUPS, version=1, opened={0: ((0, 0), (0, 1))},
+        committed=[CommittedGroup(0, 0, 0), CommittedGroup(0, 1, 0), CommittedGroup(1, 0, 0)], started={(1, 1): 0},
+    ).snapshot()  # fmt: skip
 
     config = emulation.config_of(eta=1, groups=GROUPS)
     async with emulation.cluster() as live:
         emulation.register(live, tmp_path, config=config)
         emulation.register(live, tmp_path, config=config, epoch=1, restored=restored)
-        key = keys.make("batch", (1,), epoch=1, run="demo")
-        batch = live.client.submit(int, 1, key=key, resources={keys.PARK: 1})
+        batch = live.client.submit(int, 1, key=keys.make("batch", (1,), epoch=1, run="demo"), resources={keys.PARK: 1})
         emulation.say(live, GroupCommitted("train", 1, 1, 0, 0.5, {}), epoch=1)
         assert await batch == 1
         assert live.plugin.runs["demo"].members(1) == [[1, 0], [1, 1]]

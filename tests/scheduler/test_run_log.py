@@ -1,15 +1,20 @@
-"""What is left of a run on its scheduler when it has ended, or its driver has gone."""
+"""What is left on a scheduler of a run that ended or whose driver has gone; who is asked for a version."""
 
 import asyncio
 
 import msgspec
 from distributed import Client, WorkerPlugin
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libra import facts
 from libra.keys import host_name
 from libra.scheduler import RunRegistration
 from libra.scheduler.run_log import RunLog
+from libra.scheduler.run_state import Holders
 from libra.store.event_log import EventLog, read_events, segments_of
+
+TRAINER, NEAR, FAR, ASKER = "tcp://a:1", "tcp://b:1", "tcp://c:1", "tcp://b:2"
 
 
 async def test_a_run_whose_driver_leaves_makes_room_for_the_next_and_one_that_was_resumed_meanwhile_goes_on(
@@ -55,13 +60,10 @@ class Part(WorkerPlugin):
 
 
 def registration(directory, client, epoch):
-    """What a driver sends."""
     return msgspec.to_builtins(RunRegistration("demo", epoch, str(directory), client=client.id))
 
 
-async def test_a_killed_drivers_run_leaves_its_workers_before_its_next_start_comes_to_them(
-    emulation, tmp_path, monkeypatch
-):
+async def test_a_killed_drivers_run_leaves_its_workers_before_its_next_start_comes(emulation, tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(Part, "order", order, raising=False)
     monkeypatch.setattr(Part, "gate", asyncio.Event(), raising=False)
@@ -112,3 +114,40 @@ def test_the_log_of_an_ended_run_is_compressed_to_its_last_line_and_goes_on_in_a
     part(20_000, 20_003)
     assert len(path.read_bytes().splitlines()) == 3, "a few lines stay as they are"
     assert [event["seconds"] for event in read_events(path).events] == [float(number) for number in range(20_003)]
+
+
+def test_nearest_first_and_the_trainer_last():
+    holders = Holders()
+    holders.offers(TRAINER, ("a", 11), trains=True)
+    holders.has(TRAINER, 3, "digest")
+    assert holders.nearest(3, ASKER) == [("a", 11)]
+    for worker, at in ((FAR, ("c", 13)), (NEAR, ("b", 12)), (ASKER, ("b", 22))):
+        holders.offers(worker, at)
+        holders.has(worker, 3)
+    assert holders.nearest(3, ASKER) == [("b", 12), ("c", 13), ("a", 11)]
+    assert holders.nearest(4, ASKER) == []
+    holders.lost(NEAR)
+    assert holders.nearest(3, ASKER) == [("c", 13), ("a", 11)]
+    assert holders.digest(3) == "digest" and holders.digest(4) is None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["offers", "has", "lost"]), st.integers(0, 4), st.integers(0, 2)), max_size=30)
+)
+def test_only_who_is_there_and_has_it_is_named(moves):
+    holders, there, has = Holders(), set(), set()
+    for move, worker, version in moves:
+        name = f"tcp://{worker}:1"
+        if move == "offers":
+            holders.offers(name, (str(worker), 1))
+            there.add(worker)
+        elif move == "has":
+            holders.has(name, version)
+            has.add((worker, version))
+        else:
+            holders.lost(name)
+            there.discard(worker)
+            has = {pair for pair in has if pair[0] != worker}
+    for version in range(3):
+        named = {int(host) for host, _ in holders.nearest(version, "tcp://4:1")}
+        assert named == {worker for worker in there if (worker, version) in has and worker != 4}

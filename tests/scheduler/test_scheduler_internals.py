@@ -17,7 +17,6 @@ RUNS = []
 
 
 async def once_more():
-    """Ask to be scheduled again the first time."""
     worker = get_worker()
     RUNS.append((worker.name, quantum_here(worker, "again")))
     if len(RUNS) == 1:
@@ -96,10 +95,8 @@ async def test_a_task_that_asks_for_what_nobody_supplies_waits_and_is_released_w
             key = f"to {name}"
             sent = dask.client.submit(str, name, key=key, resources={keys.PARK: 1})
             await state_of(dask.scheduler, key, "no-worker")
-            released = scheduler_internals.release(
-                dask.scheduler, [Release(key, {keys.ROLLOUT: 1}, worker.address)], "test"
-            )
-            assert released == [key]
+            at = [Release(key, {keys.ROLLOUT: 1}, worker.address)]
+            assert scheduler_internals.release(dask.scheduler, at, "test") == [key]
             assert await sent == name
             assert dask.scheduler.tasks[key].who_has == {dask.scheduler.workers[worker.address]}
         assert scheduler_internals.release(dask.scheduler, [Release("unknown", {}, None)], "test") == []

@@ -59,7 +59,6 @@ def quantum(blocks):
 
 @contextlib.asynccontextmanager
 async def processes():
-    """A scheduler here and one rollout worker in a process of its own."""
     with dask.config.set(DASK_SETTINGS):
         async with (
             Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler,
@@ -83,17 +82,12 @@ def stalls(directory):
 
 
 @pytest.mark.live
-@pytest.mark.parametrize(
-    ("blocks", "seen"),
-    [
-        ("event loop", r"written by faulthandler(.|\n)*threading\.py.* in wait"),
-        ("coroutine", r"Coroutine (.|\n)*test_stall_watchdog\.py.* in run(.|\n)*locks\.py"),
-        ("process", r"it is stopped; kill -CONT \d+"),
-    ],
-)
-async def test_a_hanging_worker_is_named_and_restarted_and_the_trajectory_ends(
-    emulation, blocks, seen, tmp_path, caplog
-):
+@pytest.mark.parametrize(("blocks", "seen"), [
+    ("event loop", r"written by faulthandler(.|\n)*threading\.py.* in wait"),
+    ("coroutine", r"Coroutine (.|\n)*test_stall_watchdog\.py.* in run(.|\n)*locks\.py"),
+    ("process", r"it is stopped; kill -CONT \d+"),
+])  # fmt: skip
+async def test_a_hanging_worker_is_named_restarted_and_the_trajectory_ends(emulation, blocks, seen, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "libra.scheduler.stall_watchdog")
     async with processes() as live:
         config = emulation.config_of(timeout_s=1.0, restart=True)
@@ -144,8 +138,7 @@ async def test_where_nothing_runs_the_line_says_which_worker_to_start(emulation,
     async with emulation.cluster(rollout=0) as live:
         emulation.register(live, tmp_path, config=emulation.config_of(timeout_s=1.0))
         futures = emulation.submit(live, "demo", [1, 1])
-        gate_5 = keys.make("gate", (5,), epoch=0, run="demo")
-        gate = live.client.submit(int, 5, key=gate_5, resources={keys.PARK: 1})
+        gate = live.client.submit(int, 5, key=keys.make("gate", (5,), epoch=0, run="demo"), resources={keys.PARK: 1})
         await emulation.until(lambda: "nothing runs" in caplog.text)
         live.plugin.end_run("demo")
         del futures, gate  # held until here, or they would have been forgotten

@@ -5,16 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from libra import keys
-from libra.facts import (
-    EngineKindFields,
-    HybridPoolOpened,
-    RoleMemberJoined,
-    RoleStage,
-    RoleStageFailed,
-    SetupFailed,
-    fields_of,
-)
+from libra import facts, keys
 from libra.policy import Admission, Tail
 from libra.scheduler.worker_roles import WorkerRoles
 from libra.scheduler.worker_supply import Concurrency
@@ -35,9 +26,8 @@ class Stage:
         self.events = []
         self.later = []
         self.handlers = {}
-        self.state = SimpleNamespace(
-            run="demo", epoch=0, log=SimpleNamespace(emit=self.emit), tail=Tail(Admission(0, 1))
-        )
+        log = SimpleNamespace(emit=self.emit)
+        self.state = SimpleNamespace(run="demo", epoch=0, log=log, tail=Tail(Admission(0, 1)))
         applier = SimpleNamespace(tell=lambda state, fact: state.log.emit(fact))
         trajectories = SimpleNamespace(workers_changed=lambda: None, applier=applier)
         self.concurrency = Concurrency(self, trajectories.workers_changed)
@@ -48,14 +38,13 @@ class Stage:
             self.join(name)
 
     def emit(self, fact):
-        self.events.append((fact.name, fields_of(fact)))
+        self.events.append((fact.name, facts.fields_of(fact)))
 
     @staticmethod
     def address(name):
         return f"tcp://10.0.0.1:{ord(name[0])}"
 
     def join(self, name):
-        """A worker comes, with what its command line says, and its host announces itself."""
         address = self.address(name)
         resources = {keys.ROLLOUT: 8} | ({keys.TP: self.tp} if self.tp else {})
         self.workers[address] = SimpleNamespace(name=name, resources=resources, used_resources={})
@@ -65,7 +54,7 @@ class Stage:
         self.plugin.add_worker(address)
         self.supplied_when_it_came = self.slots(name)
         if name != "plain":
-            self.say(RoleMemberJoined(name, self.tp or 1, 8, {"cores": name}), name)
+            self.say(facts.RoleMemberJoined(name, self.tp or 1, 8, {"cores": name}), name)
 
     def leave(self, name):
         address = self.address(name)
@@ -78,7 +67,7 @@ class Stage:
         self.plugin.handlers()[type(fact)](self.state, fact, self.address(name))
 
     def breaks(self, name):
-        self.plugin.setup_failed(self.state, SetupFailed(name, "OSError: no space left"), BROKEN)
+        self.plugin.setup_failed(self.state, facts.SetupFailed(name, "OSError: no space left"), BROKEN)
 
     def worker_send(self, address, message):
         self.sent.append((address, message))
@@ -91,11 +80,10 @@ class Stage:
     def told(self, name):
         return next(message for address, message in reversed(self.sent) if address == self.address(name))
 
-    def done(self, *names):
-        """These workers finish the stage that they were told."""
-        for name in names:
+    def done(self, *names, stages=1):
+        for name in names * stages:
             told = self.told(name)
-            self.say(RoleStage(name, told["generation"], told["stage"], 0.5))
+            self.say(facts.RoleStage(name, told["generation"], told["stage"], 0.5))
 
     def names(self):
         return [name for name, _ in self.events]
@@ -112,8 +100,7 @@ def test_slots_are_zeroed_before_the_drain_and_come_back_with_the_role():
     generation = change(stage, a={"role": "train"})
     assert stage.slots("a") == 0 and keys.ROLLOUT in stage.workers[stage.address("a")].resources
     assert (stage.told("a")["stage"], stage.told("a")["generation"]) == ("draining", generation)
-    for _ in range(3):
-        stage.done("a")
+    stage.done("a", stages=3)
     assert stage.slots("a") == 0  # it trains
     back = change(stage, a={"role": "rollout"})
     for _ in range(3):
@@ -138,8 +125,7 @@ def test_a_leader_supplies_the_slots_of_all_whose_gpus_it_has(tp):
     assert stage.told("a")["shares"] == [{"cores": "a"}, {"cores": "b"}]
     assert stage.workers[stage.address("a")].resources[keys.TP] == 2
     change(stage, a={"role": "rollout"}, b={"role": "rollout"})
-    for _ in range(3):
-        stage.done("a", "b")
+    stage.done("a", "b", stages=3)
     assert (stage.slots("a"), stage.slots("b")) == (8, 8)
     assert stage.workers[stage.address("a")].resources[keys.TP] == tp
 
@@ -147,8 +133,7 @@ def test_a_leader_supplies_the_slots_of_all_whose_gpus_it_has(tp):
 def test_a_worker_that_comes_back_supplies_nothing_until_its_role_is_settled():
     stage = Stage()
     change(stage, a={"role": "train"})
-    for _ in range(3):
-        stage.done("a")
+    stage.done("a", stages=3)
     assert stage.plugin.role_known("demo", 0, "a") and not stage.plugin.role_known("demo", 0, "plain")
     stage.leave("a")
     assert stage.plugin.roles("demo", 0)[0]["stage"] == "lost"
@@ -186,7 +171,7 @@ def test_cancelling_is_written_down_and_waited_for():
 
 def test_the_pool_of_the_core_is_told_to_members_old_and_new_and_forgotten_with_its_worker():
     stage = Stage()
-    stage.say(HybridPoolOpened(3, "h", 7), "plain")
+    stage.say(facts.HybridPoolOpened(3, "h", 7), "plain")
     assert stage.told("a")["pool"] == (3, "h", 7) and stage.told("a")["stage"] is None
     stage.leave("b")
     stage.join("b")
@@ -198,8 +183,7 @@ def test_the_pool_of_the_core_is_told_to_members_old_and_new_and_forgotten_with_
 def test_workers_supply_what_they_were_started_with_when_the_run_ends():
     stage = Stage()
     change(stage, a={"role": "rollout", "tp": 2}, b={"role": "lent"})
-    for _ in range(3):
-        stage.done("a", "b")
+    stage.done("a", "b", stages=3)
     as_started = stage.plugin.as_started("demo")  # which a run that starts next counts on
     assert as_started == {stage.address(name): {keys.ROLLOUT: 8} for name in "ab"}
     assert stage.plugin.as_started("other") == stage.plugin.as_started(None) == {}
@@ -233,13 +217,13 @@ def test_who_cannot_go_back_is_restarted_and_then_failed():
     stage = Stage()
     generation = change(stage, a={"role": "train"})
     stage.plugin.cancel_roles("demo", 0, generation)
-    stage.say(RoleStageFailed("a", generation + 1, "no memory"))
+    stage.say(facts.RoleStageFailed("a", generation + 1, "no memory"))
     ((_, arguments),) = stage.later
     assert arguments[1] == stage.address("a")
     assert stage.events[-1] == ("role_member_failed", {"worker": "a", "detail": "no memory", "restarts": True})
     stage.leave("a")
     stage.join("a")
-    stage.say(RoleStageFailed("a", stage.told("a")["generation"], "still no memory"))
+    stage.say(facts.RoleStageFailed("a", stage.told("a")["generation"], "still no memory"))
     assert ("role_member_failed", {"worker": "a", "detail": "still no memory", "restarts": False}) in stage.events
     assert (row(stage, "a")["stage"], row(stage, "a")["reason"]) == ("failed", "still no memory")
     assert stage.slots("a") == 0
@@ -248,11 +232,9 @@ def test_who_cannot_go_back_is_restarted_and_then_failed():
 def test_assignments_that_make_no_sense_and_stale_messages_change_nothing():
     stage = Stage()
     for assignments in (
-        {"a": {"role": "rolout"}},
-        {"a": {"role": "train", "gpus": 1}},
-        {"plain": {"role": "train"}},
+        {"a": {"role": "rolout"}}, {"a": {"role": "train", "gpus": 1}}, {"plain": {"role": "train"}},
         {"a": {"role": "train", "tp": 2}},
-    ):
+    ):  # fmt: skip
         assert stage.plugin.set_roles("demo", 0, assignments)["error"]
     assert not stage.sent[2:] and stage.slots("a") == 8
     assert "error" in stage.plugin.set_roles("demo", 1, {"a": {"role": "train"}})
@@ -270,13 +252,11 @@ def test_an_engine_of_two_workers_has_a_limit_of_its_own_that_may_be_set_before_
     stage = Stage(tp=1)
     state = SimpleNamespace(run="demo", workers=SimpleNamespace(engines={}), log=stage.state.log)
     for name in ("a", "b"):
-        stage.concurrency.joined("demo", name, EngineKindFields("vllm", "vllm-tp1-threads1", 1, 8))
+        stage.concurrency.joined("demo", name, facts.EngineKindFields("vllm", "vllm-tp1-threads1", 1, 8))
     assert stage.concurrency.set(state, {"a": {"tp": 2, "slots": 5}}, "a plan") == {}
     change(stage, a={"role": "rollout", "tp": 2}, b={"role": "lent"})
-    for _ in range(3):
-        stage.done("a", "b")
+    stage.done("a", "b", stages=3)
     assert (stage.slots("a"), stage.slots("b")) == (5, 0)
     change(stage, a={"role": "rollout", "tp": 1}, b={"role": "rollout"})
-    for _ in range(3):
-        stage.done("a", "b")
+    stage.done("a", "b", stages=3)
     assert (stage.slots("a"), stage.slots("b")) == (8, 8), "the limit was of the engine of two"

@@ -39,7 +39,6 @@ class Host(WorkerPlugin):
 
 
 def ends(run, detail=""):
-    """The setup of a run on the worker that joins ends so."""
     Host.ends.setdefault(run, asyncio.get_running_loop().create_future()).set_result(detail)
 
 
@@ -70,7 +69,6 @@ def rows(live, run="demo"):
 
 
 def supplied(live, address):
-    """What Dask gives out there."""
     return {name for name, by in live.scheduler.resources.items() if address in by and name != keys.TOOL}
 
 
@@ -139,9 +137,7 @@ async def test_a_worker_with_a_nanny_is_started_anew_so_often_and_then_left_to_p
     assert [e["retry_after_s"] for e in events] == [0.0, 3600.0, None, 0.0]
 
 
-async def test_a_worker_that_failed_for_one_run_is_asked_for_nothing_by_another_until_that_run_is_over(
-    emulation, tmp_path
-):
+async def test_a_worker_that_failed_for_one_run_is_asked_for_nothing_by_another_until_it_is_over(emulation, tmp_path):
     async with emulation.cluster() as live:
         for run in ("demo", "other"):
             emulation.register(live, tmp_path / run, run)
@@ -184,13 +180,11 @@ async def test_missing_roles_are_reported_with_cause_and_advice(emulation, tmp_p
         assert told(0.0) == told(TELL_AFTER_S - 0.1) == ""
         assert "TRAIN not there yet: no worker of this cluster has it" in told(TELL_AFTER_S)
         assert told(START_S - 0.1) == ""  # the others are being set up
-        starting = told(START_S)
-        assert "ROLLOUT, TOOL, GRADE, COMMIT not there yet: worker rollout-0 (process" in starting
+        assert "ROLLOUT, TOOL, GRADE, COMMIT not there yet: worker rollout-0 (process" in told(START_S)
         for worker in live.workers:
             ready(worker)
         assert f"is there after {START_S + 4.0:.0f} s: rollout-0, tool-0" in told(START_S + 4.0)
-        late = told(10.0 + REMIND_S)
-        assert f"dask worker {live.scheduler.address} --nthreads 9 --resources TRAIN=1" in late
+        assert f"dask worker {live.scheduler.address} --nthreads 9 --resources TRAIN=1" in told(10.0 + REMIND_S)
 
         await live.workers[1].close()
         await emulation.until(lambda: all(ws.name != "tool-0" for ws in live.scheduler.workers.values()))

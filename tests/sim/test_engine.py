@@ -11,6 +11,9 @@ from libra.hardware.engine_tables import HostKv, HostPool, Request
 from libra.hardware.virtual_engine import VirtualEngine
 
 NOISE = Residuals((-0.1, 0.0, 0.2), (-0.1, 0.1))
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 400), st.integers(1, 200), st.floats(0, 5), st.integers(0, 2)), min_size=1, max_size=25
+)
 
 
 def engine_of(tables, residuals=None):
@@ -18,7 +21,6 @@ def engine_of(tables, residuals=None):
 
 
 def run_dry(engine):
-    """When each request ends, if nothing more is submitted."""
     ends = {}
     while (at_s := engine.next_finish_s()) is not None:
         for request in engine.finished(at_s):
@@ -73,7 +75,6 @@ def test_new_weights_stop_an_engine_that_keeps_its_kv_for_their_loading_alone(ta
     engine = engine_of(tables())
     engine.submit(1.0, Request("a", "g", 1000, 0, 100), ())
     before = engine.next_finish_s()
-    assert before is not None
     engine.load(2.5, 4.0, keeps_kv=True)
     assert run_dry(engine)["a"] == pytest.approx(before + 4.0, rel=0.01)
     assert engine.counters.recomputed_tokens == 0
@@ -85,7 +86,6 @@ def test_new_weights_compute_running_contexts_again_and_drop_kept_ones(tables):
     run_dry(engine)
     engine.submit(1.0, Request("a", "g", 1000, 0, 100), ())
     before = engine.next_finish_s()
-    assert before is not None
     changes = engine.changes
     engine.load(2.5, 4.0)
     assert engine.changes > changes
@@ -97,11 +97,6 @@ def test_new_weights_compute_running_contexts_again_and_drop_kept_ones(tables):
 def test_a_request_that_never_fits_is_refused_with_what_to_do(tables):
     with pytest.raises(ConfigError):
         engine_of(tables()).submit(0.0, Request("a", "g", 10_000, 0, 1), ())
-
-
-REQUESTS = st.lists(
-    st.tuples(st.integers(1, 400), st.integers(1, 200), st.floats(0, 5), st.integers(0, 2)), min_size=1, max_size=25
-)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -35,7 +35,6 @@ def lines_of(*facts):
 
 
 def stored(run_dir, *turns):
-    """A run with one trajectory, its turns given as (tool, status)."""
     rows = [
         {"turn": i, "tool": tool, "status": status, "prompt_tokens": 10 * (i + 1), "generated_tokens": 3,
          "observation_tokens": 4 if status else 0, "tool_s": 0.5 if status else 0.0, "generate_s": 0.1}
@@ -67,9 +66,7 @@ def test_a_malformed_call_that_names_no_tool_ends_nothing_and_a_call_not_made_is
 
 def test_a_stored_word_that_is_no_outcome_is_named_with_its_row(tmp_path):
     run_dir = stored(tmp_path / "run", ("add", "ok"), ("add", "error"))
-    zarr.open_group(run_dir / "trajectories.zarr", mode="r+")["turn/status"][1] = (
-        "failure"  # as another Libra may have it
-    )
+    zarr.open_group(run_dir / "trajectories.zarr", mode="r+")["turn/status"][1] = "failure"  # as others may have it
     with pytest.raises(StoreError, match="row 1 of the turns"):
         workload_of_run(run_dir)
 

@@ -1,9 +1,7 @@
 """A run whose every second is known (a declared emulation in virtual time), and what is read and predicted from its directory."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,7 @@ from libra.policy import make_ordering
 from libra.sim.configured import simulator_of_run
 from libra.sim.engines_of_run import binned
 from libra.sim.from_run import run_options, run_setting
-from libra.sim.simulation_options import Announced, EngineSpec, SimulationOptions, SimulationResult
+from libra.sim.simulation_options import Announced, EngineSpec, SimulationOptions
 from libra.sim.simulator import Simulator
 from libra.sim.workload import TrajectoryPlan, TurnPlan, Workload
 from libra.types import NO_TOOL, StepSeconds, ToolStatus
@@ -32,27 +30,23 @@ AROUND = SimulationOptions(
 
 
 def workload(iterations=2):
-    """Turns of many lengths; some calls cannot be read and are answered within the generation."""
     plans = []
     for iteration in range(iterations):
         for number in range(48):
             turns = [
                 TurnPlan(
-                    20 + (7 * number + 13 * turn + iteration) % 90,
-                    "" if (number + turn) % 7 == 3 else "bash",
-                    ToolStatus.MALFORMED if (number + turn) % 7 == 3 else ToolStatus.OK,
-                    5 + (3 * number + turn) % 40,
+                    20 + (7 * number + 13 * turn + iteration) % 90, "" if (number + turn) % 7 == 3 else "bash",
+                    ToolStatus.MALFORMED if (number + turn) % 7 == 3 else ToolStatus.OK, 5 + (3 * number + turn) % 40,
                     0.0 if (number + turn) % 7 == 3 else 0.05 + 0.01 * (number % 5),
                 )
                 for turn in range(2 + number % 6)
-            ]
+            ]  # fmt: skip
             turns[-1] = TurnPlan(turns[-1].new_tokens, "", NO_TOOL, 0, 0.0)
             plans.append(TrajectoryPlan(iteration, number // 4, number % 4, 150 + number // 4, tuple(turns)))
     return Workload("emulated", tuple(plans))
 
 
 def engines():
-    """Two of different speed and size."""
     kinds = (("rollout-0", FAST, 16), ("rollout-1", SLOW, 6))
     return tuple(
         EngineSpec(
@@ -61,9 +55,6 @@ def engines():
         )
         for name, steps, slots in kinds
     )  # fmt: skip
-
-
-Run = Callable[..., tuple[Path, SimulationResult]]
 
 
 @pytest.fixture(name="run", scope="module")
@@ -107,7 +98,6 @@ def test_a_run_is_predicted_as_it_was(run, policy):
     directory, was = run(policy)
     setting = run_setting(directory)
     predicted, realised = simulator_of_run(setting)[0].run(), setting.realised
-    assert realised is not None
     assert realised.makespan_s == pytest.approx(was.makespan_s, rel=1e-9)
     assert realised.moves == was.moves > 0
     assert predicted.makespan_s == pytest.approx(was.makespan_s, rel=0.03)
@@ -184,8 +174,7 @@ def test_a_calibration_is_what_the_run_said(run, libra, tmp_path):
 def test_a_calibration_of_something_else_is_refused_with_both_sides(run, libra, tmp_path, command):
     file = tmp_path / "mine.json"
     libra("calibrate", run()[0], "--save", file)
-    use = f"planner.calibration={file}"
-    code, _, err = libra(command, "libra/quickstart", use, "model.path=Qwen/Qwen3-14B")
+    code, _, err = libra(command, "libra/quickstart", f"planner.calibration={file}", "model.path=Qwen/Qwen3-14B")
     assert (code == 2 and "libra/tiny-arithmetic" in err) or "emulated" in err
     assert "Qwen/Qwen3-14B" in err
     old = tmp_path / "old.json"

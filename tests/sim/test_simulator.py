@@ -17,6 +17,8 @@ from libra.sim.simulation_options import SimulationOptions
 from libra.sim.simulator import Simulator
 from libra.types import Phase
 
+TURNS = st.lists(st.tuples(st.integers(1, 300), st.sampled_from([0.0, 0.1, 3.0])), min_size=1, max_size=5)
+
 
 def test_two_turns_with_a_tool_in_between_take_what_they_take(engines, workload):
     outcome = Simulator(workload([(100, 5.0), (50, 0.0)]), engines(1), Fifo()).run()
@@ -150,18 +152,13 @@ class Watched:
         self.inner.restore(snapshot)
 
 
-TURNS = st.lists(st.tuples(st.integers(1, 300), st.sampled_from([0.0, 0.1, 3.0])), min_size=1, max_size=5)
-
-
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(sorted(ORDERINGS)), trajectories=st.lists(TURNS, min_size=1, max_size=12),
     slots=st.integers(1, 3), count=st.integers(1, 3), tool_slots=st.sampled_from([None, 1, 3]),
     chunk=st.sampled_from([None, 9, 70, 1000]),
 )  # fmt: skip
-def test_every_turn_runs_once_and_slots_are_never_exceeded(
-    engines, workload, name, trajectories, slots, count, tool_slots, chunk
-):
+def test_every_turn_runs_once_within_slots(engines, workload, name, trajectories, slots, count, tool_slots, chunk):
     work = workload(*trajectories, iterations=2)
     ordering = Watched(ORDERINGS[name]())
     around = SimulationOptions(tool_slots=tool_slots, train_s=1.0, load_s=0.5, chunk_tokens=chunk)

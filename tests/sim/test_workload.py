@@ -16,6 +16,7 @@ s,m,t1,1,0,bash,failure,40,90,0,5,1.0,
 s,m,t1,1,1,cat,success,80,,0,6,1.0,0.25
 s,m,t2,0,0,none,end,0,50,0,0,1.0,
 """
+HEAD = '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",'
 
 
 def traces_in(tmp_path):
@@ -54,22 +55,11 @@ def test_a_workload_file_reads_back(tmp_path):
     assert work.to_json() == synthetic(12, turns=4, seed=1, iterations=2).to_json()
 
 
-HEAD = '{"schema":1,"name":"x","trajectories":[[0,0,0,5,"",'
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        '{"schema": 9}',
-        HEAD + '[[0,"","",0,0]]]]}',
-        HEAD + "[]]]}",
-        HEAD + '[[7,"t","success",3,1.5],[1,"","",0,0]]]]}',
-        HEAD + '[[7,"","",3,1.5],[1,"","",0,0]]]]}',
-        HEAD + '[[7,"t","",3,1.5]]]]}',
-        HEAD + '[[1,"","",0,0]]],[0,0,0,5,"",[[1,"","",0,0]]]]}',
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "{", '{"schema": 9}', HEAD + '[[0,"","",0,0]]]]}', HEAD + "[]]]}",
+    HEAD + '[[7,"t","success",3,1.5],[1,"","",0,0]]]]}', HEAD + '[[7,"","",3,1.5],[1,"","",0,0]]]]}',
+    HEAD + '[[7,"t","",3,1.5]]]]}', HEAD + '[[1,"","",0,0]]],[0,0,0,5,"",[[1,"","",0,0]]]]}',
+])  # fmt: skip
 def test_what_is_no_workload_is_refused(tmp_path, text):
     (tmp_path / "w.json").write_text(text)
     with pytest.raises(ConfigError, match=r"w\.json|schema|trajector"):
@@ -89,9 +79,7 @@ def test_missing_files_and_columns_are_named(tmp_path):
 
 
 def test_totals_are_the_generated_tokens_by_key():
-    work = Workload.from_json(
-        '{"schema":1,"name":"x","trajectories":[[0,1,2,5,"",[[7,"t","ok",3,1.5],[4,"","",0,0]]]]}'
-    )
-    assert work.totals() == {"trajectory-train-0-1-2-e0-x": 11}
-    (plan,) = work.trajectories
-    assert plan.final_tokens == 19 and work.group_key(plan) == "0-1"
+    one = Workload.from_json('{"schema":1,"name":"x","trajectories":[[0,1,2,5,"",[[7,"t","ok",3,1.5],[4,"","",0,0]]]]}')
+    assert one.totals() == {"trajectory-train-0-1-2-e0-x": 11}
+    (plan,) = one.trajectories
+    assert plan.final_tokens == 19 and one.group_key(plan) == "0-1"

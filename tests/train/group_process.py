@@ -36,7 +36,6 @@ def make_batch(step):
 
 
 def make_taught(rng, one, k=5):
-    """What a teacher might say of a trajectory: five tokens of 48 at each place, and all others together."""
     count = one.num_action_tokens
     columns = rng.random((count, 48)).argsort(axis=1)[:, :k]
     parts = np.log(rng.dirichlet(np.ones(k + 1), count)).astype(np.float32)
@@ -95,12 +94,10 @@ class Process:
         self.popen = subprocess.Popen(command, text=True, env=environment, **pipes)
 
     def tell(self, what, **arguments):
-        assert self.popen.stdin is not None
         self.popen.stdin.write(json.dumps([what, arguments]) + "\n")
         self.popen.stdin.flush()
 
     def answer(self):
-        assert self.popen.stdout is not None
         line = self.popen.stdout.readline()
         if not line:
             return {"dead": self.popen.wait()}
@@ -146,7 +143,6 @@ class Member:
         self.recorded.replica.save(directory)
 
     def keep(self, path):
-        """Write the published weights, and what the optimizer updates."""
         replica = self.recorded.replica
         weights = {f"weights/{name}": tensor for name, tensor in replica.weights().items()}
         optimized = {f"optimized/{name}": whole(tensor.detach()) for name, tensor in replica.optimized().items()}
@@ -154,7 +150,6 @@ class Member:
 
     def wait_for(self, members, joining=False):
         pool = self.recorded.replica.hybrids
-        assert pool is not None
         while not members and pool.connected:
             os.sched_yield()
         return pool.wait_for(members, joining=joining)
@@ -186,13 +181,11 @@ class Member:
         self.serving.start()
 
     def leave(self):
-        assert self.serving is not None
         self.hybrid.leave()
         self.serving.join()
         return self.hybrid.slices_done
 
     def die_in_reduction(self):
-        assert self.group is not None
         self.group.sum_ = lambda tensors: os.kill(os.getpid(), signal.SIGKILL)
 
 

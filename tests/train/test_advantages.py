@@ -17,7 +17,6 @@ def group(reward, **changes):
 
 
 def of_one(reward, valid=None, **options):
-    """GRPO's advantages of one group."""
     return adv.batch_advantages([group(reward, **({} if valid is None else {"valid": valid}))], "grpo", **options)[0][0]
 
 
@@ -79,22 +78,17 @@ def test_estimators_shift_and_scale_as_they_should(values, lengths, shift, scale
 
 @given(st.floats(-1e6, 1e6), st.integers(2, 9))
 def test_equal_rewards_give_exactly_zero_everywhere(value, size):
-    reward, group = torch.full((size,), value, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
+    reward, one = torch.full((size,), value, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
     length = torch.arange(1, size + 1)
     assert (of_one([value] * size) == 0).all()
-    for got in (
-        adv.rloo(reward, group),
-        adv.opo(reward, length, group),
-        adv.reinforce_pp_baseline(reward, length, group),
-    ):
+    for got in (adv.rloo(reward, one), adv.opo(reward, length, one), adv.reinforce_pp_baseline(reward, length, one)):
         assert (got == 0).all()
     assert (adv.whiten(reward, length) == 0).all()
 
 
 def test_returns_run_over_observations_and_stop_at_padding():
     reward = torch.tensor([[0.0, 0.0, 5.0, 2.0, 9.0]])
-    mask = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]])
-    _, returns = adv.reinforce_pp(reward, mask, gamma=0.5)
+    _, returns = adv.reinforce_pp(reward, torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]]), gamma=0.5)
     assert returns.tolist() == [[0.5, 1.0, 0.0, 2.0, 0.0]]
     assert adv.reinforce_pp(torch.zeros(2, 0), torch.zeros(2, 0))[0].shape == (2, 0)
 

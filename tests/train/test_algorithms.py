@@ -36,8 +36,7 @@ def settings_of(variant):
     name, changes = VARIANTS[variant]
     if name == "dr_grpo":
         changes = {"loss_divisor": 64.0, **changes}
-    settings = TrainSettings(algorithm=name, **changes)
-    return settings.model_dump(exclude={"lr"})
+    return TrainSettings(algorithm=name, **changes).model_dump(exclude={"lr"})
 
 
 def samples_of(batch, rng, spread=0.2):
@@ -56,7 +55,6 @@ def near(model, batch, score, rng):
 
 
 def gradient(model, samples):
-    """Loss and gradient accumulated over micro-batches."""
     denominator = model.gradient.objective.aggregation.divisor_of(model.gradient.weight_of(samples))
     model.optimizer.zero_grad()
     total, batches = 0.0, pack(samples, max_row_tokens=64, micro_batch_tokens=90, logp_dtype=torch.float64)
@@ -113,9 +111,7 @@ def kept(settings, tokens, rows, old):
     if settings.reject == "binary-kl":
         keep = keep & corrections.binary_kl_mask(trainer, engine, rows, high=settings.reject_args["high"])
     elif settings.reject != "none":
-        args = {key: settings.reject_args[key] for key in ("level", "reduce", "low", "high")} | {
-            "metric": settings.reject
-        }
+        args = {k: settings.reject_args[k] for k in ("level", "reduce", "low", "high")} | {"metric": settings.reject}
         keep = keep & corrections.rejection_mask(trainer - engine, rows, **args)
     if settings.reject_args["off_policy"] is not None:
         tokens_of = (now, engine, tokens["advantage"], rows)

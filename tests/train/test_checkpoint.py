@@ -18,6 +18,31 @@ from libra.train import Replica, TrainSettings
 from libra.train.checkpoint import complete, newest, read_facts, save_checkpoint
 from libra.train.checkpoint_directory import KeptCheckpoints, checked_start
 
+_SAVE_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from libra.train import checkpoint
+from libra.train import Replica, TrainSettings
+
+model = Replica(sys.argv[1], TrainSettings(lr=1e-3))
+model.load(Path(sys.argv[2]) / "step-000001")
+model.steps_done = 2
+dies_at, calls = sys.argv[3], []
+
+def die_after(name, real):
+    def call(*args, **kwargs):
+        result = real(*args, **kwargs)
+        calls.append(name)
+        if f"{name} {calls.count(name)}" == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return call
+
+checkpoint.sync = die_after("sync", checkpoint.sync)
+type(model.model).save_pretrained = die_after("weights", type(model.model).save_pretrained)
+model.save(Path(sys.argv[2]) / "step-000002")
+"""
+
 
 def test_a_checkpoint_continues_as_if_nothing_happened_and_plain_transformers_reads_it(replica, batch, tmp_path):
     model, directory = replica(kl_coef=0.1), tmp_path / "k" / "step-000001"
@@ -116,32 +141,6 @@ def test_the_newest_is_the_last_whole_one(replica, batch, tmp_path, caplog):
     (tmp_path / "step-000002" / "trainer.json").write_text(sealed_text(facts | {"schema": 1}))
     with pytest.raises(CheckpointError, match="schema"):
         read_facts(tmp_path / "step-000002")
-
-
-_SAVE_AND_DIE = """
-import os, signal, sys
-from pathlib import Path
-from libra.train import checkpoint
-from libra.train import Replica, TrainSettings
-
-model = Replica(sys.argv[1], TrainSettings(lr=1e-3))
-model.load(Path(sys.argv[2]) / "step-000001")
-model.steps_done = 2
-dies_at, calls = sys.argv[3], []
-
-def die_after(name, real):
-    def call(*args, **kwargs):
-        result = real(*args, **kwargs)
-        calls.append(name)
-        if f"{name} {calls.count(name)}" == dies_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-    return call
-
-checkpoint.sync = die_after("sync", checkpoint.sync)
-type(model.model).save_pretrained = die_after("weights", type(model.model).save_pretrained)
-model.save(Path(sys.argv[2]) / "step-000002")
-"""
 
 
 @pytest.mark.live

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from libra.train.checkpoint import FACTS_FILE, checkpoint_name, complete
 from libra.train.checkpoint_directory import BEST, KeptCheckpoints
 
+SCORES = st.lists(st.none() | st.sampled_from([0.0, 0.5, 1.0, float("nan")]), min_size=1, max_size=12)
+
 
 def make(directory, step):
     """A directory with the name and the last file of a checkpoint: what is kept is decided by these."""
@@ -19,9 +21,6 @@ def make(directory, step):
 
 def names(directory):
     return [path.name for path in complete(directory)]
-
-
-SCORES = st.lists(st.none() | st.sampled_from([0.0, 0.5, 1.0, float("nan")]), min_size=1, max_size=12)
 
 
 @given(scores=SCORES, keep=st.integers(1, 4), restarts=st.sets(st.integers(0, 11)))

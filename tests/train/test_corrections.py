@@ -23,8 +23,7 @@ def test_truncation_and_cutting_agree_inside_the_bounds(values, high, level):
     truncated = corrections.importance_weights(log_ratio, sequences, level=level, high=high)
     cut = corrections.importance_weights(log_ratio, sequences, level=level, action="mask", low=1 / high, high=high)
     torch.testing.assert_close(truncated, free.clamp(max=high))
-    inside = (free >= 1 / high) & (free <= high)
-    assert torch.equal(cut, torch.where(inside, free, torch.zeros_like(free)))
+    assert torch.equal(cut, torch.where((free >= 1 / high) & (free <= high), free, torch.zeros_like(free)))
     if level != "token":
         assert (free == free[0]).all()
 
@@ -71,12 +70,9 @@ def test_rejection_metrics_by_hand():
     d, sequences = one_sequence([0.5, -0.5, 1.0])
     e = math.e
     for metric, values in {
-        "ratio": [e**0.5, e**-0.5, e],
-        "k1": [0.5, -0.5, 1.0],
-        "k2": [0.125, 0.125, 0.5],
-        "k3": [e**0.5 - 1.5, e**-0.5 - 0.5, e - 2],
-        "k3-reverse": [e**-0.5 - 0.5, e**0.5 - 1.5, e**-1],
-    }.items():
+        "ratio": [e**0.5, e**-0.5, e], "k1": [0.5, -0.5, 1.0], "k2": [0.125, 0.125, 0.5],
+        "k3": [e**0.5 - 1.5, e**-0.5 - 0.5, e - 2], "k3-reverse": [e**-0.5 - 0.5, e**0.5 - 1.5, e**-1],
+    }.items():  # fmt: skip
         middle = float(np.median(values)) + 1e-12
         got = corrections.rejection_mask(d, sequences, metric=metric, high=middle)
         assert got.tolist() == [value <= middle for value in values], metric

@@ -39,8 +39,7 @@ def test_a_step_elsewhere_is_the_step_here(name, model_dir, batch):
     def stepped(device):
         settings = TrainSettings(**{"lr": 1e-3, "max_row_tokens": 64, "micro_batch_tokens": 128} | changes)
         replica = Replica(model_dir, settings, dtype=dtype, master_dtype="float32", device=device)
-        reports = [replica.step(batch[:4], step) for step in (0, 1)]
-        return replica, reports
+        return replica, [replica.step(batch[:4], step) for step in (0, 1)]
 
     here, expected = stepped("cpu")
     begun = Replica(model_dir, TrainSettings(), dtype=dtype).weights()

@@ -13,11 +13,16 @@ from libra.types import Drawn, Taught
 N, H, V, K = 23, 6, 17, 5
 VOCABULARY = 48
 DOUBLE = torch.float64
+DISTIL = {
+    "reverse": ({"tokens": 6, "divergence": "reverse"}, {}),
+    "sampled": ({"estimator": "sampled", "tokens": 6}, {}),
+    "drawn by the student": ({"estimator": "sampled", "tokens": 1, "divergence": "reverse"}, {}),
+    "with rewards": ({"tokens": 6, "reward_coef": 0.5}, {"entropy_coef": 0.1}),
+}
 
 
 @pytest.fixture
 def logits():
-    """Hidden states and head of a student, and log-probabilities of a teacher."""
     torch.manual_seed(3)
     return torch.randn(N, H, dtype=DOUBLE), torch.randn(V, H, dtype=DOUBLE), (2 * torch.randn(N, V)).log_softmax(-1)
 
@@ -117,10 +122,8 @@ def test_a_teacher_draws_from_its_own_distribution_and_scores_what_the_student_d
     taught = teacher.score(one, np.random.default_rng(0))
     again = teacher.score(one, np.random.default_rng(0))
     assert taught is not None and again is not None and taught.token_ids.tolist() == again.token_ids.tolist()
-    whole_AV = whole_logp(teacher, one)
-    for drawn, logp_V in zip(taught.token_ids, whole_AV, strict=True):
-        frequency = np.bincount(drawn, minlength=48) / 4000
-        np.testing.assert_allclose(frequency, logp_V.exp(), atol=0.04)
+    for drawn, logp_V in zip(taught.token_ids, whole_logp(teacher, one), strict=True):
+        np.testing.assert_allclose(np.bincount(drawn, minlength=48) / 4000, logp_V.exp(), atol=0.04)
     reverse = teacher_of(model_dir, estimator="sampled", tokens=3, divergence="reverse")
     assert reverse.score(one, np.random.default_rng(0)) is None  # nothing was drawn
     count = one.num_action_tokens
@@ -133,14 +136,6 @@ def test_a_teacher_draws_from_its_own_distribution_and_scores_what_the_student_d
     assert scored.token_ids[:, 1:].tolist() == one.drawn.token_ids.tolist() and (scored.old_logp[:, 1:] == -1.5).all()
     expected = whole_logp(reverse, one).gather(1, torch.from_numpy(scored.token_ids.astype(np.int64)))
     np.testing.assert_allclose(scored.logp, expected, atol=1e-5)
-
-
-DISTIL = {
-    "reverse": ({"tokens": 6, "divergence": "reverse"}, {}),
-    "sampled": ({"estimator": "sampled", "tokens": 6}, {}),
-    "drawn by the student": ({"estimator": "sampled", "tokens": 1, "divergence": "reverse"}, {}),
-    "with rewards": ({"tokens": 6, "reward_coef": 0.5}, {"entropy_coef": 0.1}),
-}
 
 
 @pytest.mark.parametrize("case", DISTIL)

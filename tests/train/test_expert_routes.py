@@ -33,8 +33,7 @@ def turns_of(directory, slots=48):
     async def one(engine, kind, sample):
         rng = np.random.default_rng(kind)
         alphabet = rng.integers(0, 256, 2)
-        context = rng.choice(alphabet, 24 + 8 * kind).astype(np.int32)
-        parts = [(context, None)]
+        parts = [(rng.choice(alphabet, 24 + 8 * kind).astype(np.int32), None)]
         routes = np.full((0, 2, 2), -1, np.int16)
         for turn in range(2):
             ids = np.concatenate([ids for ids, _ in parts])
@@ -77,8 +76,7 @@ def test_the_engine_records_what_transformers_chooses(random_moe, recorded):
     for made in recorded[::5]:
         with torch.no_grad():
             model(input_ids=torch.from_numpy(made.token_ids[None, :-1].astype(np.int64)))
-        own = routers.take().numpy()
-        assert np.array_equal(np.sort(own, -1), np.sort(made.routes[:-1], -1))
+        assert np.array_equal(np.sort(routers.take().numpy(), -1), np.sort(made.routes[:-1], -1))
     assert (np.concatenate([made.routes[-1:] for made in recorded]) == -1).all()  # the last token was never fed
 
 

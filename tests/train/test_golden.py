@@ -1,17 +1,12 @@
 """Every recorded case of a peer's function, to 1e-9 in float64, gradients included (tests/golden/README.md)."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from golden import peers
 
 from libra.train.losses import clip_sums
 
-Arrays = dict[str, torch.Tensor]
-Call = Callable[[dict[str, Any], Arrays], Arrays]
-"""From the parameters and the inputs of a recorded case to the outputs that it holds, by name."""
+TRL_NAMES = {"level": "importance_sampling_level", "epsilon_low": "epsilon"}
 
 
 def advantages(estimator):
@@ -43,9 +38,6 @@ def agg_loss(p, a):
 def rollout_weights(p, a):
     given = {"rollout_is": p["level"]} | {f"rollout_is_{key}": p[key] for key in ("threshold", "batch_normalize")}
     return {"weights": peers.verl_rollout_weights(a["log_ratio"], a["response_mask"], **given)}
-
-
-TRL_NAMES = {"level": "importance_sampling_level", "epsilon_low": "epsilon"}
 
 
 def trl(p, a):
@@ -111,22 +103,18 @@ def test_verl_clip_shares(golden):
 
 
 def test_icepop_and_rejection_options_that_have_no_recorded_case_by_hand():
-    log_ratio = torch.tensor([[0.1, 2.0, -2.0, 9.0]], dtype=torch.float64)
+    logs = torch.tensor([[0.1, 2.0, -2.0, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    kept = peers.verl_rejection_mask(
-        log_ratio, mask, rollout_rs="token_k1,token_k3", rollout_rs_threshold="0.5_9.0,1.2"
-    )
+    kept = peers.verl_rejection_mask(logs, mask, rollout_rs="token_k1,token_k3", rollout_rs_threshold="0.5_9.0,1.2")
     assert kept.tolist() == [[1.0, 0.0, 1.0, 0.0]]  # k1 bounds p_engine / p_trainer, k3 of d = 2 is 4.4, of -2 is 1.14
-    kept = peers.verl_rejection_mask(log_ratio, mask, rollout_rs="seq_max_k2", rollout_rs_threshold=1.0)
+    kept = peers.verl_rejection_mask(logs, mask, rollout_rs="seq_max_k2", rollout_rs_threshold=1.0)
     assert kept.sum() == 0
-    normalised = peers.verl_rollout_weights(log_ratio, mask, rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
+    normalised = peers.verl_rollout_weights(logs, mask, rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
     assert float(normalised.sum()) == pytest.approx(3)
-    proximal, engine = log_ratio, torch.zeros_like(log_ratio)
-    kept, weight = peers.areal_rejection(proximal, engine, mask > 0, metric="kl_k3", upper=1.2)
+    engine = torch.zeros_like(logs)
+    kept, weight = peers.areal_rejection(logs, engine, mask > 0, metric="kl_k3", upper=1.2)
     assert kept.tolist() == [[True, True, False, False]]  # e^-d - 1 + d: 1.14 for d = 2, 4.4 for -2
     assert weight[0, 1] == pytest.approx(float(torch.tensor(2.0).exp()))
-    kept, weight = peers.areal_rejection(
-        proximal, engine, mask > 0, level="sequence", agg="max", action="clamp", upper=2.0
-    )
+    kept, weight = peers.areal_rejection(logs, engine, mask > 0, level="sequence", agg="max", action="clamp", upper=2.0)
     assert kept.sum() == 3
     assert weight[0, :3].tolist() == pytest.approx([float(torch.tensor(0.1 / 3).exp())] * 3)  # its own mean is inside

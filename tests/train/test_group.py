@@ -53,7 +53,6 @@ def join(cores, epoch=0):
 
 @pytest.fixture(scope="module")
 def start(model_dir, tmp_path_factory):
-    """Starts a process; all are killed in the end."""
     running = []
 
     def one():
@@ -74,7 +73,6 @@ def cast(start):
 
 
 def together(cores, k, waves=None):
-    """Both ranks take a step; their reports agree."""
     mine, other = ask_all(cores, "step", k=k, waves=waves)
     assert "report" in mine, mine
     assert [mine["report"][name] == other["report"][name] for name in ("step", "digest", "loss")] == [True] * 3

@@ -19,7 +19,6 @@ from libra.types import Taught
 
 @pytest.fixture
 def wires():
-    """Both ends of a connection: the core's, and a hybrid's."""
     accepted = SimpleQueue()
     ended = threading.Event()
 
@@ -78,8 +77,7 @@ def test_a_slice_comes_back_as_it_was(batch, trajectory):
     samples[1] = replace(samples[1], token_advantage=np.linspace(-1.0, 1.0, samples[1].num_actions))
     samples[2] = replace(samples[2], kept=np.arange(samples[2].num_actions) % 2 == 0)
     for number in (0, 5):
-        count = samples[number].num_actions
-        logp = np.random.default_rng(number).normal(size=(count, 3)).astype(np.float32)
+        logp = np.random.default_rng(number).normal(size=(samples[number].num_actions, 3)).astype(np.float32)
         samples[number] = replace(samples[number], taught=Taught(logp.astype(np.int32), logp, logp[:, 0], None, -logp))
     for given in (samples, samples[:1], []):
         for one, other in zip(given, from_tensors(to_tensors(given)), strict=True):

@@ -5,8 +5,11 @@ from golden.peers import Padded, aggregated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra.errors import TrainError
 from libra.train import Aggregation, Sequences, kl_estimate, losses
-from libra.train.losses import KL_ESTIMATORS
+from libra.train.losses import AGGREGATIONS, KL_ESTIMATORS
+from libra.train.samples import sample_of
+from libra.train.step_report import Tally
 
 LOSSES = {
     "ppo": lambda logp, old, a, s: losses.ppo_loss(logp, old, a),
@@ -30,6 +33,10 @@ MODES = {
 }
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 seeds = st.integers(0, 2**32 - 1)
+SURROGATES = ("ppo", "ppo_dual", "gspo_sequence", "sapo", "gmpo", "reinforce")
+"""Losses whose gradient is that of their value; the others stop it somewhere on purpose."""
+DIVISOR = {"loss_divisor": 64.0}
+DIVIDED = {"token-mean": {}, "seq-mean-token-mean": {}, "seq-mean-token-sum-norm": DIVISOR}
 
 
 def draw(lengths, seed):
@@ -91,10 +98,6 @@ def test_padding_order_and_cuts_into_whole_sequences_change_nothing(name, length
         assert parts == pytest.approx(loss, rel=1e-9, abs=1e-12)
 
 
-SURROGATES = ("ppo", "ppo_dual", "gspo_sequence", "sapo", "gmpo", "reinforce")
-"""Losses whose gradient is that of their value; the others stop it somewhere on purpose."""
-
-
 @pytest.mark.parametrize("name", SURROGATES)
 @settings(max_examples=8)
 @given(lengths, seeds)
@@ -143,14 +146,10 @@ def test_extreme_log_ratios_stay_finite_in_float32(name, log_ratio, advantage):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_tokens_and_empty_masks_give_zero_and_no_nan(name):
-    for sequences, shape in (
-        (Sequences(torch.zeros(0, dtype=torch.int64), 0), (0,)),
-        (Padded(torch.zeros(2, 3)), (2, 3)),
-    ):
+    for rows, shape in ((Sequences(torch.zeros(0, dtype=torch.int64), 0), (0,)), (Padded(torch.zeros(2, 3)), (2, 3))):
         for aggregation in MODES.values():
             logp = torch.full(shape, -1.0, requires_grad=True)
-            tokens = LOSSES[name](logp, logp.detach(), torch.ones(shape), sequences)
-            loss = aggregated(aggregation, tokens, sequences)
+            loss = aggregated(aggregation, LOSSES[name](logp, logp.detach(), torch.ones(shape), rows), rows)
             loss.backward()
             assert float(loss.detach()) == 0
             assert (logp.grad == 0).all()
@@ -177,8 +176,7 @@ def test_clipping_by_hand():
 def test_kl_estimators_are_bounded_and_have_the_stated_gradient(estimator, logp, reference):
     one = torch.tensor([logp], dtype=torch.float64, requires_grad=True)
     other = torch.tensor([reference], dtype=torch.float64)
-    bounded = kl_estimate(one, other, estimator, bound=5.0)
-    assert abs(float(bounded.detach())) <= 5
+    assert abs(float(kl_estimate(one, other, estimator, bound=5.0).detach())) <= 5
     kl_estimate(one, other, estimator).sum().backward()
     difference = logp - reference
     expected = {"k1": 1.0, "abs": float(np.sign(difference)), "k2": difference, "k3": 1 - float(np.exp(-difference))}[
@@ -200,3 +198,41 @@ def test_the_mean_of_k1_k3_is_the_divergence_and_the_gradient_of_k2_is_its_gradi
         mean = (logp.detach().exp() * kl_estimate(logp, q.log(), name)).sum()
         (got,) = torch.autograd.grad(mean, logits, retain_graph=True)
         torch.testing.assert_close(got, exact)
+
+
+def gradient(replica, trajectories):
+    replica.optimizer.zero_grad(set_to_none=True)
+    weight = replica.gradient.accumulate([sample_of(made, 0) for made in trajectories], 0, Tally())
+    parts = [p.grad.flatten() for p in replica.optimized().values() if p.grad is not None]
+    return torch.cat(parts) / replica.gradient.objective.aggregation.divisor_of(weight)
+
+
+@pytest.mark.parametrize("mode", DIVIDED)
+def test_only_the_mean_over_tokens_depends_on_the_company(replica, trajectory, mode):
+    short = [trajectory(seed, 1.0, (5, 4)) for seed in (1, 2)]
+    long = [trajectory(seed, -0.5, (5, 24)) for seed in (3, 4)]
+    made = replica(torch.float64, aggregation=mode, **DIVIDED[mode])
+    alike = gradient(made, short) + gradient(made, long)
+    mixed = gradient(made, [short[0], long[0]]) + gradient(made, [short[1], long[1]])
+    change = float((alike - mixed).norm() / mixed.norm())
+    assert change > 0.1 if mode == "token-mean" else change < 1e-12
+    one = gradient(made, short[:1]) + gradient(made, short[1:])  # batches of one
+    assert float(one.norm() / gradient(made, short).norm()) == pytest.approx(2.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@given(counts=st.lists(st.integers(1, 10**6), min_size=1, max_size=12), cut=st.integers(0, 12))
+def test_weights_of_slices_add_up_exactly_to_those_of_the_minibatch(mode, counts, cut):
+    rule = Aggregation(mode, horizon_tokens=4097.0, divisor=0.1)
+
+    def weight(part):
+        return rule.weight_sum(num_tokens=sum(part), num_sequences=len(part))
+
+    whole = weight(counts)
+    assert weight(counts[:cut]) + weight(counts[cut:]) == whole
+
+
+@pytest.mark.parametrize("mode", ["mean", "seq-mean-token-sum-norm"])
+def test_a_mode_that_does_not_exist_or_lacks_its_number_is_refused(mode):
+    with pytest.raises(TrainError):
+        Aggregation(mode)

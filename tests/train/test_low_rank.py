@@ -35,8 +35,7 @@ def test_gradients_are_those_of_the_product(random_model):
     model(ids).logits.square().mean().backward()
     name = "model.layers.1.self_attn.q_proj"
     a, b = adapters.tensors[f"{name}.weight.lora_A"], adapters.tensors[f"{name}.weight.lora_B"]
-    layer = model.get_submodule(name)
-    assert layer.weight.grad is None
+    assert model.get_submodule(name).weight.grad is None
 
     base = load_model(random_model, torch.float32).get_submodule(name).weight.detach()
     free_a, free_b = a.detach().clone().requires_grad_(), b.detach().clone().requires_grad_()

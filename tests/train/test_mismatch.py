@@ -1,3 +1,5 @@
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +9,11 @@ from libra.heads import score_alone
 from libra.tensors import digest
 from libra.train import Replica, Sample, TrainSettings
 from libra.train.mismatch import alarm_text, observe
-from libra.train.step_report import Tally
+from libra.train.step_report import LARGE_MODEL_BYTES, StepMemory, Tally, resident_bytes
 
 LENGTHS = (5, 4, 3, 6)
+LARGE = 64_000_000
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is read from Linux's /proc")
 
 
 def recorded(replica, made, version=0):
@@ -142,3 +146,17 @@ def test_one_engine_of_many_raises_the_alarm_that_the_mean_does_not():
     assert alarm_text(numbers, 0, mean_nats=0.2, k3_nats=6e-3) is None
     parts["engine b"]["tokens"] = 10  # too few to say
     assert alarm_text(numbers, 0, k3_nats=1e-3) is None
+
+
+@linux
+def test_the_most_of_a_step_counts_and_not_that_of_the_step_before():
+    before = torch.ones(LARGE // 4)  # what was there before the model does not count
+    memory = StepMemory()
+    memory.model_loaded(LARGE_MODEL_BYTES)
+    assert memory.peak_bytes() == 0  # no step has begun
+    memory.start()
+    torch.ones(LARGE // 4)
+    assert LARGE * 0.7 < memory.peak_bytes() < 3 * LARGE  # what others gave back meanwhile does not count
+    memory.start()
+    assert memory.before_bytes > LARGE and resident_bytes() >= before.nbytes
+    assert memory.peak_bytes() < LARGE * 0.5  # it was given back, and the mark was set back

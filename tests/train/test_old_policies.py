@@ -35,7 +35,6 @@ def mix(batch, newest, rng):
 
 
 def spied(model):
-    """Samples as a step differentiates them."""
     seen = []
     accumulate = model.gradient.accumulate
 
@@ -110,11 +109,9 @@ def test_what_engines_scored_alone_is_not_scored_again(replica, batch, monkeypat
         assert sample.proximal_logp[stale].tolist() == sample.behaviour_logp[stale].tolist()
 
 
-def _alone(model, samples):
+def _alone(model, own):
     """As engines with ``rollout.exact_logprobs`` score."""
-    return [
-        torch.from_numpy(score_alone(model.model, np.append(s.token_ids, s.target[-1]))[s.action_at]) for s in samples
-    ]
+    return [torch.from_numpy(score_alone(model.model, np.append(s.token_ids, s.target[-1]))[s.action_at]) for s in own]
 
 
 def test_a_moving_average_is_the_old_policy_and_continues_from_a_checkpoint(replica, batch, score, tmp_path):

@@ -17,6 +17,8 @@ from libra.train.losses import Aggregation
 from libra.train.mismatch import stretches
 from libra.train.packing import share_rows
 
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
 
 def made(lengths):
     """Samples whose inputs and targets are numbers that occur nowhere else."""
@@ -31,9 +33,6 @@ def made(lengths):
 
 def columns_of(sample):
     return sample.action_at, sample.target, sample.behaviour_logp, sample.current
-
-
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
 @given(lengths=LENGTHS, max_row_tokens=st.integers(1, 60), micro_batch_tokens=st.integers(40, 200))
@@ -88,16 +87,11 @@ def test_a_sequence_longer_than_a_micro_batch_is_refused():
         pack(made([9]), max_row_tokens=20, micro_batch_tokens=8)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: t.behaviour_logprob.__setitem__(6, np.nan),
-        lambda t: setattr(t, "advantage", np.inf),
-        lambda t: t.is_action.__setitem__(0, True),
-        lambda t: t.is_action.fill(False),
-        lambda t: setattr(t, "token_ids", t.token_ids[:-1]),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda t: t.behaviour_logprob.__setitem__(6, np.nan), lambda t: setattr(t, "advantage", np.inf),
+    lambda t: t.is_action.__setitem__(0, True), lambda t: t.is_action.fill(False),
+    lambda t: setattr(t, "token_ids", t.token_ids[:-1]),
+])  # fmt: skip
 def test_a_trajectory_that_cannot_be_trained_on_is_named(trajectory, change):
     bad = trajectory(3)
     change(bad)

@@ -11,6 +11,8 @@ from libra.train import Sample, TrainSettings, pack, sample_of
 from libra.train.packing import can_share, row_tokens, share_rows
 from libra.train.step_report import Tally
 
+SHAPES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=1, max_size=20)
+
 
 @pytest.fixture
 def siblings(trajectory):
@@ -51,9 +53,6 @@ def test_log_probabilities_and_gradient_are_those_without_sharing(replica, sibli
     for name, tensor in plain.items():
         # Qwen3's norms compute in float32 whatever the dtype: the prompt's gradients are rounded before or after their sum.
         torch.testing.assert_close(shared[name], tensor, rtol=0, atol=2e-6)
-
-
-SHAPES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=1, max_size=20)
 
 
 @given(shapes=SHAPES, max_row_tokens=st.integers(1, 40))

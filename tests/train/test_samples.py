@@ -15,7 +15,6 @@ from libra.types import FailureClass
 
 @pytest.fixture
 def batch(trajectory):
-    """Seven trajectories of different lengths; one failed, one has no generated token."""
     made = [trajectory(seed, 0.5 - seed % 3, lengths=(3 + seed, 2 + 3 * seed, 2, 4)) for seed in range(5)]
     failed, silent = trajectory(5), trajectory(6, lengths=(9,))
     failed.failure = FailureClass.ENGINE
@@ -75,7 +74,6 @@ def test_another_trajectory_than_announced_is_refused(batch, trajectory):
 
 
 def gradient_of(replica, batch):
-    """The gradient of step 0, before it is clipped."""
     found = []
     replica.apply_gradient = lambda step, tally: found.append(
         torch.cat([p.grad.flatten().clone() for p in replica.optimized().values() if p.grad is not None])
@@ -102,8 +100,7 @@ def test_provisional_advantages_and_their_corrections_give_the_gradient_of_the_f
 
 def test_a_correction_survives_a_fetch(batch):
     own = sample_of(batch[0], 3)
-    facts = [RowFacts("a", own.num_tokens, own.num_actions, 0.5, counted=False)]
-    lazy = LazyBatch(facts, 1, lambda rows: batch[:1])
+    lazy = LazyBatch([RowFacts("a", own.num_tokens, own.num_actions, 0.5, counted=False)], 1, lambda rows: batch[:1])
     (absent,) = lazy.samples(3)
     lazy.get([absent])
     assert not absent.counted and not lazy.fetched["a"].counted and lazy.fetched["a"].advantage == 0.5

@@ -18,8 +18,11 @@ def of_run(**trainer):
     return TrainSettings.of_run(config_from_dict({"trainer": trainer}))
 
 
+def aimed_at(target):
+    return of_run(**RLOO | {"kl_args": {"in_reward": True, "target": target}}).model_copy(update={"kl_horizon": 60.0})
+
+
 def groups_of(batch, size):
-    """The batch as groups of ``size`` with rewards of their own."""
     rng = np.random.default_rng(0)
     for index, one in enumerate(batch):
         one.trajectory_id = TrajectoryId(0, index // size, index % size)
@@ -29,10 +32,8 @@ def groups_of(batch, size):
 
 @pytest.mark.parametrize(("algorithm", "estimator"), [("rloo", "k1"), ("reinforce_pp", "k3")])
 def test_a_penalty_in_the_reward_is_that_of_the_library(model_dir, batch, score, algorithm, estimator):
-    settings = of_run(
-        **{**RLOO, "algorithm": algorithm, "kl_args": {"in_reward": True, "estimator": estimator}, "gamma": 0.95}
-    )
-    model = Replica(model_dir, settings, dtype=torch.float64)
+    changes = {"algorithm": algorithm, "kl_args": {"in_reward": True, "estimator": estimator}, "gamma": 0.95}
+    model = Replica(model_dir, of_run(**RLOO | changes), dtype=torch.float64)
     samples = [sample_of(one, 0) for one in groups_of(batch, 4)]
     reference = score(model, samples)
     with torch.no_grad():
@@ -62,12 +63,8 @@ def test_a_penalty_in_the_reward_is_that_of_the_library(model_dir, batch, score,
 def test_groups_of_equal_rewards_learn_from_the_penalty_and_the_loss_has_no_second_one(model_dir, batch):
     for one in groups_of(batch, 4):
         one.reward, one.advantage = 1.0, 0.0
-    with_penalty, without = (
-        Replica(
-            model_dir, of_run(**{**RLOO, "kl_args": {"in_reward": inside}, "kl_coef": coefficient}), dtype=torch.float64
-        )
-        for inside, coefficient in ((True, 0.2), (False, 0.0))
-    )
+    without = RLOO | {"kl_args": {"in_reward": False}, "kl_coef": 0.0}
+    with_penalty, without = (Replica(model_dir, of_run(**each), dtype=torch.float64) for each in (RLOO, without))
     report = with_penalty.step(batch, 0)
     assert report.optimizer_steps == 1 and report.kl_reference > 0 and report.kl_coef == 0.2
     assert without.step(batch, 0).optimizer_steps == 0
@@ -76,9 +73,7 @@ def test_groups_of_equal_rewards_learn_from_the_penalty_and_the_loss_has_no_seco
 
 
 def test_the_coefficient_follows_its_target_and_a_checkpoint(model_dir, batch, tmp_path):
-    settings = of_run(**{**RLOO, "kl_args": {"in_reward": True, "target": 1e-3}}).model_copy(
-        update={"kl_horizon": 60.0}
-    )
+    settings = aimed_at(1e-3)
     model = Replica(model_dir, settings, dtype=torch.float64)
     groups_of(batch, 4)
     seen = [model.step(batch, step).kl_coef for step in range(3)]
@@ -95,26 +90,18 @@ def test_the_coefficient_follows_its_target_and_a_checkpoint(model_dir, batch, t
     ours, theirs = model.step(batch, 3), other.step(batch, 3)
     assert ours.kl_coef == theirs.kl_coef == pytest.approx(0.2 * grown**3)
     assert ours.digest == theirs.digest and model.gradient.kl.value == other.gradient.kl.value
-    low = Replica(
-        model_dir,
-        of_run(**{**RLOO, "kl_args": {"in_reward": True, "target": 100.0}}).model_copy(update={"kl_horizon": 60.0}),
-        dtype=torch.float64,
-    )
+    low = Replica(model_dir, aimed_at(100.0), dtype=torch.float64)
     low.step(batch, 0)
     assert low.gradient.kl.value == pytest.approx(0.2 * (1 - 0.2 * len(batch) / 60))
 
 
 def test_waves_of_whole_groups_have_the_penalty_of_the_batch(model_dir, batch):
     groups_of(batch, 4)
-    whole, waves = (
-        Replica(model_dir, of_run(**{**RLOO, "kl_args": {"in_reward": True, "target": 1e-3}}), dtype=torch.float64)
-        for _ in range(2)
-    )
+    settings = of_run(**RLOO | {"kl_args": {"in_reward": True, "target": 1e-3}})
+    whole, waves = (Replica(model_dir, settings, dtype=torch.float64) for _ in range(2))
     report = whole.step(batch, 0)
     for part in (batch[:4], batch[4:]):
         waves.accumulate(part, 0)
-    closed = waves.close(0)
-    assert closed.grad_norm == pytest.approx(report.grad_norm, rel=1e-12)
-    assert (waves.gradient.kl.value, closed.kl_reference) == pytest.approx(
-        (whole.gradient.kl.value, report.kl_reference)
-    )
+    done = waves.close(0)
+    assert done.grad_norm == pytest.approx(report.grad_norm, rel=1e-12)
+    assert (waves.gradient.kl.value, done.kl_reference) == pytest.approx((whole.gradient.kl.value, report.kl_reference))

@@ -12,11 +12,9 @@ from libra.types import FailureClass
 STREAMED = [name for name, algorithm in ALGORITHMS.items() if algorithm.preset.advantage in GROUP_ADVANTAGES]
 WAVES = [[7, 2], [4], [], [0, 1, 3], [6, 5]]
 SETTINGS = {
-    **{name: {"algorithm": name} for name in STREAMED},
-    "dr_grpo": {"algorithm": "dr_grpo", "loss_divisor": 64.0},
-    "entropy, LoRA": {"entropy_coef": 0.1, "lora_rank": 2},
-    "scored alone": {"exact_logprobs": True},
-}
+    **{name: {"algorithm": name} for name in STREAMED}, "dr_grpo": {"algorithm": "dr_grpo", "loss_divisor": 64.0},
+    "entropy, LoRA": {"entropy_coef": 0.1, "lora_rank": 2}, "scored alone": {"exact_logprobs": True},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -40,7 +38,6 @@ def double(replica):
 
 @pytest.fixture
 def mixed(batch):
-    """The batch, with one trajectory that failed and one without an advantage, which weighs and has no gradient."""
     batch[4].advantage = 0.0
     batch[5].failure = FailureClass.WORKER
     return batch
@@ -109,13 +106,11 @@ def test_the_advantages_of_a_group_alone_are_those_within_its_batch(estimator):
     rng = np.random.default_rng(3)
     groups = [
         GroupRewards(
-            np.round(rng.normal(size=size), 1),
-            rng.random(size) < 0.8,
-            rng.integers(1, 90, size),
+            np.round(rng.normal(size=size), 1), rng.random(size) < 0.8, rng.integers(1, 90, size),
             rng.random(size) < 0.7,
         )
         for size in (1, 4, 7, 4, 2, 8)
-    ]
+    ]  # fmt: skip
     options = {"drop_uniform_groups": True, "drop_truncated": True}
     together = batch_advantages(groups, estimator, **options)
     alone = [batch_advantages([group], estimator, **options) for group in groups]

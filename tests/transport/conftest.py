@@ -17,7 +17,6 @@ def echo(channel, client):
 
 @pytest.fixture
 def serve():
-    """Starts a server on this machine; all are closed in the end."""
     started = []
 
     def start(handle=echo, *, purpose="test"):

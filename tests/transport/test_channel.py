@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra.errors import TransportError
-from libra.transport import Channel, accept, channel, connect, new_secret
+from libra.transport import accept, channel, connect, new_secret
 from libra.transport.channel import MAX_FRAME_BYTES, WINDOW_BYTES
 
-Pair = tuple[Channel, Channel]
 SECRET = "known to both"
 
 
@@ -32,8 +31,7 @@ class Relay:
             for source, sink, num_bytes in ((client, server, 32), (server, client, 64), (client, server, 32)):
                 sink.sendall(exactly(source, num_bytes))
             while start := client.recv(4, socket.MSG_WAITALL):
-                frame = start + exactly(client, struct.unpack("!I", start)[0] + 32)
-                server.sendall(self._tamper(frame))
+                server.sendall(self._tamper(start + exactly(client, struct.unpack("!I", start)[0] + 32)))
 
 
 def exactly(connection, num_bytes):
@@ -122,15 +120,10 @@ def test_a_client_is_not_deceived_by_its_own_numbers():
             connect(listener.getsockname(), SECRET, purpose="test")
 
 
-@pytest.mark.parametrize(
-    ("tamper", "whole"),
-    [
-        (lambda frame: frame + frame, 1),
-        (lambda frame: frame.replace(b"leave", b"loave"), 0),
-        (lambda frame: frame[:-1] + bytes([frame[-1] ^ 1]), 0),
-        (lambda frame: b"" if b"first" in frame else frame, 0),
-    ],
-)
+@pytest.mark.parametrize(("tamper", "whole"), [
+    (lambda frame: frame + frame, 1), (lambda frame: frame.replace(b"leave", b"loave"), 0),
+    (lambda frame: frame[:-1] + bytes([frame[-1] ^ 1]), 0), (lambda frame: b"" if b"first" in frame else frame, 0),
+])  # fmt: skip
 def test_a_frame_that_was_repeated_changed_or_left_out_is_refused(tamper, whole):
     server, client = ends(tamper=tamper)
     client.send_frame(kind="leave", first=True)

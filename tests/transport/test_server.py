@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -14,7 +13,25 @@ from libra.transport import Server, connect
 from libra.transport import channel as channel_module
 
 SECRET = "known to the processes of one run"
-Serve = Callable[..., Server]
+FEW_FILES = """
+import contextlib, logging, os, resource, sys
+from libra.transport import Server
+
+def echo(channel, client):
+    while (frame := channel.recv_frame()) is not None:
+        channel.send_frame(**frame)
+
+server = Server(echo, secret=sys.argv[1], purpose="test", host="127.0.0.1")
+
+class Announced(logging.Handler):
+    def emit(self, record):
+        print(record.getMessage(), flush=True)
+
+logging.getLogger("libra.transport.channel").addHandler(Announced())
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, 4096))
+print(server.address[1], flush=True)
+sys.stdin.read()
+"""
 
 
 def proven(address):
@@ -101,35 +118,10 @@ def test_closing_ends_connections_and_listening():
         connect(server.address, SECRET, purpose="test")
 
 
-FEW_FILES = """
-import contextlib, logging, os, resource, sys
-from libra.transport import Server
-
-def echo(channel, client):
-    while (frame := channel.recv_frame()) is not None:
-        channel.send_frame(**frame)
-
-server = Server(echo, secret=sys.argv[1], purpose="test", host="127.0.0.1")
-
-class Announced(logging.Handler):
-    def emit(self, record):
-        print(record.getMessage(), flush=True)
-
-logging.getLogger("libra.transport.channel").addHandler(Announced())
-resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, 4096))
-print(server.address[1], flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.live
 def test_a_process_without_file_descriptors_serves_again_when_it_has_some(repository):
-    options = {
-        "env": {**os.environ, "PYTHONPATH": str(repository)},
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-    }
-    process = subprocess.Popen([sys.executable, "-c", FEW_FILES, SECRET], text=True, **options)
+    given = {"env": {**os.environ, "PYTHONPATH": str(repository)}, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", FEW_FILES, SECRET], text=True, **given)
     try:
         address = ("127.0.0.1", int(process.stdout.readline()))
         channels = [proven(address) for _ in range(3)]

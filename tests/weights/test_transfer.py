@@ -3,7 +3,6 @@ import hashlib
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,8 +25,7 @@ sys.stdin.read()
 
 
 def tensors(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    table = torch.randn(500, 64, generator=generator)
+    table = torch.randn(500, 64, generator=torch.Generator().manual_seed(seed))
     return {"embed.weight": table, "head.weight": table, "norm.weight": torch.ones(64, dtype=torch.bfloat16)}
 
 
@@ -35,9 +33,6 @@ def tensors(seed=0):
 def serving(store):
     with contextlib.closing(WeightServer(store, SECRET, "127.0.0.1")) as server:
         yield server.address
-
-
-Change = Callable[[bytes, int], bytes]
 
 
 @contextlib.contextmanager
@@ -79,7 +74,6 @@ def closed_port():
 
 
 def check_only(store, *numbers):
-    """Nothing but these versions is under the root, each with its digest."""
     assert sorted(path.name for path in store.root.iterdir()) == [f"{number:08d}" for number in numbers]
     for number in numbers:
         store.read(number)
@@ -145,21 +139,14 @@ def flipped(data, offset):
     return data[offset:-1] + bytes([data[-1] ^ 1])
 
 
-@pytest.mark.parametrize(
-    "lies",
-    [
-        {"model": flipped},
-        {"model": lambda data, offset: bytes(len(data))},
-        {"size": 2**50},
-        {"version": lambda data, offset: bytes(MAX_SMALL_BYTES + 1)},
-        {"version": lambda data, offset: b"{}"},
-        {"version": manifest_with(number=1)},
-        {"version": manifest_with(digest="abc")},
-        {"version": manifest_with(num_bytes=2**50)},
-        {"version": manifest_with(tensors={"w": {"shape": [-1], "dtype": "float32"}})},
-        {"version": manifest_with(tensors={"w": {"shape": [1], "dtype": "nn"}})},
-    ],
-)
+@pytest.mark.parametrize("lies", [
+    {"model": flipped}, {"model": lambda data, offset: bytes(len(data))}, {"size": 2**50},
+    {"version": lambda data, offset: bytes(MAX_SMALL_BYTES + 1)}, {"version": lambda data, offset: b"{}"},
+    {"version": manifest_with(number=1)}, {"version": manifest_with(digest="abc")},
+    {"version": manifest_with(num_bytes=2**50)},
+    {"version": manifest_with(tensors={"w": {"shape": [-1], "dtype": "float32"}})},
+    {"version": manifest_with(tensors={"w": {"shape": [1], "dtype": "nn"}})},
+])  # fmt: skip
 def test_what_a_rogue_server_gives_is_deleted_and_the_next_one_is_used(tmp_path, lies):
     store = WeightStore(tmp_path / "a")
     published = store.publish(0, tensors())

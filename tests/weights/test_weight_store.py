@@ -18,6 +18,28 @@ from libra.tensor_files import CHUNK_BYTES, tensors_digest
 from libra.tensors import digest, untied
 from libra.weights import WeightStore, WeightVersion
 
+PUBLISH_AND_DIE = """
+import os, signal, sys, torch
+import libra.weights.weight_store as registry
+
+calls = 0
+def dying(path, sync=registry.sync):
+    global calls
+    calls += 1
+    if calls > int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(path)
+
+registry.sync = dying
+registry.WeightStore(sys.argv[1]).publish(7, {"w": torch.arange(1000.0)})
+"""
+DTYPES = (torch.float16, torch.int64, torch.bool, torch.uint8, torch.float64)
+TENSORS = {
+    "b": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "a": torch.randn(5, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)), "scalar": torch.tensor(3.0),
+    "empty": torch.zeros(0, 4), **{str(dtype): torch.arange(3).to(dtype) for dtype in DTYPES},
+}  # fmt: skip
+
 
 def tensors(seed=0, tied=False):
     generator = torch.Generator().manual_seed(seed)
@@ -105,6 +127,7 @@ def test_content_other_than_announced_and_unreadable_facts_are_refused(tmp_path)
             store.get(0)
 
 
+<<<<<<< HEAD:tests/weights/test_weight_store.py
 PUBLISH_AND_DIE = """
 import os, signal, sys, torch
 import libra.weights.weight_store as registry
@@ -122,6 +145,8 @@ registry.WeightStore(sys.argv[1]).publish(7, {"w": torch.arange(1000.0)})
 """
 
 
+=======
+>>>>>>> h_t1:tests/weights/test_registry.py
 @pytest.mark.live
 @pytest.mark.parametrize("survived", [1, 3])
 def test_killing_a_publisher_leaves_a_whole_version_or_none(tmp_path, survived, repository):
@@ -201,16 +226,6 @@ def test_digest_sees_names_shapes_dtypes_and_elements():
     assert digest(two) == digest(dict(reversed(two.items())))
     strided = torch.arange(6.0).view(2, 3).t()
     assert digest({"a": strided}) == digest({"a": strided.contiguous()})
-
-
-DTYPES = (torch.float16, torch.int64, torch.bool, torch.uint8, torch.float64)
-TENSORS = {
-    "b": torch.arange(6, dtype=torch.float32).reshape(2, 3),
-    "a": torch.randn(5, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)),
-    "scalar": torch.tensor(3.0),
-    "empty": torch.zeros(0, 4),
-    **{str(dtype): torch.arange(3).to(dtype) for dtype in DTYPES},
-}
 
 
 def test_files_have_the_digest_of_their_tensors(tmp_path):

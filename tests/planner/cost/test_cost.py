@@ -32,8 +32,7 @@ def test_totals_broadcast_and_refuse_what_cannot_be():
 
 def test_alone_is_the_sum_of_its_parts():
     """The published planner gives 30,000 tokens 0.91 s on TP8; their own steps take thirty times as long."""
-    one = TrajectoryTotals.of(1000, 30_000, num_turns=1, tool_wait_s=5.0)
-    cost = rollout_cost(one, ENGINES[8])
+    cost = rollout_cost(TrajectoryTotals.of(1000, 30_000, num_turns=1, tool_wait_s=5.0), ENGINES[8])
     steps = 30_000 * ENGINES[8].decode_step_s(1, 16_000)
     assert cost.alone_s[0] == pytest.approx(steps + ENGINES[8].prefill_s(1000, 0) + 5.0, rel=1e-6)
     assert cost.alone_s[0] > 100.0
@@ -44,17 +43,14 @@ def test_waiting_for_tools_lengthens_the_path_and_not_the_load(index, more_s):
     base = workload()
     wait = base.tool_wait_s.copy()
     wait[index] += more_s
-    before, after = (
-        rollout_cost(each, ENGINES[2], concurrency=8.0) for each in (base, replace(base, tool_wait_s=wait))
-    )
+    before, after = (rollout_cost(w, ENGINES[2], concurrency=8.0) for w in (base, replace(base, tool_wait_s=wait)))
     assert after.alone_s[index] == pytest.approx(before.alone_s[index] + more_s)
     assert np.allclose(after.engine_s, before.engine_s)
 
 
 def test_loads_add_up_to_what_the_engine_does():
     """Equal trajectories at a concurrency: the engine needs as long as its steps take, and nothing twice."""
-    same = TrajectoryTotals.of(np.full(32, 500.0), 1000.0)
-    cost = rollout_cost(same, ENGINES[2], concurrency=16.0)
+    cost = rollout_cost(TrajectoryTotals.of(np.full(32, 500.0), 1000.0), ENGINES[2], concurrency=16.0)
     steps_s = 2 * 1000 * ENGINES[2].decode_step_s(16, 16 * 1000)
     assert cost.engine_s.sum() == pytest.approx(steps_s + 32 * ENGINES[2].prefill_s(500, 0), rel=1e-6)
     assert cost.engine_s.sum() < cost.alone_s.sum()

@@ -53,8 +53,7 @@ def kept_bytes(config, dtype, masked):
 def test_a_layer_keeps_what_autograd_holds_of_it(kind, dtype, masked):
     few, many = (kind(**SIZES, num_hidden_layers=layers, attn_implementation="sdpa") for layers in (1, 3))
     measured = kept_bytes(many, dtype, masked) - kept_bytes(few, dtype, masked)
-    shape = shape_from_config(many.to_dict())
-    predicted = 2 * TOKENS * kept_per_token(shape, dtype.itemsize, TOKENS if masked else 0)
+    predicted = 2 * TOKENS * kept_per_token(shape_from_config(many.to_dict()), dtype.itemsize, TOKENS if masked else 0)
     assert measured == predicted
 
 
@@ -77,8 +76,7 @@ def test_every_option_moves_its_own_term():
     assert away["weights"] == away["optimizer"] == 0
     assert fullest_moment(BIG, SIZE, PLAIN) == "head, forward"
     assert fullest_moment(BIG, SIZE, replace(PLAIN, logit_chunk_tokens=64)) == "head"
-    few = MicroBatchSize(1, 8, 4)
-    assert fullest_moment(BIG, few, PLAIN, 2) in ("embedding", "reduce")
+    assert fullest_moment(BIG, MicroBatchSize(1, 8, 4), PLAIN, 2) in ("embedding", "reduce")
 
 
 def test_micro_batches_are_as_the_trainer_packs_them():

@@ -2,46 +2,34 @@
 
 import pytest
 
-from libra.facts import (
-    ActionRequested,
-    Priority,
-    QuantumFinished,
-    SetPriority,
-    ToolCapacity,
-    ToolNeeds,
-    ToolsDeclared,
-    TrajectoryParked,
-    WorkerCapacity,
-)
+from libra import facts
 from libra.policy import Dispatcher
 from libra.types import NO_TOOL, Phase, ToolStatus
 
-TOOLS = {"long": ToolNeeds(1, 1, revocable=True), "kept": ToolNeeds(1, 1), "short": ToolNeeds(1, 1)}
+TOOLS = {"long": facts.ToolNeeds(1, 1, revocable=True), "kept": facts.ToolNeeds(1, 1), "short": facts.ToolNeeds(1, 1)}
 
 
 def park(dispatcher, key, *tools, level=0):
-    dispatcher.handle(ActionRequested(key, tools))
-    dispatcher.handle(TrajectoryParked(key, 0, Phase.TOOL, 0, "", "", 0))
-    dispatcher.apply([SetPriority(key, Priority(0, level, 0), "test")])
+    dispatcher.handle(facts.ActionRequested(key, tools))
+    dispatcher.handle(facts.TrajectoryParked(key, 0, Phase.TOOL, 0, "", "", 0))
+    dispatcher.apply([facts.SetPriority(key, facts.Priority(0, level, 0), "test")])
 
 
 def at(dispatcher, at_s):
-    """Who begins, and who is stopped."""
     places = dispatcher.dispatch(Phase.TOOL, at_s)
     return [place.key for place in places], dispatcher.revocations()
 
 
 def ended(dispatcher, key, tool, took_s, status=ToolStatus.OK):
-    dispatcher.handle(QuantumFinished(key, Phase.TOOL, 0, tool, status, took_s, 0))
+    dispatcher.handle(facts.QuantumFinished(key, Phase.TOOL, 0, tool, status, took_s, 0))
 
 
 @pytest.fixture
 def dispatcher():
-    """A tool worker with one core, after an action of each tool."""
     made = Dispatcher()
-    made.handle(WorkerCapacity("a", tool_slots=4))
-    made.handle(ToolsDeclared(TOOLS, {}))
-    made.handle(ToolCapacity("a", 1, 0, 0))
+    made.handle(facts.WorkerCapacity("a", tool_slots=4))
+    made.handle(facts.ToolsDeclared(TOOLS, {}))
+    made.handle(facts.ToolCapacity("a", 1, 0, 0))
     for tool, took_s in (("long", 60.0), ("kept", 60.0), ("short", 1.0)):
         park(made, tool, tool)
         assert at(made, 0.0)[0] == [tool]
@@ -59,7 +47,7 @@ def test_an_action_is_stopped_once_and_is_then_run_to_its_end(dispatcher):
     assert at(dispatcher, 12.1) == ([], ())
     dispatcher.stopped("x")  # it was handed back
     park(dispatcher, "x", "long")
-    dispatcher.apply([SetPriority("y", Priority(0, 4, 0), "later than before")])
+    dispatcher.apply([facts.SetPriority("y", facts.Priority(0, 4, 0), "later than before")])
     assert at(dispatcher, 12.5) == (["y"], ())
     ended(dispatcher, "y", "short", 1.0)
     assert at(dispatcher, 13.5) == (["x"], ())
@@ -76,7 +64,7 @@ def test_an_action_is_stopped_once_and_is_then_run_to_its_end(dispatcher):
 
 @pytest.mark.parametrize("tools", [("kept",), ("long", "kept"), ("long", "long"), ("long", "plain")])
 def test_only_a_single_call_of_a_revocable_tool_is_stopped(dispatcher, tools):
-    dispatcher.handle(ToolCapacity("a", sum(name in TOOLS for name in tools), 0, 0))
+    dispatcher.handle(facts.ToolCapacity("a", sum(name in TOOLS for name in tools), 0, 0))
     park(dispatcher, "x", *tools)
     assert at(dispatcher, 10.0) == (["x"], ())
     park(dispatcher, "y", "short")
@@ -86,7 +74,6 @@ def test_only_a_single_call_of_a_revocable_tool_is_stopped(dispatcher, tools):
 @pytest.mark.parametrize("status", [ToolStatus.TIMEOUT, ToolStatus.ERROR, ToolStatus.TRUNCATED, NO_TOOL])
 def test_a_tool_that_is_cut_off_or_fails_is_expected_to_take_as_long_again(dispatcher, status):
     """A short tool that hangs as often as not is no reason to stop a long one."""
-    assert dispatcher.leases is not None
     table, start_s = dispatcher.leases.table, 100.0
     for number in range(40):
         key = f"s{number}"
@@ -103,7 +90,6 @@ def test_a_tool_that_is_cut_off_or_fails_is_expected_to_take_as_long_again(dispa
 
 
 def test_a_malformed_call_says_nothing_of_its_tool(dispatcher):
-    assert dispatcher.leases is not None
     park(dispatcher, "m", "long")
     assert at(dispatcher, 1.0)[0] == ["m"]
     ended(dispatcher, "m", "long", 0.001, ToolStatus.MALFORMED)

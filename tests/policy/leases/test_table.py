@@ -1,11 +1,13 @@
-"""The lease table against a model: conservation, order, bounded wait, quotas, enlargement, revocation."""
+"""The lease table against a model: conservation, order, bounded wait, quotas, enlargement, revocation; curves."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra.errors import ConfigError
 from libra.facts import Priority
 from libra.policy.leases.elastic import SpeedUp
-from libra.policy.leases.resources import Lease, LeaseRequest, Quota, Resources, Revoke
+from libra.policy.leases.resources import Lease, LeaseRequest, Quota, Resources, Revoke, read_quota
 from libra.policy.leases.table import LeaseTable
 
 GIB = 2**30
@@ -70,7 +72,6 @@ class Model:
         self.num_revoked = 0
 
     def act(self, move):
-        """Do one thing; returns the answers of `admit`."""
         table = self.table
         match move:
             case ("request", holder, least, level, tool):
@@ -79,9 +80,8 @@ class Model:
                 # the legal sizes of an elastic action begin at its least
                 least = least.with_cores(1) if tool == "tests" else least
                 home = "b" if level == 0 else ""
-                self._join(
-                    LeaseRequest(holder, least, tool, home, revocable=tool in ("tests", "long")), Priority(0, level, 0)
-                )
+                revocable = tool in ("tests", "long")
+                self._join(LeaseRequest(holder, least, tool, home, revocable=revocable), Priority(0, level, 0))
             case ("release", holder):
                 table.release(holder)
                 self.revoked.discard(holder)
@@ -141,12 +141,8 @@ class Model:
         free = [a - b for a, b in zip(WORKERS[worker].local, self.table.held(worker).local, strict=True)]
         given = [lease.resources.local for lease in leases if lease is not None]
         for left_out in (None, *range(len(given))):
-            sums = [
-                f + sum(amounts)
-                for f, *amounts in zip(free, *(g for i, g in enumerate(given) if i != left_out), strict=True)
-            ]
-            fits = all(has >= want for has, want in zip(sums, request.least.local, strict=True))
-            assert fits == (left_out is None)
+            sums = [f + sum(a) for f, *a in zip(free, *(g for i, g in enumerate(given) if i != left_out), strict=True)]
+            assert all(has >= want for has, want in zip(sums, request.least.local, strict=True)) == (left_out is None)
         self.revoked |= {each.holder for each in revokes}
         self.first.add(waiting)
         self.num_revoked += len(revokes)
@@ -169,9 +165,7 @@ class Model:
             granted_kinds = {lease.holder: lease.resources.kinds for lease in grants}
             if last is not None and place < last:
                 later = [h for h, where in zip(granted_kinds, order, strict=True) if where > place]
-                assert all(granted_kinds[h] != request.least.kinds for h in later), (
-                    f"{request} was passed over by {later}"
-                )
+                assert all(granted_kinds[h] != request.least.kinds for h in later), f"{request} was passed by {later}"
 
     def check(self):
         """The invariants of `libra.policy.leases.table` that hold at any moment."""
@@ -183,12 +177,10 @@ class Model:
             assert all(held <= there for held, there in zip(sums, has.local, strict=True)), (worker, sums)
             assert tuple(sums) == table.held(worker).local
         assert {lease.worker for lease in table.leases()} <= set(capacity)
-        judges = sum(dict(lease.resources.quotas).get("judge", 0) for lease in table.leases())
-        assert judges <= LIMITS["judge"][0]
+        assert sum(dict(lease.resources.quotas).get("judge", 0) for lease in table.leases()) <= LIMITS["judge"][0]
         for begin_s in self.searches:
             assert sum(begin_s <= at_s < begin_s + 1.0 for at_s in self.searches) <= LIMITS["search"][0]
-        holders = {lease.holder for lease in table.leases()}
-        assert not holders & set(self.waiting)
+        assert not {lease.holder for lease in table.leases()} & set(self.waiting)
         assert all(table.waits(holder) for holder in self.waiting)
         assert table.num_waiting() == len(self.waiting)
 
@@ -248,8 +240,7 @@ def test_enlargement_grants_the_same_requests_at_the_same_moment(moves):
 
 def request(holder, cores=1, **more):
     fields = {"memory_bytes", "gpus", "quotas"} & set(more)
-    vector = Resources(slots=1, cores=cores, **{name: more.pop(name) for name in fields})
-    return LeaseRequest(holder, vector, **more)
+    return LeaseRequest(holder, Resources(slots=1, cores=cores, **{name: more.pop(name) for name in fields}), **more)
 
 
 def ask(table, *requests, level=0):
@@ -320,7 +311,6 @@ def test_sizes_of_a_measured_tool_are_tried_and_then_used_by_their_speed():
     for i in range(16):
         ask(table, request(f"h{i}", 1, tool="tests"))
         (lease,) = table.admit(float(i))
-        assert isinstance(lease, Lease)
         tried.append(lease.resources.cores)
         table.release(lease.holder, seconds[lease.resources.cores])
     assert sorted(tried[:12]) == [1] * 4 + [2] * 4 + [4] * 4
@@ -328,7 +318,6 @@ def test_sizes_of_a_measured_tool_are_tried_and_then_used_by_their_speed():
 
 
 def learned(cores=8, **seconds):
-    """One worker of ``cores`` cores; actions of each tool have taken so long on one."""
     table = one_worker(cores=cores)
     for tool, took_s in seconds.items():
         ask(table, request("first", 1, tool=tool))
@@ -351,3 +340,77 @@ def test_nothing_is_stopped_that_costs_more_than_it_saves_or_is_not_known():
         table.admit(0.0)
         ask(table, request("waits", 1, tool=str(changed.get("short", "short"))))
         assert len(table.admit(float(changed.get("at_s", 5.0)))) == expected, changed
+
+
+def test_speeds_are_relative_to_the_least_and_sizes_between_have_that_of_the_smaller():
+    curve = SpeedUp(2, 8, {2: 2.0, 4: 3.0, 8: 4.0})
+    assert curve.sizes == (2, 4, 8)
+    assert [curve.speed(cores) for cores in (2, 3, 4, 7, 8)] == [1.0, 1.0, 1.5, 1.5, 2.0]
+    assert SpeedUp(1, 3, [1, 1.5, 1.5]).speed(3) == 1.5
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [[1, -2, 3, 4], [1, 2, 1.5, 4], [1, 2], {2: 1.0}, {1: 1.0, 9: 2.0}, {1: 1.0, 2: float("nan")}, "measured"],
+)
+def test_a_curve_that_makes_no_sense_is_refused(declared):
+    with pytest.raises(ConfigError, match="tool 'tests'"):
+        SpeedUp(1, 4, declared, "tool 'tests'")
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.floats(0.0, 100.0)), max_size=100))
+def test_a_measured_curve_never_falls_and_begins_at_one(samples):
+    curve = SpeedUp(1, 8, "measure")
+    for cores, seconds in samples:
+        curve.ended(cores, seconds)
+    speeds = [curve.speed(size) for size in curve.sizes]
+    assert speeds == sorted(speeds)
+    assert speeds[0] == 1.0
+    counted = {size: sum(cores == size for cores, _ in samples) for size in curve.sizes}
+    rarest = min(counted.values())
+    assert curve.unmeasured(8) == (next(s for s in curve.sizes if counted[s] == rarest) if rarest < 4 else None)
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(st.sampled_from([0.0, 0.05, 0.3, 1.1]), st.integers(1, 3)), max_size=60))
+def test_a_rate_holds_in_every_window_and_nothing_waits_longer_than_it_must(units, arrivals):
+    quota, at_s, granted = Quota(units, 1.0), 0.0, list[tuple[float, int]]()
+    for wait_s, wanted in arrivals:
+        at_s += wait_s
+        in_window = sum(u for t, u in granted if t + 1.0 > at_s)
+        assert quota.may(at_s, wanted) == (in_window + wanted <= units)
+        if wanted <= units:
+            next_s = quota.next_s(at_s, wanted)
+            assert sum(u for t, u in granted if t + 1.0 > next_s) + wanted <= units
+        if quota.may(at_s, wanted):
+            quota.take(at_s, wanted)
+            granted.append((at_s, wanted))
+
+
+def test_ten_a_second_is_never_exceeded_and_used_in_full():
+    table, num, at_s, granted = LeaseTable(), 200, 0.0, list[float]()
+    table.supply("a", Resources(slots=num))
+    table.limit("search", read_quota("search", "10/s"))
+    for number in range(num):
+        table.request(LeaseRequest(str(number), Resources(1, quotas=(("search", 1),))), Priority(0, 0, 0))
+    while len(granted) < num:
+        at_s = table.next_s(at_s) or at_s
+        for lease in table.admit(at_s):
+            granted.append(at_s)
+            table.release(lease.holder)
+    assert all(later >= earlier + 1.0 for earlier, later in zip(granted, granted[10:], strict=False))
+    assert granted[-1] < num / 10
+
+
+@pytest.mark.parametrize(
+    ("text", "units", "per_s"),
+    [("10/s", 10, 1.0), (" 300 / min", 300, 60.0), ("5000/h", 5000, 3600.0), (4, 4, None), ("4", 4, None)],
+)
+def test_what_a_configuration_writes(text, units, per_s):
+    quota = read_quota("search", text)
+    assert (quota.units, quota.per_s) == (units, per_s)
+
+
+@pytest.mark.parametrize("text", [0, "0/s", "-1/s", "ten/s", "10/day", True, "1.5/s"])
+def test_what_is_no_quota_is_refused_with_what_to_type(text):
+    with pytest.raises(ConfigError, match="search"):
+        read_quota("search", text)

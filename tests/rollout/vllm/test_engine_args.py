@@ -70,17 +70,14 @@ def test_the_environment_of_this_process_is_as_before(monkeypatch):
 @pytest.mark.vllm
 @pytest.mark.skipif(not vllm_is_installed(), reason="vllm is not installed here: make setup-vllm")
 def test_a_connector_that_keeps_stale_kv_and_drafts_on_a_cpu_are_refused(make_model):
-    """And a connector that drops it is passed on."""
     for field, value in (
         ("kv_transfer_config", {"kv_connector": "ExampleConnector"}),
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
     ):
         with pytest.raises(ModelError, match=field):
             engine_args(settings(model_dir=make_model(), engine_args={field: value}), on_cpu=True)
-    given = settings(
-        model_dir=make_model(), engine_args={"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}
-    )
-    assert engine_args(given, on_cpu=False).kv_transfer_config.kv_connector == "OffloadingConnector"
+    made = settings(model_dir=make_model(), engine_args={"kv_transfer_config": {"kv_connector": "OffloadingConnector"}})
+    assert engine_args(made, on_cpu=False).kv_transfer_config.kv_connector == "OffloadingConnector"
 
 
 def test_a_directory_without_safetensors_is_no_model_for_it(tmp_path):

@@ -15,10 +15,24 @@ from libra.rollout.vllm.async_engine import VLLMEngine
 from libra.rollout.vllm.worker_extension import skip_draws
 from libra.testing.parts import Models
 
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+import psutil
+from libra.rollout import VLLMEngine
+from libra.testing.parts import Models
+
+async def main():
+    await VLLMEngine(Models(Path(sys.argv[1])).first, threads=1, slots=2, max_context_tokens=128).start()
+    print("STARTED", *[each.pid for each in psutil.Process().children(recursive=True)], flush=True)
+    sys.stdin.read()
+
+asyncio.run(main())
+"""
+
 
 @pytest.mark.parametrize(("kernel", "fp64"), [("forward_cpu", False), ("forward_cpu", True), ("forward_native", False)])
 def test_a_continued_request_skips_what_its_tokens_drew(kernel, fp64):
-    """As vLLM's two ways of drawing a token on a CPU do it."""
     vocab, dtype = 300, torch.float64 if fp64 else torch.float32
 
     def draw(generator):
@@ -45,9 +59,7 @@ def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path):
     def shared(processes):
         """What these processes map of /dev/shm: another test's engine may be running."""
         maps = (each.path for process in processes for each in process.memory_maps())
-        return {
-            path for path in maps if path.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")) and Path(path).exists()
-        }
+        return {p for p in maps if p.startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_")) and Path(p).exists()}
 
     async def body():
         await engine.start()
@@ -63,30 +75,12 @@ def test_a_closed_engine_leaves_no_process_and_no_shared_memory(tmp_path):
     assert not [path for path in memory if Path(path).exists()]
 
 
-PROGRAM = """
-import asyncio, sys
-from pathlib import Path
-import psutil
-from libra.rollout import VLLMEngine
-from libra.testing.parts import Models
-
-async def main():
-    await VLLMEngine(Models(Path(sys.argv[1])).first, threads=1, slots=2, max_context_tokens=128).start()
-    print("STARTED", *[each.pid for each in psutil.Process().children(recursive=True)], flush=True)
-    sys.stdin.read()
-
-asyncio.run(main())
-"""
-
-
 @pytest.mark.vllm
 @pytest.mark.skipif(not vllm_is_installed(), reason="vllm is not installed here: make setup-vllm")
 @pytest.mark.timeout(600)
 def test_an_engine_does_not_outlive_the_process_that_started_it(tmp_path):
-    command, pipes = (
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
-    )
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as worker:
         line = next((line for line in worker.stdout if line.startswith("STARTED")), "")
         watched = [os.pidfd_open(int(pid)) for pid in line.split()[1:]]
