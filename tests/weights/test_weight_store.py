@@ -127,26 +127,6 @@ def test_content_other_than_announced_and_unreadable_facts_are_refused(tmp_path)
             store.get(0)
 
 
-<<<<<<< HEAD:tests/weights/test_weight_store.py
-PUBLISH_AND_DIE = """
-import os, signal, sys, torch
-import libra.weights.weight_store as registry
-
-calls = 0
-def dying(path, sync=registry.sync):
-    global calls
-    calls += 1
-    if calls > int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    sync(path)
-
-registry.sync = dying
-registry.WeightStore(sys.argv[1]).publish(7, {"w": torch.arange(1000.0)})
-"""
-
-
-=======
->>>>>>> h_t1:tests/weights/test_registry.py
 @pytest.mark.live
 @pytest.mark.parametrize("survived", [1, 3])
 def test_killing_a_publisher_leaves_a_whole_version_or_none(tmp_path, survived, repository):
