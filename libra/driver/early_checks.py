@@ -7,6 +7,8 @@ program that starts the run, so the file must exist and must not start the run w
 from __future__ import annotations
 
 import ast
+import re
+import socket
 import sys
 from pathlib import Path
 from types import FrameType
@@ -15,7 +17,7 @@ from libra.config import RunConfig, resolve_model
 from libra.config.model_paths import model_line
 from libra.config.sections import check_vllm
 from libra.driver.rundir import check_free, run_directory
-from libra.errors import ConfigError
+from libra.errors import ClusterError, ConfigError
 
 
 def first_line(config: RunConfig) -> str:
@@ -28,6 +30,8 @@ def check_early(config: RunConfig, *, resume: bool, starts_workers: bool, given:
     """LibraError if a name or file is wrong; ``given``: the environment is an object."""
     if not resume:
         check_free(run_directory(config))
+    if config.cluster.scheduler is not None:
+        _check_listening(config.cluster.scheduler)
     resolve_model(config.model.path)
     if starts_workers and config.rollout.engine == "vllm":
         check_vllm()
@@ -37,6 +41,25 @@ def check_early(config: RunConfig, *, resume: bool, starts_workers: bool, given:
         check_named(config.environment.name, config.environment.args)
 
 
+def no_scheduler(address: str, error: Exception) -> ClusterError:
+    """The error of a run whose scheduler does not answer."""
+    return ClusterError(
+        f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); libra cluster tls DIR makes the keys of one, or "
+        "leave --scheduler out for a local cluster"
+    )
+
+
+def _check_listening(address: str) -> None:
+    """ClusterError if nothing listens at a ``tcp://`` or ``tls://`` address; other forms are left to Dask."""
+    found = re.fullmatch(r"(?:tcp|tls)://\[?([^/]+?)\]?:(\d+)", address if "://" in address else f"tcp://{address}")
+    if found is not None:
+        try:
+            socket.create_connection((found[1], int(found[2])), timeout=CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            raise no_scheduler(address, error) from error
+
+
+CONNECT_S = 10.0  # for a connection to a scheduler
 _GUARD = 'if __name__ == "__main__":'
 
 

@@ -23,6 +23,7 @@ from libra.cluster.connection import RunContact, connect, forget, shown_by
 from libra.cluster.local import local_cluster
 from libra.cluster.readiness import check_cluster
 from libra.config import RunConfig
+from libra.driver.early_checks import no_scheduler
 from libra.driver.launch_layout import check_workers, layout_fact
 from libra.driver.part_checks import check_loadable, needs_of
 from libra.envs import has_steps
@@ -326,10 +327,7 @@ def _connected(config: RunConfig, logs: Path, exits: ExitStack) -> tuple[Client,
         except ClusterError as error:
             raise ClusterError(f"cluster.scheduler: {error}") from error
         except (OSError, TimeoutError, ValueError) as error:
-            raise ClusterError(
-                f"cluster.scheduler: no Dask scheduler answers at {address!r} ({error}); libra cluster tls DIR makes the keys of "
-                "one, or leave --scheduler out for a local cluster"
-            ) from error
+            raise no_scheduler(address, error) from error
     exits.callback(_close, client)
     return client, cluster
 
