@@ -380,7 +380,7 @@ def _gone(check: RunCheck) -> Iterator[tuple[str, str]]:
         if not (run / (name := f"batches/batch-{number:06d}.json")).exists():
             yield name, "it is gone"
     needed = [(f"groups/{name}", why) for number, why in _needed(check) for name in check.groups.get(number, ())] + [
-        (f"teacher/{scores_path(name).name}", why)
+        (str(scores_path(Path("groups", name))), why)
         for number, why in _needed(check)
         for name in check.taught.get(number, ())
     ]

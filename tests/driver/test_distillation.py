@@ -218,7 +218,7 @@ def _holds_back(run, dask_worker):
     service = dask_worker.plugins[f"libra-{run}"].teacher
     gate, score = threading.Event(), service.score
     service.gate = gate
-    service.score = lambda members: (gate.wait(), score(members))[1]
+    service.score = lambda *given: (gate.wait(), score(*given))[1]
 
 
 def _goes_on(run, dask_worker):
