@@ -1,4 +1,5 @@
-"""Arguments and options that several commands share, aligned tables, and warnings of settings without effect."""
+"""Arguments and options that several commands share, aligned tables, and warnings of settings
+without effect."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Log every decision
 
 
 def aligned(rows: Sequence[Sequence[object]], *, num_left: int) -> Iterator[str]:
-    """Lines of a table; its first ``num_left`` columns are aligned to the left, the others to the right."""
+    """Lines of a table; its first ``num_left`` columns are aligned to the left, the others to the
+    right."""
     from libra.untrusted import shown_line
 
     cells = [[shown_line(str(cell)) for cell in row] for row in rows]
@@ -40,7 +42,8 @@ def warn_of_ignored(
     overrides: Sequence[str] = (),
     options: Mapping[str, object] | None = None,
 ) -> None:
-    """Warn of settings of ``config`` without effect in ``command``; of its ``options``, None and false count as not given."""
+    """Warn of settings of ``config`` without effect in ``command``; of its ``options``, None and
+    false count as not given."""
     from libra.config.effects import Situation, ignored_settings, warning_lines
 
     situation = Situation(

@@ -1,4 +1,5 @@
-"""`libra doctor`: every check of this machine, a cluster or a run, with a command to type where one fails."""
+"""`libra doctor`: every check of this machine, a cluster or a run, with a command to type where one
+fails."""
 
 from __future__ import annotations
 
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
 def doctor(
     config: str | None, overrides: tuple[str, ...], scheduler: str | None, as_json: bool, settings: bool
 ) -> None:
-    """Check that this machine, and a Dask cluster, meet the needs of a run; exit with 1 if a check fails.
+    """Check that this machine, and a Dask cluster, meet the needs of a run; exit with 1 if a check
+    fails.
 
-    For CONFIG it prints a line for each thing that libra run would refuse before any worker starts: files of the model, parts of
-    your own, an agent's variables, tools, services, a teacher, layout, prompts and evaluation. Without CONFIG it checks for the
-    default settings. Given the directory of a run instead, it reads every file of that run, and exits with 2 and the command to
-    type if one is damaged.
+    For CONFIG it prints a line for each thing that libra run would refuse before any worker starts:
+    files of the model, parts of your own, an agent's variables, tools, services, a teacher, layout,
+    prompts and evaluation. Without CONFIG it checks for the default settings. Given the directory
+    of a run instead, it reads every file of that run, and exits with 2 and the command to type if
+    one is damaged.
     """
     if config is not None and Path(config).is_dir():
         doctor_run(Path(config), as_json=as_json)
@@ -72,10 +75,11 @@ def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
 
 
 def start_checks(config: RunConfig, environment: Environment | None, *, local_cluster: bool) -> Iterator[Check]:
-    """The checks that `libra run` makes before any worker starts (`libra.driver.preflight`), in its order.
+    """The checks that `libra run` makes before any worker starts (`libra.driver.preflight`), in its
+    order.
 
-    A model on a hub is not fetched. Checks that need its files, or an ``environment`` that could not be made, are
-    left out. ``local_cluster``: the run would start its own workers.
+    A model on a hub is not fetched. Checks that need its files, or an ``environment`` that could
+    not be made, are left out. ``local_cluster``: the run would start its own workers.
     """
     from libra.cli.doctor_checks import Check
     from libra.driver.preflight import CHECKS, Preflight  # takes two seconds to import
@@ -124,7 +128,8 @@ def print_checks(checks: Sequence[Check], *, as_json: bool, console: Console | N
 
 
 def doctor_run(run_dir: Path, *, as_json: bool) -> None:
-    """Print that the files of a run are whole, or raise DamagedRun; as JSON, a list of the damaged ones."""
+    """Print that the files of a run are whole, or raise DamagedRun; as JSON, a list of the damaged
+    ones."""
     from libra.driver.damage import SETTLE_S, advice, check_settled
     from libra.observe.run_directory import has_driver
 

@@ -1,4 +1,5 @@
-"""The checks of `libra doctor`: this machine, its environment and model, and a running Dask cluster."""
+"""The checks of `libra doctor`: this machine, its environment and model, and a running Dask
+cluster."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def requirements() -> list[Requirement]:
 
 
 def package_checks(needed: list[Requirement], version_of: VersionOf) -> Iterator[Check]:
-    """Each required package is installed, in the range Libra was tested with; sound ones share one check."""
+    """Each required package is installed, in the range Libra was tested with; sound ones share one
+    check."""
     fitting = []
     for requirement in needed:
         found, wanted = version_of(requirement.name), f"{requirement.name}{requirement.specifier}"
@@ -233,11 +235,13 @@ def environment_check(config: RunConfig) -> tuple[Check, Environment | None]:
 
 START = "libra cluster tls DIR && DASK_CONFIG=DIR/dask.yaml dask scheduler --port 8786"
 PACKAGES = ("libra-rl", "torch", "transformers", "safetensors", "pydantic", "zarr")
-"""Compared in addition to those that Dask compares itself, because one process reads files that another wrote."""
+"""Compared in addition to those that Dask compares itself, because one process reads files that
+another wrote."""
 
 
 def cluster_checks(address: str, config: RunConfig | None = None) -> Iterator[Check]:
-    """Every check of the cluster whose scheduler is at ``address``, for a run of ``config`` or of the defaults."""
+    """Every check of the cluster whose scheduler is at ``address``, for a run of ``config`` or of
+    the defaults."""
     try:
         client = connect(address, set_as_default=False)
     except (OSError, TimeoutError, ValueError, ClusterError) as error:
@@ -260,7 +264,8 @@ def encryption_check(address: str) -> Check:
 
 
 def version_checks(found: Any) -> Iterator[Check]:
-    """Client, scheduler and workers run the same versions; ``found`` is from ``Client.get_versions(packages=PACKAGES)``."""
+    """Client, scheduler and workers run the same versions; ``found`` is from
+    ``Client.get_versions(packages=PACKAGES)``."""
     places = {"client": found["client"], "scheduler": found["scheduler"], **found["workers"]}
     fits = True
     for package in ("python", "dask", "distributed", "msgpack", "cloudpickle", "numpy", *PACKAGES):
@@ -289,7 +294,8 @@ def setting_checks(client: Client) -> Iterator[Check]:
 def role_checks(
     workers: Mapping[str, Mapping[str, Any]], address: str, config: RunConfig | None = None
 ) -> Iterator[Check]:
-    """Resources, committer, replicas, engines and threads are as configured (by default the defaults).
+    """Resources, committer, replicas, engines and threads are as configured (by default the
+    defaults).
 
     ``workers``: `libra.cluster.connection.present_workers`.
     """

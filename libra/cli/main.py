@@ -1,7 +1,8 @@
-"""The ``libra`` command. A command imports torch, dask and pydantic when it runs, so that ``--help`` is quick.
+"""The ``libra`` command. A command imports torch, dask and pydantic when it runs, so that
+``--help`` is quick.
 
-Errors become one message and an exit code here: 2 for a `LibraError` (1 for `BatchFailed`), 130 for Ctrl-C. With
-``LIBRA_TRACEBACK=1`` Libra's errors keep their traceback.
+Errors become one message and an exit code here: 2 for a `LibraError` (1 for `BatchFailed`), 130 for
+Ctrl-C. With ``LIBRA_TRACEBACK=1`` Libra's errors keep their traceback.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def _usage_words(error: click.ClickException) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``libra``; always raises SystemExit.
 
-    The working directory is searched last for modules that a configuration names, so that it hides no installed one.
+    The working directory is searched last for modules that a configuration names, so that it hides
+    no installed one.
     """
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)

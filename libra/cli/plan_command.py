@@ -35,7 +35,8 @@ HEAD = "# Written by libra plan, for"
 
 
 def fixed_by(snapshot: PlanningSnapshot, choice: str) -> PlanningSnapshot:
-    """The snapshot with a choice of ``--why``: ``train=16``, ``tp=4``, ``engines.2=8``; ConfigError for any other form."""
+    """The snapshot with a choice of ``--why``: ``train=16``, ``tp=4``, ``engines.2=8``; ConfigError
+    for any other form."""
     key, _, value = choice.partition("=")
     degree = key.removeprefix("engines.")
     if not value.isdigit() or not (key in ("train", "tp") or (key != degree and degree.isdigit())):
@@ -59,7 +60,8 @@ def print_plan(
     write: Path | None,
     as_json: bool,
 ) -> None:
-    """Plan and print; ``name`` is the configuration as it was typed, ``write`` a file to start the plan from."""
+    """Plan and print; ``name`` is the configuration as it was typed, ``write`` a file to start the
+    plan from."""
     if what_if and write is not None:
         raise ConfigError(
             "--write: a run can start only what is supported, and --what-if plans more; leave one of them out"
@@ -98,7 +100,8 @@ def print_plan(
 
 
 def batch_of(config: RunConfig, trace: Path | None, from_run: Path | None) -> tuple[RunConfig, TrajectoryTotals | None]:
-    """The configuration, with the trained share of ``from_run``, and the trajectories to draw a plan's batch from, if given."""
+    """The configuration, with the trained share of ``from_run``, and the trajectories to draw a
+    plan's batch from, if given."""
     if trace is not None and from_run is not None:
         raise ConfigError("--from-run: the batch is drawn from --trace already; leave one of them out")
     if from_run is not None:
@@ -112,7 +115,8 @@ def batch_of(config: RunConfig, trace: Path | None, from_run: Path | None) -> tu
 def configured_workers(
     config: RunConfig, snapshot: PlanningSnapshot, answer: Plan, planner: Planner
 ) -> tuple[list[Alternative], str]:
-    """The plan with the training workers that the configuration has, if it has others than ``answer``; or why it has none."""
+    """The plan with the training workers that the configuration has, if it has others than
+    ``answer``; or why it has none."""
     workers = config.cluster.train_workers
     given = "train_workers" in config.cluster.model_fields_set and snapshot.fixed_train_gpus is None
     if not given or workers == answer.training.gpus:
@@ -142,7 +146,8 @@ def lengths_of_run(run_dir: Path) -> tuple[TrajectoryTotals, float]:
 
 
 def write_planned(config: RunConfig, name: str, file: Path, turns: TrajectoryTotals | None) -> PlannedLayout:
-    """Write the configuration that starts a plan for ``config`` into ``file``, as a delta to the one that was typed."""
+    """Write the configuration that starts a plan for ``config`` into ``file``, as a delta to the
+    one that was typed."""
     layout = plan_for_datasheet(config, turns)
     made = with_plan(without_layout(config), layout)
     delta = written_delta(config, name, with_way(made, layout.way or SPLIT), file)
@@ -164,7 +169,8 @@ _CHOOSES = {"environment": "name", "trainer": "algorithm"}
 
 
 def written_delta(config: RunConfig, name: str, made: RunConfig, file: Path) -> str:
-    """Text of a file that extends the configuration ``name`` and loads as ``made``; overrides are in it too."""
+    """Text of a file that extends the configuration ``name`` and loads as ``made``; overrides are
+    in it too."""
     packaged = packaged_config(name) is not None
     extended = name if packaged else os.path.relpath(Path(name).absolute(), file.absolute().parent)
     before, after = load_config(name).model_dump(mode="json"), made.model_dump(mode="json")
@@ -187,7 +193,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def shown_layout(config: RunConfig) -> RunConfig:
-    """``config`` as a run starts it on this machine; a plan that it starts is printed as one short block."""
+    """``config`` as a run starts it on this machine; a plan that it starts is printed as one short
+    block."""
     made = launch_layout.laid_out(config)
     if made.planner.planned is not None:
         click.echo("\n".join(layout_lines(made.planner.planned, made.policy.name)))

@@ -1,4 +1,5 @@
-"""``libra init`` and ``libra config``: a starter project, and the resolved configuration or its fields."""
+"""``libra init`` and ``libra config``: a starter project, and the resolved configuration or its
+fields."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ FILES = {
 
 
 def make_project(directory: Path) -> list[str]:
-    """Write the files into ``directory``, which is made if it is missing; lines with the commands to type next.
+    """Write the files into ``directory``, which is made if it is missing; lines with the commands
+    to type next.
 
     ConfigError if one of them is there already, or ``directory`` cannot be written.
     """
@@ -59,7 +61,8 @@ def init(directory: Path) -> None:
 @OVERRIDES
 @click.option("--fields", is_flag=True, help="Show every key with its type, default and description.")
 def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None:
-    """Print the configuration that CONFIG and the overrides resolve to, as YAML, or describe every key (--fields)."""
+    """Print the configuration that CONFIG and the overrides resolve to, as YAML, or describe every
+    key (--fields)."""
     if fields:
         print_fields()
         return

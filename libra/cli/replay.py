@@ -1,4 +1,5 @@
-"""``libra replay``: repeats a run's decisions from its event log, and shows the history of one of them."""
+"""``libra replay``: repeats a run's decisions from its event log, and shows the history of one of
+them."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def event_text(fact: Fact) -> str:
 
 
 def event_log_path(run_dir: Path, command: str = "replay") -> Path:
-    """The event log of a run directory; RunDirectoryError with the words to type for ``libra`` and this command."""
+    """The event log of a run directory; RunDirectoryError with the words to type for ``libra`` and
+    this command."""
     path = run_dir / "events.jsonl"
     if path.is_file():
         return path

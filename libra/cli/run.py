@@ -1,4 +1,5 @@
-"""``libra run``, ``resume`` and ``repair``: a line at once, the stages of the start, the run, and its closing lines."""
+"""``libra run``, ``resume`` and ``repair``: a line at once, the stages of the start, the run, and
+its closing lines."""
 
 from __future__ import annotations
 
@@ -40,12 +41,11 @@ _COUNTED = ("failures", "resampled", "trajectories", "left_out")
 def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoint: str | None, verbose: bool) -> None:
     """Run CONFIG: a YAML file, or libra/NAME for a configuration that ships.
 
-    \b
-    libra run configs/quickstart.yaml run.seed=1 trainer.lr=3e-4
-    libra run my.yaml configs/qwen3_4b.yaml # the second over the first
-    libra run configs/qwen3_4b_gpu.yaml --scheduler tls://HOST:8786
-    libra run configs/quickstart.yaml --from runs/NAME/checkpoints/best
-    libra run my.yaml planner.layout=auto                   # plan training workers and engines first, then start them
+    \b libra run configs/quickstart.yaml run.seed=1 trainer.lr=3e-4 libra run my.yaml
+    configs/qwen3_4b.yaml # the second over the first libra run configs/qwen3_4b_gpu.yaml
+    --scheduler tls://HOST:8786 libra run configs/quickstart.yaml --from runs/NAME/checkpoints/best
+    libra run my.yaml planner.layout=auto                   # plan training workers and engines
+    first, then start them
     """
     from libra.config import load_config
     from libra.config.field_help import one_line_yaml
@@ -61,7 +61,8 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
 
 
 def made_run_name(config: str, now: datetime) -> str:
-    """Default name of a run: the configuration file's name and the local time, e.g. quickstart_0131_142501."""
+    """Default name of a run: the configuration file's name and the local time, e.g.
+    quickstart_0131_142501."""
     stem = re.sub(r"[^A-Za-z0-9_]+", "_", Path(config).stem).strip("_")[:40] or "run"
     return f"{stem}_{now:%m%d_%H%M%S}"
 
@@ -78,15 +79,14 @@ def made_run_name(config: str, now: datetime) -> str:
 def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, step: int | None, verbose: bool) -> None:
     """Continue RUN, the directory of a run that was stopped or killed, from its committed results.
 
-    Nothing that was committed is generated again. Settings that determine the result must not change; settings of cluster,
-    planning, display and retention, and run.iterations may. A run with damaged files is refused, with a command to type. For a
-    finished run one line is printed, and nothing starts.
+    Nothing that was committed is generated again. Settings that determine the result must not
+    change; settings of cluster, planning, display and retention, and run.iterations may. A run with
+    damaged files is refused, with a command to type. For a finished run one line is printed, and
+    nothing starts.
 
-    \b
-    libra resume runs/quickstart_0131_142501
-    libra resume runs/my_run --from-checkpoint 20
-    libra resume runs/my_run planner.replan=advise
-    libra resume runs/my_run run.iterations=100 --scheduler tls://HOST:8786
+    \b libra resume runs/quickstart_0131_142501 libra resume runs/my_run --from-checkpoint 20 libra
+    resume runs/my_run planner.replan=advise libra resume runs/my_run run.iterations=100 --scheduler
+    tls://HOST:8786
     """
     if (run_dir / "config.resolved.yaml").is_file():
         click.echo(f"{run_dir}: its files are checked, then it goes on from its committed results")
@@ -105,7 +105,8 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
 
 
 def ready_to_resume(run_dir: Path, step: int | None) -> None:
-    """DamagedRun if a file of the run is damaged; with ``step``, return to that checkpoint instead, and print it.
+    """DamagedRun if a file of the run is damaged; with ``step``, return to that checkpoint instead,
+    and print it.
 
     RunDirectoryError if a living driver has the run.
     """
@@ -121,7 +122,8 @@ def ready_to_resume(run_dir: Path, step: int | None) -> None:
 
 
 def nothing_left(run_dir: Path, config: RunConfig) -> str | None:
-    """The line for a run that is finished, with its last evaluation and checkpoint; None for another run."""
+    """The line for a run that is finished, with its last evaluation and checkpoint; None for
+    another run."""
     from libra.driver.rundir import is_finished
     from libra.observe.run_directory import iteration_rows, metric_rows
 
@@ -145,10 +147,11 @@ def _checkpoint(run_dir: Path, step: int) -> Path:
 @click.command()
 @RUN
 def repair(run_dir: Path) -> None:
-    """Rebuild the damaged files of RUN, a run directory, from its other records; exit with 2 if one cannot be rebuilt.
+    """Rebuild the damaged files of RUN, a run directory, from its other records; exit with 2 if one
+    cannot be rebuilt.
 
-    Nothing is deleted: replaced files go to RUN/damaged. A run that has a driver is refused. libra doctor RUN names the damaged
-    files, libra resume RUN continues afterwards.
+    Nothing is deleted: replaced files go to RUN/damaged. A run that has a driver is refused. libra
+    doctor RUN names the damaged files, libra resume RUN continues afterwards.
     """
     from libra.driver.repair import repair_run
 
@@ -162,7 +165,8 @@ def repair(run_dir: Path) -> None:
 
 
 def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides: Sequence[str] = ()) -> None:
-    """Run or resume a configuration, which has a name, to its end, and print the summary; LibraError is one message.
+    """Run or resume a configuration, which has a name, to its end, and print the summary;
+    LibraError is one message.
 
     ``overrides``: settings typed for a resumed run.
     """
@@ -196,7 +200,8 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
 
 
 def log_to_stderr(level: int) -> None:
-    """Send records of ``level`` and above to standard error, unless the process has handlers already.
+    """Send records of ``level`` and above to standard error, unless the process has handlers
+    already.
 
     Tracebacks only with ``LIBRA_TRACEBACK=1``; a run's are in its ``logs/driver.log``.
     """

@@ -31,7 +31,8 @@ def simulate_run(
 ) -> None:
     """Simulate and print; ConfigError if the workload cannot be read, written or simulated.
 
-    ``overrides`` are those that ``config`` was loaded with; they replace the settings of a recorded run.
+    ``overrides`` are those that ``config`` was loaded with; they replace the settings of a recorded
+    run.
     """
     if from_run is not None and workload is not None:
         raise click.UsageError("--from-run and --workload both name a workload; leave one out")

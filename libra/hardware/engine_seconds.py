@@ -1,10 +1,12 @@
-"""Seconds of an inference engine's steps: one model on ``tp`` GPUs of one kind, modelled or measured.
+"""Seconds of an inference engine's steps: one model on ``tp`` GPUs of one kind, modelled or
+measured.
 
-1. A step never gets shorter with more sequences of the same mean context, or with more context,
-   nor a prefill with more tokens before or in it: if measurements fall, they are pooled. An
-   operator is sharded over ``tp`` once.
+1. A step never gets shorter with more sequences of the same mean context, or with more context, nor
+   a prefill with more tokens before or in it: if measurements fall, they are pooled. An operator is
+   sharded over ``tp`` once.
 2. A decode step is layers x (linear + attention + two all-reduces) + output matrix + host overhead.
-3. ``kv_capacity_tokens`` is counted per GPU; key-value heads are copied where tp exceeds their number.
+3. ``kv_capacity_tokens`` is counted per GPU; key-value heads are copied where tp exceeds their
+   number.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ Array = NDArray[np.float64]
 
 
 class Grid:
-    """Values (x, y) on a rectangular grid: bilinear inside, linear beyond the far edges, constant before the near ones.
+    """Values (x, y) on a rectangular grid: bilinear inside, linear beyond the far edges, constant
+    before the near ones.
 
-    They rise between and beyond the points if they rise on the grid. scipy's ``RegularGridInterpolator`` is slower by far for one
-    point, and a simulation reads millions.
+    They rise between and beyond the points if they rise on the grid. scipy's
+    ``RegularGridInterpolator`` is slower by far for one point, and a simulation reads millions.
     """
 
     def __init__(self, xs: ArrayLike, ys: ArrayLike, values: ArrayLike) -> None:
@@ -81,15 +84,18 @@ _PASTS = (0, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 MEMORY_FRAC, RESERVED_BYTES = 0.9, 2.0e9
-"""Share of each GPU's memory that an engine may take, and its part for activations, communication buffers and the runtime."""
+"""Share of each GPU's memory that an engine may take, and its part for activations, communication
+buffers and the runtime."""
 CHUNK_TOKENS = 8192
 """A longer prefill is computed in chunks of this many tokens."""
 
 
 class Overhead(NamedTuple):
-    """Seconds that host and framework add to the kernels of a step, and to each for a GPU beyond the first.
+    """Seconds that host and framework add to the kernels of a step, and to each for a GPU beyond
+    the first.
 
-    Scheduling, sampling, detokenisation, launching captured graphs. The default is an assumption; `libra calibrate` measures it.
+    Scheduling, sampling, detokenisation, launching captured graphs. The default is an assumption;
+    `libra calibrate` measures it.
     """
 
     step_s: float = 2.0e-3
@@ -97,7 +103,8 @@ class Overhead(NamedTuple):
 
 
 class EngineSeconds(Protocol):
-    """Seconds and KV memory of one model on one engine of ``tp`` GPUs, as planner, simulator and emulated engines use them."""
+    """Seconds and KV memory of one model on one engine of ``tp`` GPUs, as planner, simulator and
+    emulated engines use them."""
 
     @property
     def tp(self) -> int:
@@ -108,10 +115,12 @@ class EngineSeconds(Protocol):
         """Tokens whose keys and values fit beside the weights."""
 
     def decode_step_s(self, num_sequences: int, context_tokens: float) -> float:
-        """Seconds of one step that gives each of ``num_sequences`` one token; ``context_tokens`` is the sum over all of them."""
+        """Seconds of one step that gives each of ``num_sequences`` one token; ``context_tokens`` is
+        the sum over all of them."""
 
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
-        """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` that are in the KV cache."""
+        """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` that are in the
+        KV cache."""
 
     def decode_steps_s(self, num_sequences: ArrayLike, context_tokens: ArrayLike) -> Array:
         """`decode_step_s` of many steps; the arguments broadcast."""
@@ -122,7 +131,8 @@ class EngineSeconds(Protocol):
 
 @dataclass(frozen=True)
 class ModelOnGPU:
-    """`EngineSeconds` of one model on an engine of ``tp`` GPUs: rooflines, corrected by the tables ``measured`` of its GPU."""
+    """`EngineSeconds` of one model on an engine of ``tp`` GPUs: rooflines, corrected by the tables
+    ``measured`` of its GPU."""
 
     gpu: GPU
     shape: ModelShape
@@ -177,7 +187,8 @@ class ModelOnGPU:
         return np.where(num >= 1, seconds, 0.0)
 
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
-        """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` that are in the KV cache."""
+        """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` that are in the
+        KV cache."""
         seconds = 0.0
         for done in range(0, new_tokens, CHUNK_TOKENS):
             chunk = min(new_tokens - done, CHUNK_TOKENS)
@@ -201,7 +212,8 @@ class ModelOnGPU:
 
     @cached_property
     def _linear(self) -> Grid:
-        """Seconds of a step without attention and host, by tokens; second axis 1 is a prefill, which has one row of logits."""
+        """Seconds of a step without attention and host, by tokens; second axis 1 is a prefill,
+        which has one row of logits."""
         from scipy.optimize import isotonic_regression  # takes most of a second to import
 
         top = max(CHUNK_TOKENS, 2048)
@@ -250,16 +262,17 @@ def engine_seconds(
     tables: Tables | Literal["shipped"] | None = "shipped",
     **settings: Any,
 ) -> ModelOnGPU:
-    """The seconds of ``model`` on an engine of ``tp`` GPUs, a name ("A800-80G") or the path of a datasheet.
+    """The seconds of ``model`` on an engine of ``tp`` GPUs, a name ("A800-80G") or the path of a
+    datasheet.
 
-    ``model`` is a directory with ``config.json``, such a file or its fields, or a known name ("Qwen/Qwen3-14B"); ``tables`` are
-    those of `libra calibrate`, the package's own if it has some, or None for rooflines only; ``settings`` are fields of
-    `ModelOnGPU`. ConfigError for an unknown GPU, heads that ``tp`` does not divide, or weights that do not fit; ModelError for an
-    unknown model, or one that is not dense.
+    ``model`` is a directory with ``config.json``, such a file or its fields, or a known name
+    ("Qwen/Qwen3-14B"); ``tables`` are those of `libra calibrate`, the package's own if it has some,
+    or None for rooflines only; ``settings`` are fields of `ModelOnGPU`. ConfigError for an unknown
+    GPU, heads that ``tp`` does not divide, or weights that do not fit; ModelError for an unknown
+    model, or one that is not dense.
 
-    >>> engine = engine_seconds("A800-80G", "Qwen3-14B", tp=2)
-    >>> engine.decode_step_s(32, 32 * 4096) > engine.decode_step_s(1, 4096)
-    True
+    >>> engine = engine_seconds("A800-80G", "Qwen3-14B", tp=2) >>> engine.decode_step_s(32, 32 *
+    4096) > engine.decode_step_s(1, 4096) True
     """
     sheet = gpu if isinstance(gpu, GPU) else load_gpu(gpu)
     shape = model if isinstance(model, ModelShape) else load_shape(model)
@@ -272,9 +285,11 @@ def engine_seconds(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
-    """`EngineSeconds` of an engine that declared ``steps``: prefill costs the same per context token, alone or in a batch.
+    """`EngineSeconds` of an engine that declared ``steps``: prefill costs the same per context
+    token, alone or in a batch.
 
-    ``wall_over_passes``: wall seconds of its turns over the sum of its passes; the difference is its work between two passes.
+    ``wall_over_passes``: wall seconds of its turns over the sum of its passes; the difference is
+    its work between two passes.
     """
 
     steps: StepSeconds

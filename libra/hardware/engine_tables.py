@@ -1,5 +1,5 @@
-"""Parts of a simulated engine: requests, tabulated seconds, counters, and KV in the memory of hosts, from which any
-engine can fetch it (Seer's pool, arXiv:2511.14617)."""
+"""Parts of a simulated engine: requests, tabulated seconds, counters, and KV in the memory of
+hosts, from which any engine can fetch it (Seer's pool, arXiv:2511.14617)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class Request(NamedTuple):
 class EngineTables:
     """Tabulated seconds of one kind of engine, shared by all engines of that kind.
 
-    Contexts are rounded to the middle of intervals of ``grain_tokens``. ``max_contexts`` are the most trajectories whose KV it
-    keeps: an engine with slots keeps one context in each; by default as many as fit.
+    Contexts are rounded to the middle of intervals of ``grain_tokens``. ``max_contexts`` are the
+    most trajectories whose KV it keeps: an engine with slots keeps one context in each; by default
+    as many as fit.
     """
 
     def __init__(
@@ -69,9 +70,9 @@ class EngineTables:
         return found
 
     def capacity(self, slots: int, context_tokens: int) -> EngineCapacity:
-        """The capacity that such an engine declares. Its seconds match the tables for one sequence of ``context_tokens``
-        and for full slots and memory, and are linear in the context between the two. Bytes are 0 if unknown.
-        """
+        """The capacity that such an engine declares. Its seconds match the tables for one sequence
+        of ``context_tokens`` and for full slots and memory, and are linear in the context between
+        the two. Bytes are 0 if unknown."""
         alone_s, tokens = self.step_s(1, context_tokens), self.kv_capacity_tokens
         if isinstance(self.seconds, MeasuredEngine):
             return EngineCapacity(tokens, 0, 0, slots, self.seconds.tp, self.seconds.steps)
@@ -86,8 +87,9 @@ class EngineTables:
 class Counters:
     """Counters of an engine's work so far.
 
-    ``busy_s`` are the seconds with running requests; ``again_s`` of them went into contexts that some engine had computed
-    before, and ``load_s`` into loading weights, without work that a stopped engine had not finished.
+    ``busy_s`` are the seconds with running requests; ``again_s`` of them went into contexts that
+    some engine had computed before, and ``load_s`` into loading weights, without work that a
+    stopped engine had not finished.
     """
 
     generated_tokens: int = 0
@@ -102,7 +104,8 @@ class Counters:
 
 
 class KeptKv:
-    """KV that an engine keeps of trajectories between their turns, oldest first, and the contexts that others may share."""
+    """KV that an engine keeps of trajectories between their turns, oldest first, and the contexts
+    that others may share."""
 
     def __init__(self) -> None:
         self.entries: OrderedDict[str, tuple[int, str]] = OrderedDict()  # tokens, group
@@ -155,7 +158,8 @@ class KeptKv:
 
 
 class HostPool(NamedTuple):
-    """A pool: tokens of KV that all hosts hold together, and the price of a fetch, in seconds and seconds per token."""
+    """A pool: tokens of KV that all hosts hold together, and the price of a fetch, in seconds and
+    seconds per token."""
 
     capacity_tokens: int
     latency_s: float
@@ -165,8 +169,8 @@ class HostPool(NamedTuple):
 class HostKv:
     """Tokens of KV by trajectory; the least recently stored are dropped first.
 
-    A trajectory's KV is stored when its turn, or a part of it, ends; storing overlaps with steps and takes no time here. During a
-    fetch the engine goes on with others.
+    A trajectory's KV is stored when its turn, or a part of it, ends; storing overlaps with steps
+    and takes no time here. During a fetch the engine goes on with others.
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -180,7 +184,8 @@ class HostKv:
         return self._tokens.get(key, 0)
 
     def fetch(self, tokens: int, prefill_s: float) -> float:
-        """Seconds of a fetch of ``tokens`` that begins now; 0, and none begins, if computing them is sooner."""
+        """Seconds of a fetch of ``tokens`` that begins now; 0, and none begins, if computing them
+        is sooner."""
         seconds = self.pool.latency_s + tokens * self.pool.token_s
         if seconds >= prefill_s:
             return 0.0

@@ -20,7 +20,8 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """The datasheet of one kind of GPU. Peak figures, without sparsity; efficiencies are in `libra.hardware.layer_seconds`."""
+    """The datasheet of one kind of GPU. Peak figures, without sparsity; efficiencies are in
+    `libra.hardware.layer_seconds`."""
 
     name: str  # e.g. "A800-80G"
     full_name: str  # the vendor's
@@ -60,7 +61,8 @@ def read_gpu(path: str | Path) -> GPU:
 
 
 def load_gpu(name: str) -> GPU:
-    """The GPU ``name`` ("A800-80G", "a100_80g"; "h100" if only one known GPU begins so), or the one in the file ``name``.
+    """The GPU ``name`` ("A800-80G", "a100_80g"; "h100" if only one known GPU begins so), or the one
+    in the file ``name``.
 
     ConfigError names the nearest known GPU.
     """
@@ -95,7 +97,8 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of prices; ``core_hour`` is None where it has none. GPUs have the names of the datasheets, or any other."""
+    """A file of prices; ``core_hour`` is None where it has none. GPUs have the names of the
+    datasheets, or any other."""
 
     currency: str
     core_hour: Price | None = None
@@ -103,7 +106,8 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: Path = SHIPPED
 
     def of(self, gpu: str) -> Price | None:
-        """Price per GPU-hour of the GPU with this name, letters' case and ``-`` or ``_`` aside; None if the file has none."""
+        """Price per GPU-hour of the GPU with this name, letters' case and ``-`` or ``_`` aside;
+        None if the file has none."""
         wanted = _key(gpu)
         return next((price for name, price in self.gpu_hour.items() if _key(name) == wanted), None)
 

@@ -1,9 +1,10 @@
 """Rooflines: seconds of one operator on one GPU from its datasheet and a few efficiencies.
 
-Every constant is a fraction of a peak, a number of tiles or bytes, or a latency, so that it applies to another GPU too. Arrays
-broadcast; all results are seconds. Sizes are of one GPU's shard.
+Every constant is a fraction of a peak, a number of tiles or bytes, or a latency, so that it applies
+to another GPU too. Arrays broadcast; all results are seconds. Sizes are of one GPU's shard.
 
-Differs from the published planner of Libra (arXiv:2606.03077 v2), which has rooflines at fixed efficiency and divides by TP twice.
+Differs from the published planner of Libra (arXiv:2606.03077 v2), which has rooflines at fixed
+efficiency and divides by TP twice.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ Array = NDArray[np.float64]
 class Efficiencies:
     """Constants of the rooflines; one set serves every GPU, model, operator and size.
 
-    The defaults were fitted to A100 matrix products and elementwise operators of Llama-2-7b, Llama-2-70b and Llama-3-8B
-    (microsoft/vidur, MIT) and A800 attention of Llama-2-7b (NetX-lab/Frontier, MIT); the all-reduce to the A100's one-node
-    tables.
+    The defaults were fitted to A100 matrix products and elementwise operators of Llama-2-7b,
+    Llama-2-70b and Llama-3-8B (microsoft/vidur, MIT) and A800 attention of Llama-2-7b
+    (NetX-lab/Frontier, MIT); the all-reduce to the A100's one-node tables.
     """
 
     gemm_launch_s: float = 4.31e-06  # matrix products: fixed seconds
@@ -64,7 +65,8 @@ _SPLITS = (1, 2, 4)
 def gemm_s(gpu: GPU, eff: Efficiencies, rows: ArrayLike, columns: ArrayLike, inner: ArrayLike) -> Array:
     """Seconds of ``(rows, inner) @ (inner, columns)`` in bfloat16.
 
-    Assumes that the library chooses the best of a few tile sizes and splits of the inner length, each rounded up to waves.
+    Assumes that the library chooses the best of a few tile sizes and splits of the inner length,
+    each rounded up to waves.
     """
     m, n, k = np.broadcast_arrays(*(np.asarray(x, float) for x in (rows, columns, inner)))
     per_sm = gpu.flops_per_s / gpu.num_sms
@@ -97,10 +99,11 @@ _MOVES = {
 
 
 def move_s(gpu: GPU, eff: Efficiencies, operator: str, activation_bytes: ArrayLike) -> Array:
-    """Seconds of an elementwise operator (`libra.hardware.layer_seconds`) whose result has ``activation_bytes``.
+    """Seconds of an elementwise operator (`libra.hardware.layer_seconds`) whose result has
+    ``activation_bytes``.
 
-    The multiprocessors bound it, or memory and cache: a GPU with little bandwidth per multiprocessor reaches a larger share of it
-    with the same kernel.
+    The multiprocessors bound it, or memory and cache: a GPU with little bandwidth per
+    multiprocessor reaches a larger share of it with the same kernel.
     """
     size = np.asarray(activation_bytes, float)
     name, passes = _MOVES[operator]
@@ -117,7 +120,8 @@ def attention_decode_s(
 ) -> Array:
     """Seconds of one layer's attention for one new token each of ``num_sequences``.
 
-    ``context_tokens`` is the sum over the sequences; ``kv_bytes`` is of one token in this layer on this GPU.
+    ``context_tokens`` is the sum over the sequences; ``kv_bytes`` is of one token in this layer on
+    this GPU.
     """
     num, context = np.asarray(num_sequences, float), np.asarray(context_tokens, float)
     read = (context + eff.decode_min_tokens * num) * kv_bytes
@@ -127,9 +131,11 @@ def attention_decode_s(
 def attention_prefill_s(
     gpu: GPU, eff: Efficiencies, new_tokens: ArrayLike, past_tokens: ArrayLike, heads: float, head_dim: int
 ) -> Array:
-    """Seconds of one layer's causal attention of a chunk of one sequence over itself and ``past_tokens`` before it.
+    """Seconds of one layer's causal attention of a chunk of one sequence over itself and
+    ``past_tokens`` before it.
 
-    One multiprocessor computes a tile of query rows of one head, so the last wave may be nearly empty.
+    One multiprocessor computes a tile of query rows of one head, so the last wave may be nearly
+    empty.
     """
     new, past = np.asarray(new_tokens, float), np.asarray(past_tokens, float)
     tiles = np.ceil(new / eff.prefill_tile) * heads

@@ -1,10 +1,12 @@
-"""Measured hardware of a run: capacity and seconds of its engines, its trainer, and the seconds between them.
+"""Measured hardware of a run: capacity and seconds of its engines, its trainer, and the seconds
+between them.
 
 `libra calibrate RUN --save FILE` writes it as one JSON file; `planner.calibration` reads it. `libra
-simulate --from-run` computes it from the run. Seconds of engines are those that they declared (`engine_declared`).
+simulate --from-run` computes it from the run. Seconds of engines are those that they declared
+(`engine_declared`).
 
-A step of its trainer takes ``fixed + tokens x token`` seconds. Every second step is fitted and the others
-are predicted from it, which gives the reported error.
+A step of its trainer takes ``fixed + tokens x token`` seconds. Every second step is fitted and the
+others are predicted from it, which gives the reported error.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ KIND = "libra run calibration"
 
 
 class QuantumOverhead(NamedTuple):
-    """Seconds of a quantum outside engine and tool, during which its trajectory holds a slot; one sample of each is drawn.
+    """Seconds of a quantum outside engine and tool, during which its trajectory holds a slot; one
+    sample of each is drawn.
 
-    Scheduler and workers serve quanta one after the other, so the last ones of an iteration are the fastest.
+    Scheduler and workers serve quanta one after the other, so the last ones of an iteration are the
+    fastest.
     """
 
     transport_s: tuple[float, ...] = (0.0,)  # from dispatch to the start on the worker, and from its end to the report
@@ -126,7 +130,8 @@ class RunCalibration:
 
 
 def read_calibration(path: Path, where: str) -> RunCalibration:
-    """Read a calibration file; a ConfigError begins with ``where``, and has the file's schema or the impossible number."""
+    """Read a calibration file; a ConfigError begins with ``where``, and has the file's schema or
+    the impossible number."""
     again, at = "write it again: libra calibrate RUN --save FILE", f"{where}: {path}"
     try:
         values = msgspec.json.decode(path.read_bytes())
@@ -207,7 +212,8 @@ def fit_trainer(seconds: ArrayLike, tokens: ArrayLike) -> RunTrainer | None:
 
 
 STEP = 1e-4
-"""Finite difference in the logarithm of a constant: rooflines count whole tokens, so a smaller step could change none."""
+"""Finite difference in the logarithm of a constant: rooflines count whole tokens, so a smaller step
+could change none."""
 
 
 def fit_positive(
@@ -218,11 +224,13 @@ def fit_positive(
     tether: float = 0.0,
     ceiling: Array | None = None,
 ) -> Array:
-    """Constants above 0 that make ``residuals`` small under Huber's loss: a local minimum near ``start``, never worse than it.
+    """Constants above 0 that make ``residuals`` small under Huber's loss: a local minimum near
+    ``start``, never worse than it.
 
-    ``residuals`` takes (p,) constants and gives (n,) residuals, usually log(predicted / measured); the loss grows linearly beyond
-    ``outlier``. ``tether`` is the penalty of moving one constant by a factor e, as a residual at every point: it holds constants
-    that the points do not determine near ``start``. ``ceiling`` (p,) are upper bounds.
+    ``residuals`` takes (p,) constants and gives (n,) residuals, usually log(predicted / measured);
+    the loss grows linearly beyond ``outlier``. ``tether`` is the penalty of moving one constant by
+    a factor e, as a residual at every point: it holds constants that the points do not determine
+    near ``start``. ``ceiling`` (p,) are upper bounds.
     """
     from scipy.optimize import least_squares  # takes most of a second to import; only fits need it
 

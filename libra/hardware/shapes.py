@@ -1,4 +1,5 @@
-"""Sizes of dense decoder models that seconds and bytes depend on, read from Hugging Face's ``config.json``."""
+"""Sizes of dense decoder models that seconds and bytes depend on, read from Hugging Face's
+``config.json``."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ DENSE_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 class ModelShape:
     """Sizes of a dense decoder with grouped-query attention and a gated feed-forward network.
 
-    ``tied``: input and output embeddings are one matrix. ``bytes_per_weight``: width of weights, activations and KV. ``qk_norm``:
-    queries and keys are normalised per head (Qwen3), for which training stores activations.
+    ``tied``: input and output embeddings are one matrix. ``bytes_per_weight``: width of weights,
+    activations and KV. ``qk_norm``: queries and keys are normalised per head (Qwen3), for which
+    training stores activations.
     """
 
     name: str
@@ -48,7 +50,8 @@ class ModelShape:
         return self.num_layers * (self.layer_params + 2 * self.hidden) + self.vocab * self.hidden * (2 - self.tied)
 
     def kv_heads_per_gpu(self, tp: int) -> int:
-        """Key-value heads on one of ``tp`` GPUs; at least one: heads are copied if tp exceeds their number."""
+        """Key-value heads on one of ``tp`` GPUs; at least one: heads are copied if tp exceeds their
+        number."""
         return max(1, self.num_kv_heads // tp)
 
     def kv_bytes_per_token(self, tp: int) -> int:
@@ -69,7 +72,8 @@ class ModelShape:
 
 
 def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
-    """The shape in the fields of a ``config.json``; ModelError if it is not a model of `DENSE_TYPES`, or a size is missing."""
+    """The shape in the fields of a ``config.json``; ModelError if it is not a model of
+    `DENSE_TYPES`, or a size is missing."""
     kind = config.get("model_type")
     label = name or str(config.get("_name_or_path") or kind)
     experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
@@ -111,7 +115,8 @@ def known_models() -> tuple[str, ...]:
 
 
 def load_shape(model: str | Path | Mapping[str, Any]) -> ModelShape:
-    """The shape of a model: a directory with ``config.json``, such a file, its fields, or a known name.
+    """The shape of a model: a directory with ``config.json``, such a file, its fields, or a known
+    name.
 
     A Hugging Face id counts as known by its last part (``Qwen/Qwen3-14B``); nothing is downloaded.
     """

@@ -1,10 +1,11 @@
 """Measurements of one GPU as ratios to the rooflines, interpolated in logarithms.
 
-1. At a measured point a table gives the measurement. Between two points the ratio lies between theirs; beyond the last point the
-   nearest ratio holds.
-2. Shapes near it correct a matrix product or elementwise operator of a shape that was not measured; without any the
-   roofline is used.
-3. Attention tables apply only to their own head counts and head length: other kernels differ too much.
+1. At a measured point a table gives the measurement. Between two points the ratio lies between
+   theirs; beyond the last point the nearest ratio holds.
+2. Shapes near it correct a matrix product or elementwise operator of a shape that was not measured;
+   without any the roofline is used.
+3. Attention tables apply only to their own head counts and head length: other kernels differ too
+   much.
 4. All-reduce is a table of seconds by number of workers and workers per machine.
 
 The residuals that the tables leave are the simulator's noise.
@@ -40,7 +41,8 @@ DOUBT = 0.1
 class RatioCurve:
     """Measured over predicted seconds of one operator of one size, by tokens (n,).
 
-    ``sizes``: columns and inner length of a matrix product; bytes per token of an elementwise operator.
+    ``sizes``: columns and inner length of a matrix product; bytes per token of an elementwise
+    operator.
     """
 
     operator: str
@@ -51,8 +53,9 @@ class RatioCurve:
 
 @dataclass(frozen=True, slots=True)
 class RatioRows:
-    """Measured over predicted seconds by two numbers, in rows of unequal length: ``log_x`` (rows,) strictly increases, each row
-    has the second number on the scale of `log_tokens` and the log ratio.
+    """Measured over predicted seconds by two numbers, in rows of unequal length: ``log_x`` (rows,)
+    strictly increases, each row has the second number on the scale of `log_tokens` and the log
+    ratio.
 
     ``key``: heads, key-value heads and head length, on one GPU.
     """
@@ -77,7 +80,8 @@ class RatioRows:
 
 @dataclass(frozen=True, slots=True)
 class AllReduceTable:
-    """Seconds of an all-reduce by bytes; linear in the logarithms, and beyond its end at the rate reached there."""
+    """Seconds of an all-reduce by bytes; linear in the logarithms, and beyond its end at the rate
+    reached there."""
 
     workers: int
     workers_per_node: int
@@ -147,7 +151,8 @@ class ShapeTables:
 
 
 def attention_key(shape: ModelShape, tp: int) -> tuple[float, ...]:
-    """Sizes that select an attention kernel: heads, key-value heads and head length, on one of ``tp`` GPUs."""
+    """Sizes that select an attention kernel: heads, key-value heads and head length, on one of
+    ``tp`` GPUs."""
     return (shape.num_heads / tp, float(shape.kv_heads_per_gpu(tp)), float(shape.head_dim))
 
 
@@ -166,7 +171,8 @@ def operator_sizes(operator: str, shape: ModelShape, tp: int) -> tuple[float, ..
 def _near(
     curves: Sequence[RatioCurve], operator: str, sizes: tuple[float, ...]
 ) -> tuple[tuple[float, RatioCurve], ...]:
-    """Curves with their weights for an operator of these sizes; the remainder to 1 is the weight of no correction."""
+    """Curves with their weights for an operator of these sizes; the remainder to 1 is the weight of
+    no correction."""
     if operator in MOVES:
         kin = [curve for curve in curves if curve.operator == operator]
     else:
@@ -225,13 +231,15 @@ def shipped_tables(gpu_name: str) -> Tables | None:
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """Distributions of log(measured / predicted), as evenly spaced quantiles, from the smallest to the largest."""
+    """Distributions of log(measured / predicted), as evenly spaced quantiles, from the smallest to
+    the largest."""
 
     decode: tuple[float, ...]
     prefill: tuple[float, ...]
 
     def decode_factor(self, rng: np.random.Generator, num_steps: int = 1) -> float:
-        """Factor on the seconds of ``num_steps`` decode steps in a row, whose deviations are independent."""
+        """Factor on the seconds of ``num_steps`` decode steps in a row, whose deviations are
+        independent."""
         return _mean_factor(self.decode, rng, num_steps)
 
     def prefill_factor(self, rng: np.random.Generator) -> float:
@@ -240,7 +248,8 @@ class Residuals:
 
 
 def _mean_factor(quantiles: tuple[float, ...], rng: np.random.Generator, num: int) -> float:
-    """Mean of ``num`` factors; for more than 32 factors, drawn from the normal distribution of their mean."""
+    """Mean of ``num`` factors; for more than 32 factors, drawn from the normal distribution of
+    their mean."""
     positions = np.linspace(0.0, 1.0, len(quantiles))
     if num <= 32:
         return float(np.exp(np.interp(rng.random(max(num, 1)), positions, quantiles)).mean())

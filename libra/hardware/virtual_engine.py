@@ -28,16 +28,19 @@ from libra.hardware.engine_tables import Counters, EngineTables, HostKv, KeptKv,
 from libra.hardware.tables import Residuals
 
 WATERMARK = 0.01
-"""Share of the KV memory that stays free when a request starts on an engine that preempts: or it would be preempted at once."""
+"""Share of the KV memory that stays free when a request starts on an engine that preempts: or it
+would be preempted at once."""
 FRONT = 1 << 48
-"""Subtracted from the serial of a request that was preempted, so that it is before all that have not begun."""
+"""Subtracted from the serial of a request that was preempted, so that it is before all that have
+not begun."""
 
 
 class VirtualEngine:
     """One engine; with ``residuals`` its seconds are drawn around the tables.
 
-    ``preempts``: see invariant 3. ``host``: KV that any engine computed, fetched where that is sooner than computing it again; a
-    request whose KV is being fetched holds its memory, and the others go on.
+    ``preempts``: see invariant 3. ``host``: KV that any engine computed, fetched where that is
+    sooner than computing it again; a request whose KV is being fetched holds its memory, and the
+    others go on.
     """
 
     def __init__(
@@ -83,7 +86,8 @@ class VirtualEngine:
         self._admit()
 
     def finished(self, now_s: float) -> list[Request]:
-        """Requests that have their last token at ``now_s``, in order; their KV stays until its memory is needed."""
+        """Requests that have their last token at ``now_s``, in order; their KV stays until its
+        memory is needed."""
         self._advance(now_s)
         while self._fetching and self._fetching[0][0] <= now_s:
             _, _, key, cached = heapq.heappop(self._fetching)
@@ -116,7 +120,8 @@ class VirtualEngine:
         return len(self._running), len(self._queue), len(self._kept.entries)
 
     def next_finish_s(self) -> float | None:
-        """When the next request finishes, or its KV arrives; None if none runs. Valid until ``changes`` changes."""
+        """When the next request finishes, or its KV arrives; None if none runs. Valid until
+        ``changes`` changes."""
         if not self._running:
             return max(self._now, self._fetching[0][0]) if self._fetching else None
         count = len(self._running)
@@ -130,7 +135,8 @@ class VirtualEngine:
         return at_s if not self._fetching else max(self._now, min(at_s, self._fetching[0][0]))
 
     def load(self, now_s: float, load_s: float, *, keeps_kv: bool = False) -> None:
-        """Load new weights. Without ``keeps_kv`` kept KV is dropped, and running requests recompute their context."""
+        """Load new weights. Without ``keeps_kv`` kept KV is dropped, and running requests recompute
+        their context."""
         self._advance(now_s)
         begins_s = max(self._ready, now_s)
         self._ready = begins_s + load_s
@@ -147,7 +153,8 @@ class VirtualEngine:
         self._fetching = [(at_s, serial, key, 0) for at_s, serial, key, _ in self._fetching]
 
     def hand_over(self, now_s: float) -> dict[str, int]:
-        """Stop; returns the tokens that each request has generated, in order of submission. None of them finishes here."""
+        """Stop; returns the tokens that each request has generated, in order of submission. None of
+        them finishes here."""
         self.stop_clock(now_s)
         left = {request.key: 0 for _, _, request in sorted(self._queue)}
         for _, _, key, _ in sorted(self._fetching):
@@ -171,7 +178,8 @@ class VirtualEngine:
         return min(request.new_tokens - 1, max(0, request.new_tokens - math.ceil(finish - self._steps - 1e-6)))
 
     def _preempt(self) -> None:
-        """While the next step does not fit, the request that started last goes back to the queue's front."""
+        """While the next step does not fit, the request that started last goes back to the queue's
+        front."""
         capacity = self._tables.kv_capacity_tokens
         while len(self._running) > 1 and self._context + len(self._running) > capacity:
             last = max(self._running, key=lambda entry: entry[1])
@@ -216,7 +224,8 @@ class VirtualEngine:
     # ---------------------------------------------------------------- time
 
     def stop_clock(self, now_s: float) -> None:
-        """Nothing is computed after ``now_s``: what it had begun to compute again and not finished does not count."""
+        """Nothing is computed after ``now_s``: what it had begun to compute again and not finished
+        does not count."""
         self._advance(now_s)
         self._work.again_s = max(0.0, self._work.again_s - max(0.0, self._ready - now_s))
 

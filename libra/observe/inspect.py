@@ -93,7 +93,8 @@ def matching_rows(
     """Rows of the trajectory columns that match, in the order of display.
 
     ``index``: position in the store (negative from the end). ``failed``: only with a failure class.
-    ``order``: ``best`` or ``worst`` by reward, ungraded last. ``equal``: values of columns; None: any.
+    ``order``: ``best`` or ``worst`` by reward, ungraded last. ``equal``: values of columns; None:
+    any.
     """
     fits = np.ones(len(columns["reward"]), bool)
     for name, value in equal.items():

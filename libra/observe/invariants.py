@@ -58,8 +58,8 @@ class Promise:
 class StoredVersions:
     """Training trajectories, one row each, with ``columns`` of the store.
 
-    ``generated``: tokens; ``fresh``: those within the bound at their batch; ``spread``: newest minus
-    oldest version.
+    ``generated``: tokens; ``fresh``: those within the bound at their batch; ``spread``: newest
+    minus oldest version.
     """
 
     columns: Mapping[str, NDArray[Any]]

@@ -135,7 +135,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Setting]:
 
 
 class Trackers:
-    """The open trackers of one start of a run; ``names`` are keys of `TRACKERS` or ``module:Class``.
+    """The open trackers of one start of a run; ``names`` are keys of `TRACKERS` or
+    ``module:Class``.
 
     ``config`` has plain values.
     """

@@ -83,9 +83,10 @@ class LayerFinding:
 class Diagnosis:
     """The result of `diagnose`.
 
-    ``threshold`` is k3 in nats. ``steps`` counts steps with tokens of the trained version; ``first``
-    and ``last`` are above it (None if no step is). ``checked`` counts checks that the suspected
-    engines passed from ``first`` on, before they left a version. ``damaged`` names bad records.
+    ``threshold`` is k3 in nats. ``steps`` counts steps with tokens of the trained version;
+    ``first`` and ``last`` are above it (None if no step is). ``checked`` counts checks that the
+    suspected engines passed from ``first`` on, before they left a version. ``damaged`` names bad
+    records.
     """
 
     threshold: float

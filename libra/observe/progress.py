@@ -203,8 +203,9 @@ class RunProgress:
     def counted(self, ended: int, tokens: int, missing: str = "", training: str = "") -> None:
         """Totals since the run's start, about once a second.
 
-        ``missing`` names work without a worker, e.g. "nobody generates", and replaces the time to go.
-        ``training`` describes the training step and replaces the rate after the last trajectory.
+        ``missing`` names work without a worker, e.g. "nobody generates", and replaces the time to
+        go. ``training`` describes the training step and replaces the rate after the last
+        trajectory.
         """
         now_s = self._clock_s()
         self._ended, self._missing, self._training = ended, missing, training

@@ -38,9 +38,9 @@ LATEST_S: Final = 1e11
 class RunSummaryRow:
     """One run in a list; ``reward`` and ``evaluation`` are the last means.
 
-    ``state`` is ``running`` with a driver; ``finished`` after all iterations and the last evaluation,
-    ``unevaluated`` without that evaluation; ``new`` before the first iteration ended; else
-    ``stopped``. ``of_iterations`` is 0 if not known. ``changed_s`` is a Unix time.
+    ``state`` is ``running`` with a driver; ``finished`` after all iterations and the last
+    evaluation, ``unevaluated`` without that evaluation; ``new`` before the first iteration ended;
+    else ``stopped``. ``of_iterations`` is 0 if not known. ``changed_s`` is a Unix time.
     """
 
     directory: Path

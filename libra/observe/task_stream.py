@@ -1,7 +1,7 @@
 """Every quantum of every trajectory as a row of Dask's own task stream.
 
-Dask records a row where a key leaves ``processing`` for ``memory`` or ``erred``. A trajectory is one
-key that runs many times, so Dask's stream has only its last quantum.
+Dask records a row where a key leaves ``processing`` for ``memory`` or ``erred``. A trajectory is
+one key that runs many times, so Dask's stream has only its last quantum.
 
 1. Every quantum given to `QuantumStream.add` is one row of the buffer behind ``/status`` and
    ``Client.get_task_stream``; the buffer keeps its own bound.
@@ -41,7 +41,8 @@ class QuantumStream(SchedulerPlugin):
     """Writer of quantum rows into a scheduler's ``TaskStreamPlugin``, which it creates if needed.
 
     The plugin ``libra-task-stream``: a second one replaces the first and takes over its state.
-    ``refused`` counts quanta without a row because they stop before they start (a clock was set back).
+    ``refused`` counts quanta without a row because they stop before they start (a clock was set
+    back).
     """
 
     name = "libra-task-stream"

@@ -157,7 +157,8 @@ def trace_lines(log: Iterable[Line], trainers: Sequence[str] = ()) -> Iterator[T
 def write_trace(log: Iterable[Line], output: Path, trainers: Sequence[str] = ()) -> int:
     """Write the trace of a log, compressed if ``output`` ends with ``.gz``; its number of lines.
 
-    StoreError for a damaged log, ConfigError for a file that cannot be written; then no file is left.
+    StoreError for a damaged log, ConfigError for a file that cannot be written; then no file is
+    left.
     """
     count, opened = 0, gzip.open if output.suffix == ".gz" else open
     with written(output, "-o") as path, opened(path, "wt", encoding="utf-8") as file:

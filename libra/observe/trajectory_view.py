@@ -60,10 +60,11 @@ def headline(trajectory: Trajectory) -> str:
 def terminal_view(
     trajectory: Trajectory, row: Mapping[str, Any], *, place: str, decode: Decode | None, tokens: bool
 ) -> list[RenderableType]:
-    """One trajectory for a terminal of 80 columns: facts, text by origin, turns, and tokens on request.
+    """One trajectory for a terminal of 80 columns: facts, text by origin, turns, and tokens on
+    request.
 
-    ``row`` has its trajectory columns in the store; ``place`` is e.g. ``3 of 40``; without ``decode``
-    token ids replace text.
+    ``row`` has its trajectory columns in the store; ``place`` is e.g. ``3 of 40``; without
+    ``decode`` token ids replace text.
     """
     text = Text("\n")
     for origin, start, stop in segments(trajectory):

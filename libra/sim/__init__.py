@@ -1,1 +1,2 @@
-"""The system in virtual time, under the same policy objects as the live one: discrete events, seeded, no clock."""
+"""The system in virtual time, under the same policy objects as the live one: discrete events,
+seeded, no clock."""

@@ -1,4 +1,5 @@
-"""A simulation as the configuration describes it, or of a past run with typed settings in place of its own."""
+"""A simulation as the configuration describes it, or of a past run with typed settings in place of
+its own."""
 
 from __future__ import annotations
 
@@ -32,19 +33,21 @@ from libra.user_orderings import ordering_of
 LAYOUT = Layout()
 """Training of the cost model, with gradient checkpointing."""
 PASSES = 4.0
-"""Forward passes that gradients cost: forward, forward again because of checkpointing, and backward, twice as long."""
+"""Forward passes that gradients cost: forward, forward again because of checkpointing, and
+backward, twice as long."""
 LAYOUT_SETTINGS = frozenset({"cluster.engines", "cluster.rollout_workers", "rollout.tp"})
 REPLACED = LAYOUT_SETTINGS | {
     "model.path", "planner.gpu", "planner.calibration", "policy.name", "policy.objective", "policy.patience", "run.eta",
     "run.seed", "rollout.chunk_tokens", "staleness.over_age", "staleness.window",
     "simulation.train_s", "simulation.load_s", "simulation.tool_slots", "simulation.noise",
 }  # fmt: skip
-"""Settings that replace those of a simulated run where they are typed; others have no effect on it."""
+"""Settings that replace those of a simulated run where they are typed; others have no effect on it.
+"""
 
 
 def drawn_workload(config: RunConfig) -> Workload:
-    """The workload of ``config``: drawn from its traces, or of the lengths that `libra plan` expects; the same seed
-    draws the same."""
+    """The workload of ``config``: drawn from its traces, or of the lengths that `libra plan`
+    expects; the same seed draws the same."""
     section, trainer, seed = config.simulation, config.trainer, config.run.seed
     if config.planner.trace is None:
         return expected_workload(config)
@@ -55,7 +58,8 @@ def drawn_workload(config: RunConfig) -> Workload:
 
 
 def expected_workload(config: RunConfig) -> Workload:
-    """Trajectories of the lengths in section `planner`, within the limits of section `rollout`, in an order by the seed.
+    """Trajectories of the lengths in section `planner`, within the limits of section `rollout`, in
+    an order by the seed.
 
     Each has `planner.lengths.turns` turns of equal length, `rollout.max_turns` at most.
     """
@@ -105,9 +109,11 @@ def configured_ordering(config: RunConfig) -> Ordering:
 def simulated_engines(
     config: RunConfig, layout: Mapping[int, int], workload: Workload, measured: RunCalibration | None
 ) -> tuple[EngineSpec, ...]:
-    """Engines of a layout as fast as measured ones, or by a GPU's tables; ConfigError for a degree that was not measured.
+    """Engines of a layout as fast as measured ones, or by a GPU's tables; ConfigError for a degree
+    that was not measured.
 
-    Slots are as `cluster.engines` has them, else those of the measured engine, or as many as fit at mean length.
+    Slots are as `cluster.engines` has them, else those of the measured engine, or as many as fit at
+    mean length.
     """
     slots = {group.tp: group.slots for group in config.cluster.engines if group.slots is not None}
     if measured is not None:
@@ -169,7 +175,8 @@ def simulator_of_run(
 ) -> tuple[Simulator, bool]:
     """The simulation of a run, and whether its engines are as the run measured them.
 
-    ``typed`` are the dotted names that were given on the command line: those of `REPLACED` are taken from ``config``.
+    ``typed`` are the dotted names that were given on the command line: those of `REPLACED` are
+    taken from ``config``.
     """
     own = setting.record.config
     planner = own.planner.model_copy(update={"calibration": None})
@@ -195,8 +202,9 @@ def simulator_of_run(
 def expected_teacher_token_s(config: RunConfig, measured: RunCalibration | None, workload: Workload) -> float:
     """Seconds of a teacher's forward pass per token; 0 without one that batches wait for.
 
-    By the cost model; with a calibration the seconds of its trainer per token, by the parameters of both models and the passes of a
-    gradient, or 0 if it has none. ModelError if the teacher's sizes are not known here.
+    By the cost model; with a calibration the seconds of its trainer per token, by the parameters of
+    both models and the passes of a gradient, or 0 if it has none. ModelError if the teacher's sizes
+    are not known here.
     """
     named = teacher_model(config)
     if named is None or not config.distil.wait_s:

@@ -1,8 +1,9 @@
-"""Measured hardware of a run: seconds of its engines, tools and trainer, and of everything between them.
+"""Measured hardware of a run: seconds of its engines, tools and trainer, and of everything between
+them.
 
-A quantum is dispatched, sent to a worker, waits there for the end of a pass, is generated, decoded and recorded, and is
-reported. The log has its beginning, its end and the worker's share; the store has the engine's. Held-out questions are left
-out.
+A quantum is dispatched, sent to a worker, waits there for the end of a pass, is generated, decoded
+and recorded, and is reported. The log has its beginning, its end and the worker's share; the store
+has the engine's. Held-out questions are left out.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def _stored(whole: Columns) -> list[tuple[Place, int, range]]:
 
 
 def _declared(record: RunRecord) -> dict[str, EngineDeclared]:
-    """What each engine declared last; after too few passes it has the seconds of its bucket's best measured engine."""
+    """What each engine declared last; after too few passes it has the seconds of its bucket's best
+    measured engine."""
     facts = [fact for _, fact in record.of(EngineDeclared)]
     measured = {fact.worker: fact for fact in facts if fact.fixed_s is not None}
     known = list(measured.values())
@@ -167,8 +169,8 @@ def _turns(record: RunRecord, stored: Sequence[tuple[Place, int, range]], turns:
 
 
 def _parts_of_turns(quanta: Sequence[Quantum], lengths: Sequence[int]) -> list[list[Quantum]]:
-    """The quanta of each turn of a trajectory's last attempt, by the tokens of its turns: several with
-    `rollout.chunk_tokens`. Empty if the quanta do not add up to the turns."""
+    """The quanta of each turn of a trajectory's last attempt, by the tokens of its turns: several
+    with `rollout.chunk_tokens`. Empty if the quanta do not add up to the turns."""
     found: list[list[Quantum]] = []
     end = len(quanta)
     for length in reversed(lengths):
@@ -203,9 +205,9 @@ def binned(values: ArrayLike) -> tuple[float, ...]:
 
 
 class TurnsTaken(NamedTuple):
-    """Generations of one engine, each array (n,): seconds of the report, on the worker, in the engine's queue, in its passes and in
-    tools that ran within them; tokens generated, tokens of context, and the computed tokens among those.
-    """
+    """Generations of one engine, each array (n,): seconds of the report, on the worker, in the
+    engine's queue, in its passes and in tools that ran within them; tokens generated, tokens of
+    context, and the computed tokens among those."""
 
     reported_s: Array
     latency_s: Array
@@ -225,7 +227,8 @@ class TurnsTaken(NamedTuple):
         return binned(self.latency_s - self.busy_s - self.inline_s - self.queued_s + passes_s)
 
     def wall_over_passes(self, steps: StepSeconds) -> float:
-        """Wall seconds of these turns over those by passes of ``steps``, given the turns that ran beside them."""
+        """Wall seconds of these turns over those by passes of ``steps``, given the turns that ran
+        beside them."""
         start, stop = self.reported_s - self.busy_s, self.reported_s
         beside, order = running_beside(start, stop), np.argsort(start)
         begun, computed = start[order], np.concatenate([[0.0], np.cumsum(self.computed[order])])

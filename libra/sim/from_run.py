@@ -1,4 +1,5 @@
-"""The simulation of a past run: its trajectories as its store holds them, turn by turn, on its own engines."""
+"""The simulation of a past run: its trajectories as its store holds them, turn by turn, on its own
+engines."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from libra.types import Phase, tool_outcome
 
 @dataclass(frozen=True, eq=False)
 class RunSetting:
-    """A run as a simulation reads it: its training trajectories, its hardware, and its own seconds (None if it was resumed)."""
+    """A run as a simulation reads it: its training trajectories, its hardware, and its own seconds
+    (None if it was resumed)."""
 
     record: RunRecord
     workload: Workload
@@ -40,7 +42,8 @@ class RunSetting:
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
-        """Its own, by the names of their workers; the policy receives the same events about them as in the run."""
+        """Its own, by the names of their workers; the policy receives the same events about them as
+        in the run."""
         return tuple(
             engine_spec(engine, engine.worker, announced=self.record.announced(engine.worker))
             for engine in self.calibration.engines
@@ -50,7 +53,8 @@ class RunSetting:
 def run_setting(run_dir: Path) -> RunSetting:
     """Everything that a simulation needs of a run.
 
-    RunDirectoryError if it is not one, or stored nothing; ConfigError if none of its engines declared its seconds.
+    RunDirectoryError if it is not one, or stored nothing; ConfigError if none of its engines
+    declared its seconds.
     """
     record = RunRecord.read(run_dir)
     workload = workload_of_run(run_dir, family=record.family, arrivals_s=record.arrivals_s())
@@ -99,7 +103,8 @@ def run_options(setting: RunSetting, config: RunConfig) -> SimulationOptions:
 def host_pool(record: RunRecord) -> HostPool | None:
     """KV that the run's engines kept in host memory and sent each other; None if they did not.
 
-    The price is from the run's own transfers, or the policy's assumption (`PRIOR_BYTES_PER_S`) before one was measured.
+    The price is from the run's own transfers, or the policy's assumption (`PRIOR_BYTES_PER_S`)
+    before one was measured.
     """
     gib = record.config.rollout.kv_host_gib
     sizes = [declared[-1].kv_token_bytes for declared in record.capacities.values()]
@@ -119,7 +124,8 @@ def host_pool(record: RunRecord) -> HostPool | None:
 
 
 def left_out(config: RunConfig) -> str:
-    """Parts of a run that its simulation does not have, or repeats from its log, in one line; empty: none."""
+    """Parts of a run that its simulation does not have, or repeats from its log, in one line;
+    empty: none."""
     trainer, rolls = config.trainer, config.planner.replan == "apply"
     absent = {
         "engines that keep a version (staleness.versions=one)": config.run.eta > 0
@@ -136,7 +142,8 @@ def left_out(config: RunConfig) -> str:
 
 
 def measured_teacher_token_s(record: RunRecord, workload: Workload) -> float:
-    """Seconds of a run's teacher per token, as it took for its groups; 0 without one that batches wait for."""
+    """Seconds of a run's teacher per token, as it took for its groups; 0 without one that batches
+    wait for."""
     scored = [score_s for _, score_s in record.scores().values()]
     groups = len({(plan.iteration, plan.group) for plan in workload.trajectories})
     tokens = sum(plan.final_tokens for plan in workload.trajectories)
@@ -146,11 +153,13 @@ def measured_teacher_token_s(record: RunRecord, workload: Workload) -> float:
 def workload_of_run(
     run_dir: Path, *, family: str = "", arrivals_s: Mapping[tuple[int, ...], float] | None = None
 ) -> Workload:
-    """Training trajectories of ``run_dir`` with their own tokens and tool seconds; RunDirectoryError if it has none.
+    """Training trajectories of ``run_dir`` with their own tokens and tool seconds;
+    RunDirectoryError if it has none.
 
-    Trajectories of one iteration stand in the order of ``arrivals_s``, by (iteration, group, sample), by default of group and
-    sample: all arrive at one instant, and with long tails their order matters. Iterations and groups are renumbered so that all
-    iterations have as many groups as the first one, without a last, incomplete iteration. Repeated prompts keep their names.
+    Trajectories of one iteration stand in the order of ``arrivals_s``, by (iteration, group,
+    sample), by default of group and sample: all arrive at one instant, and with long tails their
+    order matters. Iterations and groups are renumbered so that all iterations have as many groups
+    as the first one, without a last, incomplete iteration. Repeated prompts keep their names.
     """
     path = run_dir / "trajectories.zarr"
     if not path.is_dir():

@@ -1,4 +1,5 @@
-"""One run directory, read once: configuration, event log, metrics and the turns of its training trajectories."""
+"""One run directory, read once: configuration, event log, metrics and the turns of its training
+trajectories."""
 
 from __future__ import annotations
 
@@ -79,8 +80,9 @@ class Quantum(NamedTuple):
 class RealisedRun(NamedTuple):
     """The measured times of a run, for comparison with its simulation.
 
-    ``rollout_s`` are seconds of each iteration from gate to last trajectory; ``makespan_s`` is from the first gate to the last
-    trajectory, less the time until the driver submitted an iteration that could have begun (held-out questions).
+    ``rollout_s`` are seconds of each iteration from gate to last trajectory; ``makespan_s`` is from
+    the first gate to the last trajectory, less the time until the driver submitted an iteration
+    that could have begun (held-out questions).
     """
 
     makespan_s: float
@@ -96,7 +98,8 @@ def place_of(key: str) -> Place | None:
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """One run directory. Lines are of its last start that generated anything: resuming a finished run does not."""
+    """One run directory. Lines are of its last start that generated anything: resuming a finished
+    run does not."""
 
     directory: Path
     config: RunConfig
@@ -106,7 +109,8 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
-        """RunDirectoryError if it is not a run with an event log, StoreError if a line is not of this Libra."""
+        """RunDirectoryError if it is not a run with an event log, StoreError if a line is not of
+        this Libra."""
         for name, what in (("config.resolved.yaml", "a run"), ("events.jsonl", "a run with an event log")):
             if not (directory / name).is_file():
                 raise RunDirectoryError(f"{directory}: holds no {name}; name the directory of {what}")
@@ -193,8 +197,8 @@ class RunRecord:
         return {fact.version: t_s for t_s, fact in self.of(VersionPublished)}
 
     def steps_s(self) -> tuple[float, ...]:
-        """Seconds of each batch from its last group, or the last score that it awaited, until its weights were published;
-        where that was beside the next step, until its step ended.
+        """Seconds of each batch from its last group, or the last score that it awaited, until its
+        weights were published; where that was beside the next step, until its step ended.
 
         A streamed batch opens when its last wave does: its last group may be complete before.
         """
@@ -210,7 +214,8 @@ class RunRecord:
         return tuple(found)
 
     def scores(self) -> dict[Place, tuple[float, float]]:
-        """When the teacher had scored each group that a batch waits for, and in how many seconds, by (iteration, group)."""
+        """When the teacher had scored each group that a batch waits for, and in how many seconds,
+        by (iteration, group)."""
         if not self.config.distil.wait_s:
             return {}
         return {(fact.iteration, fact.group): (t_s, fact.score_s) for t_s, fact in self.of(GroupScored)}
@@ -227,7 +232,8 @@ class RunRecord:
         return {fact.step: t_s for t_s, fact in self.of(StepFinished) if fact.beside}
 
     def realised(self, iterations: int) -> RealisedRun | None:
-        """The measured times of its first iterations; None if the run was resumed, or has finished fewer."""
+        """The measured times of its first iterations; None if the run was resumed, or has finished
+        fewer."""
         gates, ends = self.gates_s(), self.ends_s()
         last = {k: max((t_s for place, t_s in ends.items() if place[0] == k), default=None) for k in range(iterations)}
         if self.starts > 1 or any(k not in gates or last[k] is None for k in range(iterations)):
@@ -250,8 +256,8 @@ class RunRecord:
         return sum(one != other for each in workers.values() for one, other in pairwise(each))
 
     def announced(self, worker: str) -> tuple[Announced, ...]:
-        """The facts about an engine that the policy received, its absences included: those before the first gate as the last
-        of them, then each with the iteration that had begun last."""
+        """The facts about an engine that the policy received, its absences included: those before
+        the first gate as the last of them, then each with the iteration that had begun last."""
         gates = sorted((t_s, iteration) for iteration, t_s in self.gates_s().items())
         first_s = gates[0][0] if gates else 0.0
         before, later = tuple[Announced, ...](), list[Announced]()

@@ -1,4 +1,5 @@
-"""State of a simulation: its agenda, trajectories that have begun, groups that wait for theirs, and the teacher."""
+"""State of a simulation: its agenda, trajectories that have begun, groups that wait for theirs, and
+the teacher."""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ class Agenda:
 class SimulatedTrajectory:
     """A trajectory that has begun and not ended.
 
-    ``attempt`` counts its quanta begun: an event of an earlier attempt is ignored. ``generated`` are the tokens that
-    its turn has: of earlier parts of the turn, and those that an engine generated before it handed the trajectory over.
+    ``attempt`` counts its quanta begun: an event of an earlier attempt is ignored. ``generated``
+    are the tokens that its turn has: of earlier parts of the turn, and those that an engine
+    generated before it handed the trajectory over.
     """
 
     key: str
@@ -69,7 +71,8 @@ class SimulatedTrajectory:
 
 
 class WorkloadGroups:
-    """Groups of a workload by iteration: trajectories that have not ended, and the version that the first one began with."""
+    """Groups of a workload by iteration: trajectories that have not ended, and the version that the
+    first one began with."""
 
     def __init__(self, workload: Workload) -> None:
         self.plans: dict[int, list[TrajectoryPlan]] = {}
@@ -84,7 +87,8 @@ class WorkloadGroups:
 
 
 class TeacherQueue:
-    """The teacher of a simulated run: it scores finished groups one after the other, ``token_s`` per token of a trajectory."""
+    """The teacher of a simulated run: it scores finished groups one after the other, ``token_s``
+    per token of a trajectory."""
 
     def __init__(self, token_s: float, plans: Iterable[TrajectoryPlan]) -> None:
         self._group_s: dict[GroupId, float] = {}

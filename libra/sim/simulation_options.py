@@ -1,4 +1,5 @@
-"""Engines and settings of a simulation, and its result: times, tokens, moves, and every dispatch in order."""
+"""Engines and settings of a simulation, and its result: times, tokens, moves, and every dispatch in
+order."""
 
 from __future__ import annotations
 
@@ -31,10 +32,11 @@ class Announced(NamedTuple):
 
 
 class EngineSpec(NamedTuple):
-    """One engine of a simulation; without a ``bucket_name`` all engines of one degree are a capacity class.
+    """One engine of a simulation; without a ``bucket_name`` all engines of one degree are a
+    capacity class.
 
-    ``announced`` are the facts that the policy receives about it, the first one at once; while it is withdrawn it generates
-    nothing. Empty: its tables, from the beginning.
+    ``announced`` are the facts that the policy receives about it, the first one at once; while it
+    is withdrawn it generates nothing. Empty: its tables, from the beginning.
     """
 
     name: str
@@ -51,8 +53,8 @@ class EngineSpec(NamedTuple):
         return self.bucket_name or f"tp{self.tp}"
 
     def joined(self, context_tokens: int) -> WorkerCapacity:
-        """The first event about it that the policy receives; without ``announced``, from its tables at contexts of this
-        many tokens."""
+        """The first event about it that the policy receives; without ``announced``, from its tables
+        at contexts of this many tokens."""
         if self.announced and isinstance(first := self.announced[0].fact, WorkerCapacity):
             return first
         return joined_of(self.name, self.bucket, self.tables.capacity(self.slots, context_tokens))
@@ -68,7 +70,8 @@ def typical_context(plans: Iterable[TrajectoryPlan]) -> int:
 
 
 def slots_of(tables: EngineTables, context_tokens: int) -> int:
-    """Concurrent generations such that contexts of this size fit into the KV memory; at least 1, at most `MAX_SLOTS`."""
+    """Concurrent generations such that contexts of this size fit into the KV memory; at least 1, at
+    most `MAX_SLOTS`."""
     return max(1, min(MAX_SLOTS, tables.kv_capacity_tokens // max(1, context_tokens)))
 
 
@@ -133,7 +136,8 @@ class Dispatched(NamedTuple):
 
 @dataclass(slots=True)
 class SimulationRecord:
-    """Dispatches of a simulation, and when gates opened and trajectories, groups, rollouts and iterations ended."""
+    """Dispatches of a simulation, and when gates opened and trajectories, groups, rollouts and
+    iterations ended."""
 
     dispatched: list[Dispatched] = field(default_factory=list)
     ended_s: dict[str, float] = field(default_factory=dict)

@@ -177,7 +177,8 @@ class Simulator:
             self.notify(msgspec.structs.replace(fact, kv_token_bytes=self._kv_token_bytes))
 
     def hand_over(self, worker: str) -> None:
-        """The engine of ``worker`` stops; its trajectories keep the tokens that they have, and go on on other engines.
+        """The engine of ``worker`` stops; its trajectories keep the tokens that they have, and go
+        on on other engines.
 
         Quanta on their way to or from the engine are lost, and generated again.
         """

@@ -1,7 +1,9 @@
-"""Workloads: trajectories as lists of turns with their tokens and tool seconds, drawn from traces with a seed.
+"""Workloads: trajectories as lists of turns with their tokens and tool seconds, drawn from traces
+with a seed.
 
-The simulator runs it in virtual time, emulated engines run it on a real Dask cluster, and both see the same
-keys, so that their dispatch orders can be compared. As a file it is JSON; the same seed gives the same bytes.
+The simulator runs it in virtual time, emulated engines run it on a real Dask cluster, and both see
+the same keys, so that their dispatch orders can be compared. As a file it is JSON; the same seed
+gives the same bytes.
 """
 
 from __future__ import annotations
@@ -136,7 +138,8 @@ class _File(msgspec.Struct):
 def checked(workload: Workload, where: str) -> Workload:
     """``workload`` itself; ConfigError if two trajectories have one place, or a turn cannot be run.
 
-    It has a tool whenever another turn follows; the last turn may have one too, whose result no turn reads.
+    It has a tool whenever another turn follows; the last turn may have one too, whose result no
+    turn reads.
     """
     seen = set()
     for plan in workload.trajectories:
@@ -204,10 +207,12 @@ def workload_of_groups(groups: Iterator[list[Trace]], *, num_groups: int, iterat
 
 
 def groups_of(traces: Sequence[Trace], group_size: int, seed: int) -> Iterator[list[Trace]]:
-    """Groups without end, each of samples of one task that was recorded at least ``group_size`` times.
+    """Groups without end, each of samples of one task that was recorded at least ``group_size``
+    times.
 
-    If no task was, a group has different tasks: its samples are independent, the worst case for a policy that learns from
-    siblings. Every task, or trace, comes once before any repeats. ConfigError without traces.
+    If no task was, a group has different tasks: its samples are independent, the worst case for a
+    policy that learns from siblings. Every task, or trace, comes once before any repeats.
+    ConfigError without traces.
     """
     if not traces:
         raise ConfigError("traces: none to draw from; name a directory with agent_turns/*.csv")
@@ -239,9 +244,11 @@ REQUIRED = ("task", "turn", "tool", "status", "completion_tokens")
 
 
 def tool_seconds(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Seconds of tool calls of a coding agent: three quarters are file tools (0.04 s), the rest tests and installs (mean 10 s).
+    """Seconds of tool calls of a coding agent: three quarters are file tools (0.04 s), the rest
+    tests and installs (mean 10 s).
 
-    Shaped after what was measured on agentcgroup's runs: median 0.04 s, P90 9.1 s, P99 21 s; their timeouts are left out.
+    Shaped after what was measured on agentcgroup's runs: median 0.04 s, P90 9.1 s, P99 21 s; their
+    timeouts are left out.
     """
     return np.where(rng.random(count) < 0.75, 0.04, np.minimum(rng.gamma(2.0, 5.0, count), 60.0))
 
@@ -249,8 +256,8 @@ def tool_seconds(rng: np.random.Generator, count: int) -> np.ndarray:
 def load_traces(path: Path, *, seed: int = 0) -> list[Trace]:
     """Trajectories of one file, in its order; one source and model form a family.
 
-    Seconds of tools that were not timed are drawn (`tool_seconds`). ConfigError if columns are missing, or a field is not a
-    number or not a status.
+    Seconds of tools that were not timed are drawn (`tool_seconds`). ConfigError if columns are
+    missing, or a field is not a number or not a status.
     """
     rng = np.random.default_rng([seed, 0x7001])
     return [

@@ -39,8 +39,8 @@ _DECISIONS: Final = (
 class Outcome(NamedTuple):
     """Prediction and result of one decision, as shares of a step.
 
-    A layout at a run's start has seconds of a step instead. ``before`` and ``after`` count intervals.
-    ``why`` is the reason for a missing result, else empty.
+    A layout at a run's start has seconds of a step instead. ``before`` and ``after`` count
+    intervals. ``why`` is the reason for a missing result, else empty.
     """
 
     event: Fact

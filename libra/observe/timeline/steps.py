@@ -26,7 +26,8 @@ _OF_ENGINES: Final = frozenset({"generating", "turned", "wave"})
 class Wave:
     """A wave; ``others`` of its ``groups`` are of other iterations than the step's.
 
-    ``train_s`` is None until it is trained, at ``trained_s``, by the trainers and ``hybrids`` engines.
+    ``train_s`` is None until it is trained, at ``trained_s``, by the trainers and ``hybrids``
+    engines.
     """
 
     groups: int
@@ -40,7 +41,8 @@ class Wave:
 class EngineSwitch:
     """A switch of the engine of ``worker`` to training or rollout, requested at ``t_s``.
 
-    ``generation`` names its role change (None before it starts); ``seconds`` is None before its end.
+    ``generation`` names its role change (None before it starts); ``seconds`` is None before its
+    end.
     """
 
     t_s: float
@@ -70,9 +72,9 @@ def groups_text(groups: int, others: int) -> str:
 class Steps:
     """Waves, role switches and measures of a run.
 
-    ``waves`` are by step and number, of the newest steps; ``switches`` and ``modes`` the newest ones,
-    the oldest first. ``train_gpus`` counts GPUs that always train; 0 turns measures off. ``since_s``
-    is the time of the previous publication.
+    ``waves`` are by step and number, of the newest steps; ``switches`` and ``modes`` the newest
+    ones, the oldest first. ``train_gpus`` counts GPUs that always train; 0 turns measures off.
+    ``since_s`` is the time of the previous publication.
     """
 
     def __init__(self) -> None:

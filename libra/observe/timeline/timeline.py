@@ -127,9 +127,9 @@ class Timeline:
     def worker_time(self, now_s: float) -> dict[str, Any]:
         """Where worker time went, JSON-able, over the run and over the last `BUSY_WINDOW_S`.
 
-        ``until_s``, ``busy_frac``, ``now_busy_frac`` (None without time), ``shares``, ``now_shares``
-        {state: share}, ``workers``: [{"worker", "kind", "state" (empty after it left), "busy_frac",
-        "slots_used_frac" (None without slots), "seconds": {state: s}}, ...].
+        ``until_s``, ``busy_frac``, ``now_busy_frac`` (None without time), ``shares``,
+        ``now_shares`` {state: share}, ``workers``: [{"worker", "kind", "state" (empty after it
+        left), "busy_frac", "slots_used_frac" (None without slots), "seconds": {state: s}}, ...].
         """
         whole, states = self.workers.times(now_s), self.workers.states()
         now = self.workers.times(now_s, max(now_s - BUSY_WINDOW_S, 1e-9))
