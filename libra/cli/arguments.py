@@ -25,8 +25,7 @@ VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Log every decision
 
 
 def aligned(rows: Sequence[Sequence[object]], *, num_left: int) -> Iterator[str]:
-    """Lines of a table; its first ``num_left`` columns are aligned to the left, the others to the
-    right."""
+    """Lines of a table; its first ``num_left`` columns are aligned to the left, the others to the right."""
     from libra.untrusted import shown_line
 
     cells = [[shown_line(str(cell)) for cell in row] for row in rows]

@@ -26,12 +26,13 @@ def cluster() -> None:
 @click.argument("overrides", metavar="[SECTION.KEY=VALUE]...", nargs=-1)
 @click.option("--print", "only_print", is_flag=True, help="Print the job script of each worker and submit nothing.")
 def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_print: bool) -> None:
-    """A cluster of Slurm jobs: one for each rollout, train and tool worker of CONFIG (section
-    slurm).
+    """A cluster of Slurm jobs: one for each rollout, train and tool worker of CONFIG (section slurm).
 
-    \b libra cluster slurm my.yaml --print                     # the job scripts libra cluster slurm
-    my.yaml up                          # submit, and keep the jobs running libra run my.yaml
-    --scheduler slurm/cluster.json        # any number of runs libra cluster slurm my.yaml status
+    \b
+    libra cluster slurm my.yaml --print                     # the job scripts
+    libra cluster slurm my.yaml up                          # submit, and keep the jobs running
+    libra run my.yaml --scheduler slurm/cluster.json        # any number of runs
+    libra cluster slurm my.yaml status
     libra cluster slurm my.yaml down
     """
     from libra.cluster import slurm_service
@@ -80,17 +81,17 @@ def slurm(config: str, action: str | None, overrides: tuple[str, ...], only_prin
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--force", is_flag=True, help="Replace the present key; processes started with it stay cut off.")
 def tls(directory: Path, force: bool) -> None:
-    """Make a key for a scheduler and workers that you start yourself, and Dask settings that
-    require it.
+    """Make a key for a scheduler and workers that you start yourself, and Dask settings that require it.
 
-    Without one, anyone who reaches the scheduler's port can run code on every worker. It also
-    encrypts all traffic. DIR has to be at the same path on every machine, and can be read by you
-    only.
+    Without one, anyone who reaches the scheduler's port can run code on every worker. It also encrypts all traffic. DIR has to
+    be at the same path on every machine, and can be read by you only.
 
-    \b libra cluster tls /shared/you/libra-tls export DASK_CONFIG=/shared/you/libra-tls/dask.yaml
-    # in every shell and job that starts one of these dask scheduler --port 8786 --dashboard-address
-    127.0.0.1:8787 dask worker tls://HOST:8786 --nthreads 72 --resources ROLLOUT=64 libra run CONFIG
-    --scheduler tls://HOST:8786
+    \b
+    libra cluster tls /shared/you/libra-tls
+    export DASK_CONFIG=/shared/you/libra-tls/dask.yaml      # in every shell and job that starts one of these
+    dask scheduler --port 8786 --dashboard-address 127.0.0.1:8787
+    dask worker tls://HOST:8786 --nthreads 72 --resources ROLLOUT=64
+    libra run CONFIG --scheduler tls://HOST:8786
     """
     from libra.cluster.connection import CERTIFICATE_FILE, KEY_FILE, make_files
     from libra.cluster.settings import settings_yaml
@@ -114,11 +115,14 @@ def tls(directory: Path, force: bool) -> None:
 def roles(run_dir: Path, words: tuple[str, ...], **choice: Any) -> None:
     """Show the roles of the workers of RUN, the directory of a running run, or change them.
 
-    ROLE is rollout, rollout:tpN (an engine of N GPUs), train, or lent (its GPU belongs to another
-    worker's engine). Workers named together change together: all or none.
+    ROLE is rollout, rollout:tpN (an engine of N GPUs), train, or lent (its GPU belongs to another worker's engine). Workers named
+    together change together: all or none.
 
-    \b libra roles runs/my_run libra roles runs/my_run rollout-0=train --wait libra roles
-    runs/my_run rollout-0=rollout:tp2 rollout-1=lent libra roles runs/my_run --cancel 3
+    \b
+    libra roles runs/my_run
+    libra roles runs/my_run rollout-0=train --wait
+    libra roles runs/my_run rollout-0=rollout:tp2 rollout-1=lent
+    libra roles runs/my_run --cancel 3
     """
     if not roles_command(run_dir, words, **choice):
         raise click.exceptions.Exit(1)
@@ -212,13 +216,13 @@ def _cell(value: Any) -> str:
 @click.argument("trajectory")
 @click.argument("value", type=float)
 def deliver(run_dir: Path, trajectory: str, value: float) -> None:
-    """Deliver VALUE as the reward of TRAJECTORY (train-ITERATION-GROUP-SAMPLE), whose reward
-    function returned libra.Late.
+    """Deliver VALUE as the reward of TRAJECTORY (train-ITERATION-GROUP-SAMPLE), whose reward function returned libra.Late.
 
-    The first delivery counts, in the next batch of RUN, which need not be running. A negative VALUE
-    comes after "--".
+    The first delivery counts, in the next batch of RUN, which need not be running. A negative VALUE comes after "--".
 
-    \b libra deliver runs/my_run train-3-0-7 1.0 libra deliver runs/my_run train-3-0-7 -- -0.5
+    \b
+    libra deliver runs/my_run train-3-0-7 1.0
+    libra deliver runs/my_run train-3-0-7 -- -0.5
     """
     from libra.driver.late_delivery import deliver as record
 

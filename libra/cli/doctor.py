@@ -31,14 +31,12 @@ if TYPE_CHECKING:
 def doctor(
     config: str | None, overrides: tuple[str, ...], scheduler: str | None, as_json: bool, settings: bool
 ) -> None:
-    """Check that this machine, and a Dask cluster, meet the needs of a run; exit with 1 if a check
-    fails.
+    """Check that this machine, and a Dask cluster, meet the needs of a run; exit with 1 if a check fails.
 
-    For CONFIG it prints a line for each thing that libra run would refuse before any worker starts:
-    files of the model, parts of your own, an agent's variables, tools, services, a teacher, layout,
-    prompts and evaluation. Without CONFIG it checks for the default settings. Given the directory
-    of a run instead, it reads every file of that run, and exits with 2 and the command to type if
-    one is damaged.
+    For CONFIG it prints a line for each thing that libra run would refuse before any worker starts: files of the model, parts of
+    your own, an agent's variables, tools, services, a teacher, layout, prompts and evaluation. Without CONFIG it checks for the
+    default settings. Given the directory of a run instead, it reads every file of that run, and exits with 2 and the command to
+    type if one is damaged.
     """
     if config is not None and Path(config).is_dir():
         doctor_run(Path(config), as_json=as_json)
@@ -128,8 +126,7 @@ def print_checks(checks: Sequence[Check], *, as_json: bool, console: Console | N
 
 
 def doctor_run(run_dir: Path, *, as_json: bool) -> None:
-    """Print that the files of a run are whole, or raise DamagedRun; as JSON, a list of the damaged
-    ones."""
+    """Print that the files of a run are whole, or raise DamagedRun; as JSON, a list of the damaged ones."""
     from libra.driver.damage import SETTLE_S, advice, check_settled
     from libra.observe.run_directory import has_driver
 

@@ -1,5 +1,4 @@
-"""The checks of `libra doctor`: this machine, its environment and model, and a running Dask
-cluster."""
+"""The checks of `libra doctor`: this machine, its environment and model, and a running Dask cluster."""
 
 from __future__ import annotations
 

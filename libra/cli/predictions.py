@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 )
 @JSON
 def plan(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
-    """Plan how many GPUs train and how many generate, in which engines, with predicted times and
-    reasons.
+    """Plan how many GPUs train and how many generate, in which engines, with predicted times and reasons.
 
     Section `planner` of CONFIG describes the hardware and the workload; nothing is started.
 
-    \b libra plan configs/qwen3_4b_gpu.yaml planner.gpu=H100-80G planner.num_gpus=64 --what-if libra
-    plan configs/qwen3_4b_gpu.yaml planner.num_gpus=64 --trace turns.csv --why train=16 libra plan
-    configs/qwen3_4b_gpu.yaml --from-run runs/NAME libra plan configs/qwen3_4b_gpu.yaml --write
-    plan.yaml && libra run plan.yaml
+    \b
+    libra plan configs/qwen3_4b_gpu.yaml planner.gpu=H100-80G planner.num_gpus=64 --what-if
+    libra plan configs/qwen3_4b_gpu.yaml planner.num_gpus=64 --trace turns.csv --why train=16
+    libra plan configs/qwen3_4b_gpu.yaml --from-run runs/NAME
+    libra plan configs/qwen3_4b_gpu.yaml --write plan.yaml && libra run plan.yaml
     """
     from libra.cli.plan_command import print_plan
     from libra.config import load_config
@@ -67,11 +67,12 @@ def simulate(config: str, overrides: tuple[str, ...], **choice: Any) -> None:
 
     Engines, tools and training take measured seconds, or seconds of the hardware model.
 
-    \b libra simulate libra/quickstart libra simulate libra/quickstart model.path=Qwen3-14B
-    rollout.engine=vllm 'cluster.engines=[{tp: 4, count: 4}]' libra simulate libra/quickstart
-    --from-run runs/NAME                     # predict its time libra simulate libra/quickstart
-    --from-run runs/NAME policy.name=fifo    # predict it under another policy libra simulate
-    libra/quickstart planner.calibration=FILE cluster.rollout_workers=4
+    \b
+    libra simulate libra/quickstart
+    libra simulate libra/quickstart model.path=Qwen3-14B rollout.engine=vllm 'cluster.engines=[{tp: 4, count: 4}]'
+    libra simulate libra/quickstart --from-run runs/NAME                     # predict its time
+    libra simulate libra/quickstart --from-run runs/NAME policy.name=fifo    # predict it under another policy
+    libra simulate libra/quickstart planner.calibration=FILE cluster.rollout_workers=4
     """
     from libra.cli.simulate import simulate_run
     from libra.config import load_config
@@ -152,12 +153,12 @@ def _run_lines(found: RunCalibration) -> Iterator[str]:
 )  # fmt: skip
 @JSON
 def replay(run_dir: Path, **choice: Any) -> None:
-    """Repeat every scheduling decision of RUN from its event log; exit with 1 if one differs. With
-    --key only, read the log.
+    """Repeat every scheduling decision of RUN from its event log; exit with 1 if one differs. With --key only, read the log.
 
-    \b libra replay runs/demo libra replay runs/demo --key train-0-1-2      # a trajectory's history
-    in the scheduler, with reasons libra replay runs/demo --decision 231         # the decision in
-    line 231 of runs/demo/events.jsonl
+    \b
+    libra replay runs/demo
+    libra replay runs/demo --key train-0-1-2      # a trajectory's history in the scheduler, with reasons
+    libra replay runs/demo --decision 231         # the decision in line 231 of runs/demo/events.jsonl
     """
     from libra.cli.replay import replay_run
 

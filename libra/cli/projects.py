@@ -61,8 +61,7 @@ def init(directory: Path) -> None:
 @OVERRIDES
 @click.option("--fields", is_flag=True, help="Show every key with its type, default and description.")
 def config(config: str | None, overrides: tuple[str, ...], fields: bool) -> None:
-    """Print the configuration that CONFIG and the overrides resolve to, as YAML, or describe every
-    key (--fields)."""
+    """Print the configuration that CONFIG and the overrides resolve to, as YAML, or describe every key (--fields)."""
     if fields:
         print_fields()
         return

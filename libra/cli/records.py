@@ -31,13 +31,14 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.argument("directory", metavar="[DIR]", default="runs", type=PATH)
 @JSON
 def runs(directory: Path, as_json: bool) -> None:
-    """List the runs in DIR (default: runs), the newest first: state, iterations, last rewards, last
-    change, size.
+    """List the runs in DIR (default: runs), the newest first: state, iterations, last rewards, last change, size.
 
-    A run is finished when all its iterations and its last evaluation have ended. Without that
-    evaluation it is unevaluated, and libra resume RUN makes it.
+    A run is finished when all its iterations and its last evaluation have ended. Without that evaluation it is unevaluated, and
+    libra resume RUN makes it.
 
-    \b libra runs libra runs /shared/runs --json
+    \b
+    libra runs
+    libra runs /shared/runs --json
     """
     from libra.observe.run_directory import list_runs
 
@@ -71,15 +72,15 @@ def _cells(row: RunSummaryRow) -> tuple[str, ...]:
     "--gpu", metavar="NAME", help="The kind of GPU that the runs used, for their cost: H100-80G, or a name in FILE."
 )
 def report(run_dirs: tuple[Path, ...], output: Path | None, prices: Path | None, gpu: str | None) -> None:
-    """Write one HTML page about RUN, or about several runs side by side; it needs no network, and
-    opens in any browser.
+    """Write one HTML page about RUN, or about several runs side by side; it needs no network, and opens in any browser.
 
-    It shows rewards, worker time by cause with its cost, workers and turns over time, lengths,
-    forecasts against truth, decisions with predicted and realised gain, mismatch, failures and
-    samples. A running run is shown up to now.
+    It shows rewards, worker time by cause with its cost, workers and turns over time, lengths, forecasts against truth,
+    decisions with predicted and realised gain, mismatch, failures and samples. A running run is shown up to now.
 
-    \b libra report runs/my_run libra report runs/one runs/other -o compared.html libra report
-    runs/my_run --prices prices.yaml --gpu H100-80G
+    \b
+    libra report runs/my_run
+    libra report runs/one runs/other -o compared.html
+    libra report runs/my_run --prices prices.yaml --gpu H100-80G
     """
     from libra.hardware.gpus import load_prices
     from libra.observe.run_directory import check_run_directory
@@ -100,13 +101,14 @@ def report(run_dirs: tuple[Path, ...], output: Path | None, prices: Path | None,
 @RUN
 @click.option("-o", "output", type=FILE, metavar="FILE", help="Default: RUN/trace.json; .json.gz is compressed.")
 def trace(run_dir: Path, output: Path | None) -> None:
-    """Write the event log of RUN as a trace; open it at https://ui.perfetto.dev or in
-    chrome://tracing.
+    """Write the event log of RUN as a trace; open it at https://ui.perfetto.dev or in chrome://tracing.
 
-    Each worker is a process with its state, its weight syncs and the turns in its slots; steps,
-    versions and the counters of open and waiting trajectories are in the process `run`.
+    Each worker is a process with its state, its weight syncs and the turns in its slots; steps, versions and the counters of
+    open and waiting trajectories are in the process `run`.
 
-    \b libra trace runs/my_run libra trace runs/my_run -o trace.json.gz
+    \b
+    libra trace runs/my_run
+    libra trace runs/my_run -o trace.json.gz
     """
     from libra.cli.replay import event_log_path
     from libra.observe.run_directory import read_config
@@ -131,10 +133,12 @@ DEFAULT_PORT = 8788
 def page(run_dir: Path, port: int | None) -> None:
     """Serve the page of RUN from its event log and records, on this machine only, until Ctrl-C.
 
-    It is the page that a running run has in Dask's dashboard. RUN may have finished, been stopped,
-    or be running; then the page follows its files. They are read, never written.
+    It is the page that a running run has in Dask's dashboard. RUN may have finished, been stopped, or be running; then the page
+    follows its files. They are read, never written.
 
-    \b libra page runs/my_run libra page runs/my_run --port 9000
+    \b
+    libra page runs/my_run
+    libra page runs/my_run --port 9000
     """
     from libra.observe.run_directory import check_run_directory
 
@@ -213,8 +217,7 @@ def page_server(directory: Path, port: int, *, any_other: bool = False) -> Serve
 @JSON
 @click.option("--html", type=FILE, metavar="FILE", help="Write the first --limit of them to FILE as one page.")
 def inspect(run_dir: Path, **choice: Any) -> None:
-    """Step through the trajectories of RUN, a run directory: text, tool calls, reward, and why each
-    ended."""
+    """Step through the trajectories of RUN, a run directory: text, tool calls, reward, and why each ended."""
     if choice.pop("invariants"):
         _check_invariants(run_dir, **choice)
         return
@@ -242,15 +245,15 @@ def _check_invariants(run_dir: Path, *, as_json: bool, limit: int, **choice: Any
 @click.option("--tokens", type=click.IntRange(1, 16), default=5, show_default=True, help="Tokens to show of a step.")
 @JSON
 def diagnose(run_dir: Path, above: float | None, tokens: int, as_json: bool) -> None:
-    """Find where engine and trainer of RUN begin to disagree: step, version, engines, tokens, and
-    the layer.
+    """Find where engine and trainer of RUN begin to disagree: step, version, engines, tokens, and the layer.
 
-    Read are the records of its steps, its version checks and its tokens. The threshold is --above,
-    else trainer.mismatch_args.k3, else 100 times k3 of the first steps. The layer is known where an
-    engine failed a check: in runs with a mismatch alarm engines are checked again before they leave
-    a version. Exit code 1 if a step is above.
+    Read are the records of its steps, its version checks and its tokens. The threshold is --above, else
+    trainer.mismatch_args.k3, else 100 times k3 of the first steps. The layer is known where an engine failed a check: in runs
+    with a mismatch alarm engines are checked again before they leave a version. Exit code 1 if a step is above.
 
-    \b libra diagnose runs/NAME libra diagnose runs/NAME --above 1e-3 --json
+    \b
+    libra diagnose runs/NAME
+    libra diagnose runs/NAME --above 1e-3 --json
     """
     import msgspec
 

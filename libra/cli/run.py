@@ -41,11 +41,12 @@ _COUNTED = ("failures", "resampled", "trajectories", "left_out")
 def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoint: str | None, verbose: bool) -> None:
     """Run CONFIG: a YAML file, or libra/NAME for a configuration that ships.
 
-    \b libra run configs/quickstart.yaml run.seed=1 trainer.lr=3e-4 libra run my.yaml
-    configs/qwen3_4b.yaml # the second over the first libra run configs/qwen3_4b_gpu.yaml
-    --scheduler tls://HOST:8786 libra run configs/quickstart.yaml --from runs/NAME/checkpoints/best
-    libra run my.yaml planner.layout=auto                   # plan training workers and engines
-    first, then start them
+    \b
+    libra run configs/quickstart.yaml run.seed=1 trainer.lr=3e-4
+    libra run my.yaml configs/qwen3_4b.yaml # the second over the first
+    libra run configs/qwen3_4b_gpu.yaml --scheduler tls://HOST:8786
+    libra run configs/quickstart.yaml --from runs/NAME/checkpoints/best
+    libra run my.yaml planner.layout=auto                   # plan training workers and engines first, then start them
     """
     from libra.config import load_config
     from libra.config.field_help import one_line_yaml
@@ -79,14 +80,15 @@ def made_run_name(config: str, now: datetime) -> str:
 def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, step: int | None, verbose: bool) -> None:
     """Continue RUN, the directory of a run that was stopped or killed, from its committed results.
 
-    Nothing that was committed is generated again. Settings that determine the result must not
-    change; settings of cluster, planning, display and retention, and run.iterations may. A run with
-    damaged files is refused, with a command to type. For a finished run one line is printed, and
-    nothing starts.
+    Nothing that was committed is generated again. Settings that determine the result must not change; settings of cluster,
+    planning, display and retention, and run.iterations may. A run with damaged files is refused, with a command to type. For a
+    finished run one line is printed, and nothing starts.
 
-    \b libra resume runs/quickstart_0131_142501 libra resume runs/my_run --from-checkpoint 20 libra
-    resume runs/my_run planner.replan=advise libra resume runs/my_run run.iterations=100 --scheduler
-    tls://HOST:8786
+    \b
+    libra resume runs/quickstart_0131_142501
+    libra resume runs/my_run --from-checkpoint 20
+    libra resume runs/my_run planner.replan=advise
+    libra resume runs/my_run run.iterations=100 --scheduler tls://HOST:8786
     """
     if (run_dir / "config.resolved.yaml").is_file():
         click.echo(f"{run_dir}: its files are checked, then it goes on from its committed results")
@@ -147,11 +149,10 @@ def _checkpoint(run_dir: Path, step: int) -> Path:
 @click.command()
 @RUN
 def repair(run_dir: Path) -> None:
-    """Rebuild the damaged files of RUN, a run directory, from its other records; exit with 2 if one
-    cannot be rebuilt.
+    """Rebuild the damaged files of RUN, a run directory, from its other records; exit with 2 if one cannot be rebuilt.
 
-    Nothing is deleted: replaced files go to RUN/damaged. A run that has a driver is refused. libra
-    doctor RUN names the damaged files, libra resume RUN continues afterwards.
+    Nothing is deleted: replaced files go to RUN/damaged. A run that has a driver is refused. libra doctor RUN names the damaged
+    files, libra resume RUN continues afterwards.
     """
     from libra.driver.repair import repair_run
 

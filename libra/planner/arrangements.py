@@ -71,8 +71,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine of an arrangement: workers (leader first), kind, TP degree, slots in use, and all
-    slots."""
+    """An engine of an arrangement: workers (leader first), kind, TP degree, slots in use, and all slots."""
 
     workers: tuple[str, ...]
     kind: str
@@ -221,8 +220,7 @@ def blocked(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
 
 
 def _number_for(in_order: Sequence[Seat], wanted: Sequence[Seat]) -> int:
-    """Value of ``cluster.hybrid_workers`` that lets these seats change: it counts from the first
-    worker."""
+    """Value of ``cluster.hybrid_workers`` that lets these seats change: it counts from the first worker."""
     return max(in_order.index(seat) for seat in wanted) + 1
 
 

@@ -125,8 +125,7 @@ def filled(problem: Problem, placement: Placement, num_gpus: int) -> Placement:
 
 
 def spread(problem: Problem, counts: Ints, kinds: Ints) -> Placement:
-    """A placement with ``counts`` (K,) engines and trajectory i on an engine of kind ``kinds[i]``
-    (N,)."""
+    """A placement with ``counts`` (K,) engines and trajectory i on an engine of kind ``kinds[i]`` (N,)."""
     kind_of = np.repeat(np.arange(len(counts)), counts)
     first = np.concatenate([[0], np.cumsum(counts)])
     engine_of = np.zeros(problem.num_trajectories, dtype=np.int64)

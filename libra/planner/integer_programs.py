@@ -36,8 +36,7 @@ WHOLE_LIMIT_S = 20.0
 RATIO_SPREAD = 2e-4
 """Minimum width of a class, in the logarithm of its load ratios."""
 MAX_CLASSES = 100
-"""Classes in the program that chooses engines: more improve the prices; bounds hold with any
-number."""
+"""Classes in the program that chooses engines: more improve the prices; bounds hold with any number."""
 RATE_GAP = 1e-6
 """Relative gap at which HiGHS stops; bounds taken from a program allow for this gap."""
 
@@ -117,8 +116,7 @@ class Classes:
 
     @classmethod
     def within(cls, problem: Problem, pools: Pools, theta_s: float, unit_s: float) -> Self | None:
-        """Classes over pairs that finish alone within ``theta_s``; None if a trajectory has no such
-        pair."""
+        """Classes over pairs that finish alone within ``theta_s``; None if a trajectory has no such pair."""
         allowed = problem.least_s <= theta_s
         if not allowed.any(axis=0).all():
             return None

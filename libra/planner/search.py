@@ -183,8 +183,7 @@ class Rollouts:
         return bound
 
     def solve(self, num_gpus: int, enough_s: float, hopeless_s: float) -> RolloutLayout:
-        """The fastest layout on ``num_gpus`` GPUs; ``enough_s`` and ``hopeless_s`` as in
-        `RolloutLayout`."""
+        """The fastest layout on ``num_gpus`` GPUs; ``enough_s`` and ``hopeless_s`` as in `RolloutLayout`."""
         state = self.found.get(num_gpus)
         if state is None:
             lower_s = float(self.lower_s(np.array([num_gpus]))[0])
@@ -218,8 +217,7 @@ class Found:
 
 @dataclass(slots=True)
 class Planner:
-    """A search to within ``gap_frac`` of the bound, with rollout layouts of recent workloads in a
-    memo."""
+    """A search to within ``gap_frac`` of the bound, with rollout layouts of recent workloads in a memo."""
 
     gap_frac: float = GAP_FRAC
     memo: dict[str, Rollouts] = field(default_factory=dict)

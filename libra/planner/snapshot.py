@@ -75,8 +75,7 @@ class Formulation:
 
 
 def formulate(snapshot: PlanningSnapshot) -> Formulation:
-    """The problem of a snapshot; PlanError if no degree holds the model, or no GPU a teacher or
-    service."""
+    """The problem of a snapshot; PlanError if no degree holds the model, or no GPU a teacher or service."""
     engines, left_out = _engines(snapshot)
     if not engines:
         reasons = "; ".join(f"TP{tp}: {reason}" for tp, reason in left_out.items())
@@ -131,8 +130,7 @@ def _engines(snapshot: PlanningSnapshot) -> tuple[dict[int, EngineSeconds], dict
 
 
 def _kind(snapshot: PlanningSnapshot, tp: int, engine: EngineSeconds) -> tuple[EngineClass, Floats, Floats]:
-    """This degree at its best throughput: engine class, loads (N,) and critical paths (N,), in
-    seconds."""
+    """This degree at its best throughput: engine class, loads (N,) and critical paths (N,), in seconds."""
     workload = snapshot.workload
     most = rollout_cost(workload, engine, max_sequences=snapshot.max_concurrency).max_concurrency
     concurrency = max(int(most), 1)

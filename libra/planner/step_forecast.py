@@ -22,16 +22,14 @@ from dataclasses import dataclass, field
 HALF_LIFE_STEPS = 3.0
 """Iterations after which the weight of an observation halves."""
 FIRST_WEIGHT = 0.3
-"""Weight of a run's first iteration, which includes allocations and cold caches; later ones count
-1."""
+"""Weight of a run's first iteration, which includes allocations and cold caches; later ones count 1."""
 PRIOR_LOG2 = 0.04
 """Weight of the prior that rollout time is proportional to tokens: one observation 20 % off the
 mean."""
 PRIOR_TRAINING = 0.04
 """Weight of the prior that training time is proportional to tokens with a gradient."""
 PRIOR_QUESTIONS = 2.0
-"""Weight of the prior that tokens do not depend on question length, in questions of ordinary
-spread."""
+"""Weight of the prior that tokens do not depend on question length, in questions of ordinary spread."""
 
 
 @dataclass(frozen=True, slots=True)

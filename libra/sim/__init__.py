@@ -1,2 +1,2 @@
-"""The system in virtual time, under the same policy objects as the live one: discrete events,
-seeded, no clock."""
+"""Simulation of a run in virtual time under the live policy objects: discrete events, seeded, no
+clock."""

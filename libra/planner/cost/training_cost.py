@@ -30,8 +30,7 @@ BACKWARD_OVER_FORWARD = 2.0
 Measured 1.97 for Llama-3-8B on a GH200 without tensor parallelism (eth-easl/sailor, MIT).
 """
 OVERLAP_FRAC = 0.5
-"""Share of FSDP2's communication hidden behind computation; DDP reduces after the last micro-batch.
-"""
+"""Share of FSDP2's communication hidden behind computation; DDP reduces after the last micro-batch."""
 HOST_BYTES_PER_S = 20.0e9
 """Effective bandwidth of PCIe 4.0 x16 in one direction."""
 
