@@ -61,12 +61,8 @@ class Seat:
     role: str = "rollout"  # or train, lent; during a role change, the new role
     bond: frozenset[str] = frozenset()  # other workers whose GPUs form one engine with this worker's
     residents: int = 0  # trajectories whose KV this worker's engine holds
-    limits: Mapping[int, int] = field(
-        default_factory=dict
-    )  # slot limit of an engine that this worker leads, by TP degree
-    declared: Mapping[int, EngineCapacity] = field(
-        default_factory=dict
-    )  # by engines that this worker led, by TP degree
+    limits: Mapping[int, int] = field(default_factory=dict)  # slot limits, by TP degree
+    declared: Mapping[int, EngineCapacity] = field(default_factory=dict)  # of engines led by this worker, by TP degree
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,8 +245,7 @@ def solve_whole(load: Floats, alone: Floats, pools: Pools, below: float) -> Whol
         cp.sum(cp.multiply(np.where(allowed, load[kind_of], 0.0), on), axis=1) <= last,
         cp.sum(cp.multiply(np.where(allowed, least[kind_of], 0.0), on), axis=0) <= last,
         last <= below,
-        np.where(np.isin(tp, list(pools.fixed)), 0, tp) @ used
-        <= free_gpus,  # fixed engines take their GPUs even if idle
+        np.where(np.isin(tp, list(pools.fixed)), 0, tp) @ used <= free_gpus,  # fixed engines count even if idle
         *((tp == degree).astype(float) @ used <= number for degree, number in pools.fixed.items() if degree in tp),
         *(used[j] <= used[j - 1] for j in np.flatnonzero(np.diff(kind_of, prepend=-1) == 0)),
     ]

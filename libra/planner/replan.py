@@ -171,12 +171,8 @@ class SplitDecision:
     chosen: ArrangementScore
     context_tokens: float  # expected mean for the first iteration that this decision can affect
     kinds: tuple[str, ...]
-    boundaries_tokens: Mapping[
-        str, float
-    ]  # of each degree but the largest; empty for a single degree, or unknown lengths
-    blocked: tuple[
-        tuple[ArrangementScore, float], ...
-    ]  # impossible options, with the share of the step that each would gain
+    boundaries_tokens: Mapping[str, float]  # by degree, without the largest; empty if undefined
+    blocked: tuple[tuple[ArrangementScore, float], ...]  # impossible options, with their gain
 
     def facts(self, predicted_step_s: float | None, realised_step_s: float) -> tuple[Fact, ...]:
         """``plan_considered`` and, if accepted, ``plan_accepted``.

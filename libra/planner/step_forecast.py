@@ -123,9 +123,7 @@ class StepForecast:
     rest_s: float = 0.0
     engine_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # decayed (tokens, seconds) by kind
     questions: TokenLine = field(default_factory=TokenLine)
-    rollouts: TokenLine = field(
-        default_factory=TokenLine
-    )  # log of rollout seconds on one engine of the first kind, over log tokens
+    rollouts: TokenLine = field(default_factory=TokenLine)  # log engine-seconds of rollout over log tokens
     gradients: TokenLine = field(default_factory=TokenLine)  # tokens with a gradient over question length
     trainings: TokenLine = field(default_factory=TokenLine)  # seconds of a training step over tokens with a gradient
 
