@@ -1,5 +1,4 @@
-"""Arguments and options shared by several commands, aligned tables, and warnings about ignored
-settings."""
+"""Shared arguments and options, aligned tables, and warnings about ignored settings."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def warn_of_ignored(
     overrides: Sequence[str] = (),
     options: Mapping[str, object] | None = None,
 ) -> None:
-    """Warn of settings of ``config`` that ``command`` ignores; ``options`` that are None or false
-    count as not given."""
+    """Warn of settings that ``command`` ignores; ``options`` None and false are not given."""
     from libra.config.effects import Situation, ignored_settings, warning_lines
 
     situation = Situation(

@@ -133,8 +133,7 @@ COLUMNS = ("worker", "role", "tp", "stage", "for_s", "generation", "seconds", "r
 
 
 def assignments(words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Roles by worker from words such as ``rollout-0=train`` or ``rollout-0=rollout:tp2``, else
-    ConfigError."""
+    """Roles by worker from words such as ``rollout-0=rollout:tp2``; ConfigError otherwise."""
     wanted: dict[str, dict[str, Any]] = {}
     for word in words:
         match = _WANTED.fullmatch(word)

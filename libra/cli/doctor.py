@@ -1,5 +1,4 @@
-"""`libra doctor`: checks of this machine, a cluster or a run, with a command to type for each
-failure."""
+"""`libra doctor`: checks of machine, cluster or run, with a command for each failure."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
 
 
 def start_checks(config: RunConfig, environment: Environment | None, *, local_cluster: bool) -> Iterator[Check]:
-    """The checks that `libra run` makes before workers start (`libra.driver.preflight`), in its
-    order.
+    """Checks of `libra run` before workers start (`libra.driver.preflight`), in order.
 
     Hub models are not fetched: checks that need their files, or a missing ``environment``, are left
     out. ``local_cluster``: the run would start its own workers.

@@ -1,4 +1,4 @@
-"""The checks of `libra doctor`: this machine, its environment and model, and a running Dask cluster."""
+"""Checks of `libra doctor`: machine, environment, model, and a running Dask cluster."""
 
 from __future__ import annotations
 
@@ -210,8 +210,7 @@ def model_check(path: str) -> Check:
 
 
 def environment_check(config: RunConfig) -> tuple[Check, Environment | None]:
-    """Whether the environment can be made and confines the model's programs; also returns the
-    environment."""
+    """Whether the environment can be made and confines programs; with the environment."""
     name, advice = config.environment.name, "environment.name=tool_arithmetic"
     try:
         environment = make_environment(name, dict(config.environment.args), config.run.seed)
@@ -261,8 +260,7 @@ def encryption_check(address: str) -> Check:
 
 
 def version_checks(found: Any) -> Iterator[Check]:
-    """Client, scheduler and workers have equal versions; ``found`` is
-    ``Client.get_versions(packages=PACKAGES)``."""
+    """All processes have equal versions; ``found``: ``Client.get_versions(packages=PACKAGES)``."""
     places = {"client": found["client"], "scheduler": found["scheduler"], **found["workers"]}
     fits = True
     for package in ("python", "dask", "distributed", "msgpack", "cloudpickle", "numpy", *PACKAGES):

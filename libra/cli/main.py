@@ -1,5 +1,4 @@
-"""The ``libra`` command; subcommands import torch, dask and pydantic when run, so that ``--help``
-is quick.
+"""The ``libra`` command; subcommands import torch, dask and pydantic only when run.
 
 An error becomes one message and an exit code: 2 for `LibraError` (1 for `BatchFailed`), 130 for
 Ctrl-C. ``LIBRA_TRACEBACK=1`` keeps the tracebacks of Libra's errors.

@@ -35,8 +35,7 @@ HEAD = "# Written by libra plan, for"
 
 
 def fixed_by(snapshot: PlanningSnapshot, choice: str) -> PlanningSnapshot:
-    """The snapshot with a ``--why`` choice (``train=16``, ``tp=4``, ``engines.2=8``); ConfigError
-    for another form."""
+    """The snapshot with a ``--why`` choice, e.g. ``train=16``, ``tp=4``; else ConfigError."""
     key, _, value = choice.partition("=")
     degree = key.removeprefix("engines.")
     if not value.isdigit() or not (key in ("train", "tp") or (key != degree and degree.isdigit())):
@@ -99,8 +98,7 @@ def print_plan(
 
 
 def batch_of(config: RunConfig, trace: Path | None, from_run: Path | None) -> tuple[RunConfig, TrajectoryTotals | None]:
-    """The configuration, with the trained share of ``from_run``, and trajectories for the batch (or
-    None)."""
+    """The configuration with ``from_run``'s trained share, and its trajectories or None."""
     if trace is not None and from_run is not None:
         raise ConfigError("--from-run: the batch is drawn from --trace already; leave one of them out")
     if from_run is not None:
@@ -114,8 +112,7 @@ def batch_of(config: RunConfig, trace: Path | None, from_run: Path | None) -> tu
 def configured_workers(
     config: RunConfig, snapshot: PlanningSnapshot, answer: Plan, planner: Planner
 ) -> tuple[list[Alternative], str]:
-    """The plan with the configured number of training workers if ``answer`` differs; or why there
-    is none."""
+    """The plan with the configured training workers, or the reason for having none."""
     workers = config.cluster.train_workers
     given = "train_workers" in config.cluster.model_fields_set and snapshot.fixed_train_gpus is None
     if not given or workers == answer.training.gpus:
@@ -128,7 +125,7 @@ def configured_workers(
 
 
 def lengths_of_run(run_dir: Path) -> tuple[TrajectoryTotals, float]:
-    """Totals of a run's trajectories, and the share that it trained on; raises as `workload_of_run`."""
+    """Totals of a run's trajectories, and the share trained on; raises as `workload_of_run`."""
     plans = workload_of_run(run_dir).trajectories
     totals = TrajectoryTotals.of(
         [plan.prompt_tokens for plan in plans],

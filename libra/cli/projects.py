@@ -19,8 +19,7 @@ FILES = {
 
 
 def make_project(directory: Path) -> list[str]:
-    """Write the project files into ``directory``, creating it; returns lines with the next commands
-    to type.
+    """Write the project into ``directory``, creating it; returns the next commands to type.
 
     ConfigError if one of the files exists, or ``directory`` cannot be written.
     """

@@ -1,5 +1,4 @@
-"""Commands that read runs' records: ``libra runs``, ``report``, ``trace``, ``page``, ``inspect``,
-``diagnose``."""
+"""Commands for runs' records: ``runs``, ``report``, ``trace``, ``page``, ``inspect``, ``diagnose``."""
 
 from __future__ import annotations
 
@@ -154,8 +153,7 @@ def page(run_dir: Path, port: int | None) -> None:
 
 
 def page_server(directory: Path, port: int, *, any_other: bool = False) -> Server:
-    """A started page server for one run; ConfigError for a taken port, unless ``any_other`` is
-    allowed.
+    """A started page server; ConfigError for a taken port, unless ``any_other`` is allowed.
 
     Reachable from this machine only, under its own names only (`libra.cluster.page_names`).
     """

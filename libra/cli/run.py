@@ -105,8 +105,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
 
 
 def ready_to_resume(run_dir: Path, step: int | None) -> None:
-    """DamagedRun if a file of the run is damaged; with ``step``, return to that checkpoint and
-    print it.
+    """DamagedRun for damaged files; with ``step``, return to that checkpoint and print it.
 
     RunDirectoryError if the run has a live driver.
     """
@@ -163,8 +162,7 @@ def repair(run_dir: Path) -> None:
 
 
 def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides: Sequence[str] = ()) -> None:
-    """Run or resume a named configuration to its end, and print the summary; a LibraError becomes
-    one message.
+    """Run or resume a named configuration to its end; a LibraError becomes one message.
 
     ``overrides`` are settings typed for a resumed run.
     """

@@ -1,5 +1,4 @@
-"""Seconds of an inference engine's steps: one model on ``tp`` GPUs of one kind, modelled or
-measured.
+"""Seconds of an inference engine's steps: one model on ``tp`` equal GPUs.
 
 1. More sequences at equal mean context, or more context, never shorten a step, and more tokens in
    or before a prefill never shorten the prefill: falling measurements are pooled. Each operator is
@@ -39,8 +38,7 @@ Array = NDArray[np.float64]
 
 
 class Grid:
-    """Values (x, y) on a grid: bilinear inside, linear beyond the far edges, constant before the
-    near ones.
+    """Values (x, y) on a grid: bilinear, linear beyond far edges, constant before near ones.
 
     Interpolation is monotone if the grid is. scipy's ``RegularGridInterpolator`` is far slower for
     single points, of which a simulation reads millions.
@@ -84,8 +82,7 @@ _PASTS = (0, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 MEMORY_FRAC, RESERVED_BYTES = 0.9, 2.0e9
-"""Share of GPU memory for an engine, and its bytes for activations, communication buffers and
-runtime."""
+"""Share of GPU memory for an engine, and bytes reserved for activations and runtime."""
 CHUNK_TOKENS = 8192
 """Longer prefills are computed in chunks of this many tokens."""
 
@@ -113,8 +110,7 @@ class EngineSeconds(Protocol):
         """Tokens whose KV fits beside the weights."""
 
     def decode_step_s(self, num_sequences: int, context_tokens: float) -> float:
-        """Seconds of a step with one token for each of ``num_sequences``; ``context_tokens`` is
-        their total."""
+        """Seconds of a step of ``num_sequences`` tokens; ``context_tokens`` is the total context."""
 
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
         """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` in the KV cache."""
@@ -207,8 +203,7 @@ class ModelOnGPU:
 
     @cached_property
     def _linear(self) -> Grid:
-        """Seconds of a step without attention and host, by tokens; second axis 1 is a prefill, with
-        one row of logits."""
+        """Step seconds without attention and host, by tokens; column 1: prefill (one logit row)."""
         from scipy.optimize import isotonic_regression  # takes most of a second to import
 
         top = max(CHUNK_TOKENS, 2048)
@@ -257,8 +252,7 @@ def engine_seconds(
     tables: Tables | Literal["shipped"] | None = "shipped",
     **settings: Any,
 ) -> ModelOnGPU:
-    """Seconds of ``model`` on an engine of ``tp`` GPUs (a name such as "A800-80G", or a datasheet's
-    path).
+    """Seconds of ``model`` on ``tp`` GPUs: a name such as "A800-80G", or a datasheet's path.
 
     ``model`` is a directory with ``config.json``, that file, its fields, or a known name
     ("Qwen/Qwen3-14B"). ``tables`` are from `libra calibrate`, by default the package's; None for
@@ -281,8 +275,7 @@ def engine_seconds(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
-    """`EngineSeconds` of an engine that declared ``steps``; prefill costs the same alone or in a
-    batch.
+    """`EngineSeconds` of an engine that declared ``steps``; prefill is equal in any batch.
 
     ``wall_over_passes``: wall seconds of its turns over the sum of its passes, to include work
     between passes.

@@ -1,5 +1,5 @@
-"""Parts of a simulated engine: requests, tabulated seconds, counters, and a KV pool in host memory
-from which any engine can fetch (as Seer's, arXiv:2511.14617)."""
+"""Parts of a simulated engine: requests, step tables, counters, host KV pool (Seer,
+arXiv:2511.14617)."""
 
 from __future__ import annotations
 

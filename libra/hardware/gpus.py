@@ -20,8 +20,7 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """Datasheet of one kind of GPU: peaks without sparsity; `libra.hardware.layer_seconds` has
-    efficiencies."""
+    """Datasheet of one kind of GPU; peaks are without sparsity."""
 
     name: str  # e.g. "A800-80G"
     full_name: str  # the vendor's

@@ -218,6 +218,6 @@ def layer_s(
     tokens: ArrayLike,
     correction: OperatorCorrection | None = None,
 ) -> Array:
-    """Seconds of all linear and elementwise operators of one layer, without attention and all-reduce."""
+    """Seconds of one layer's operators without attention and all-reduce."""
     counts = LAYER_COUNTS.items()
     return np.asarray(sum(n * operator_s(gpu, eff, shape, tp, name, tokens, correction) for name, n in counts if n))

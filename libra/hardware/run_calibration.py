@@ -31,8 +31,7 @@ KIND = "libra run calibration"
 
 
 class QuantumOverhead(NamedTuple):
-    """Seconds of a quantum outside engine and tool, with its slot held; one sample of each is
-    drawn.
+    """Seconds of a quantum outside engine and tool, as samples to draw from.
 
     Scheduler and workers serve quanta one by one, so the last quanta of an iteration are the
     fastest.
@@ -127,8 +126,7 @@ class RunCalibration:
 
 
 def read_calibration(path: Path, where: str) -> RunCalibration:
-    """Read a calibration file; a ConfigError begins with ``where`` and names the schema or the bad
-    number."""
+    """Read a calibration file; a ConfigError begins with ``where``."""
     again, at = "write it again: libra calibrate RUN --save FILE", f"{where}: {path}"
     try:
         values = msgspec.json.decode(path.read_bytes())
@@ -209,8 +207,7 @@ def fit_trainer(seconds: ArrayLike, tokens: ArrayLike) -> RunTrainer | None:
 
 
 STEP = 1e-4
-"""Finite difference in log constants; smaller steps may change nothing, as rooflines count whole
-tokens."""
+"""Finite difference in log constants; rooflines count whole tokens, so not smaller."""
 
 
 def fit_positive(
@@ -221,8 +218,7 @@ def fit_positive(
     tether: float = 0.0,
     ceiling: Array | None = None,
 ) -> Array:
-    """Positive constants that minimise ``residuals`` under Huber's loss, near ``start`` and never
-    worse.
+    """Positive constants near ``start`` that minimise ``residuals`` under Huber's loss.
 
     ``residuals`` maps (p,) constants to (n,) residuals, usually log(predicted / measured); beyond
     ``outlier`` the loss is linear. ``tether`` is the penalty for moving one constant by a factor e,

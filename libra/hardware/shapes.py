@@ -112,8 +112,7 @@ def known_models() -> tuple[str, ...]:
 
 
 def load_shape(model: str | Path | Mapping[str, Any]) -> ModelShape:
-    """The shape of a model: a directory with ``config.json``, that file, its fields, or a known
-    name.
+    """Shape of a model: directory with ``config.json``, the file, its fields, or a known name.
 
     A Hugging Face id is known by its last part (``Qwen/Qwen3-14B``); nothing is downloaded.
     """

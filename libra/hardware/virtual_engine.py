@@ -29,8 +29,7 @@ from libra.hardware.tables import Residuals
 WATERMARK = 0.01
 """Share of KV kept free when a request starts on a preempting engine, to avoid immediate preemption."""
 FRONT = 1 << 48
-"""Subtracted from a preempted request's serial to place it before all requests that have not
-started."""
+"""Serial offset that places preempted requests before all that have not started."""
 
 
 class VirtualEngine:
@@ -130,8 +129,7 @@ class VirtualEngine:
         return at_s if not self._fetching else max(self._now, min(at_s, self._fetching[0][0]))
 
     def load(self, now_s: float, load_s: float, *, keeps_kv: bool = False) -> None:
-        """Load new weights; without ``keeps_kv``, kept KV is dropped and running requests recompute
-        their context."""
+        """Load new weights; without ``keeps_kv`` all KV is dropped and recomputed."""
         self._advance(now_s)
         begins_s = max(self._ready, now_s)
         self._ready = begins_s + load_s
@@ -148,8 +146,7 @@ class VirtualEngine:
         self._fetching = [(at_s, serial, key, 0) for at_s, serial, key, _ in self._fetching]
 
     def hand_over(self, now_s: float) -> dict[str, int]:
-        """Stop before any request finishes; returns the generated tokens of each request, in order
-        of submission."""
+        """Stop before any request finishes; returns each request's generated tokens, in order."""
         self.stop_clock(now_s)
         left = {request.key: 0 for _, _, request in sorted(self._queue)}
         for _, _, key, _ in sorted(self._fetching):

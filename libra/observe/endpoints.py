@@ -155,8 +155,7 @@ class StateHandler(RequestHandler):
 
 
 def attach_page(scheduler: Scheduler, snapshots: Callable[[], list[Snapshot]], prefix: str = "") -> None:
-    """Serve page, JSON and metrics on a scheduler's dashboard; call it on the scheduler's event
-    loop.
+    """Serve page, JSON and metrics on a scheduler's dashboard; call on its event loop.
 
     ``snapshots`` returns one snapshot per run and must be quick, as it runs on the event loop.
     ``prefix`` is the scheduler's ``--dashboard-prefix``; if empty, Dask's own pages provide it.

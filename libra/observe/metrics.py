@@ -108,7 +108,7 @@ class WeightsAndBiases:
 
 
 TRACKERS: Final[Mapping[str, type[Tracker]]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-"""Built-in trackers; ``observe.trackers`` also takes ``module:Class`` (``examples/trackers.py``)."""
+"""Built-in trackers; ``observe.trackers`` also takes ``module:Class``."""
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -26,8 +26,7 @@ from libra.store.trajectory_store import TrajectoryStore
 from libra.types import TrajectoryId
 
 FACTOR: Final = 100.0
-"""Default threshold over k3 of the first steps; k3 grows quadratically, so this is ten times their
-gap."""
+"""Default threshold over k3 of the first steps; the gap is then ten times theirs."""
 FIRST_STEPS: Final = 5
 CONTEXT_TOKENS: Final = 24
 """Context tokens shown before a token."""

@@ -34,8 +34,7 @@ RATE_WINDOW_S: Final = 5.0
 TABLE_ROWS: Final = 8
 SPARKLINE_ITERATIONS: Final = 60
 REPORTED_IN_A_ROW: Final = 3
-"""Consecutive iterations without signal that are reported; single ones become usual as a model
-learns."""
+"""Consecutive iterations without signal that are reported again; single ones are usual."""
 
 
 class TableColumn(NamedTuple):
@@ -180,7 +179,7 @@ class RunProgress:
         self.message(f"evaluation, {label}: mean reward {reward} on {num:,} held-out questions")
 
     def iteration(self, values: Mapping[str, Any]) -> None:
-        """Print a finished iteration: its 0-based ``iteration`` and the known names of ``COLUMNS``."""
+        """Print a finished iteration: its 0-based ``iteration`` and the figures of ``COLUMNS``."""
         self._num_done = int(values["iteration"]) + 1
         reward = values.get("reward")
         self._rewards.append(math.nan if reward is None else float(reward))

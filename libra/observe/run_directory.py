@@ -181,9 +181,7 @@ def summary_row(directory: Path) -> RunSummaryRow:
     by_iteration, evaluated = iteration_rows(rows), evaluations(directory)
     last = by_iteration[max(by_iteration)] if by_iteration else {}
     total = whole_number(config, "run", "iterations", 0)
-    failed = (
-        0 < (finite(last.get("trajectories")) or 0) == finite(last.get("left_out"))
-    )  # all were left out, which ended the run
+    failed = 0 < (finite(last.get("trajectories")) or 0) == finite(last.get("left_out"))  # all left out: the run ended
     started_s = (directory / CONFIG_FILE).stat().st_mtime
     changed_s = finite(rows[-1].get("wall_time_s")) if rows else None
     return RunSummaryRow(

@@ -38,8 +38,7 @@ def _color_of_row(row: dict[str, Any]) -> str:
 
 
 class QuantumStream(SchedulerPlugin):
-    """Scheduler plugin ``libra-task-stream``, which adds quantum rows to Dask's
-    ``TaskStreamPlugin``.
+    """Scheduler plugin ``libra-task-stream``: adds quantum rows to Dask's ``TaskStreamPlugin``.
 
     A second instance replaces the first and takes over its state. ``refused`` counts quanta without
     a row because a clock set back made them stop before they started.

@@ -31,11 +31,10 @@ from libra.planner.step_forecast import Batch, ExpectedStep, StepForecast, Train
 from libra.types import EngineCapacity, StepSeconds
 
 Ratio = Callable[[int, int, float, float], tuple[float, str] | None]
-"""(TP degree, other degree, sequences, context tokens per sequence) to the pass time on the other
-degree over that on the first, and the source of this ratio; None if no source has both degrees."""
+"""Function from (TP degree, other degree, sequences, context tokens per sequence) to the ratio of
+the other degree's pass time to the first's, and its source; None without one."""
 MAX_DEMAND = 0.9
-"""Maximum share of an engine's KV that the mean demand may take; single contexts vary around the
-mean."""
+"""Maximum KV share for the mean demand of an engine; single contexts vary around the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +81,7 @@ def why_not(config: RunConfig, engine: str, tp: int) -> str:
 
 
 def ratio_of(config: RunConfig, workers_gpu: str = "") -> Ratio:
-    """The function that compares two degrees by the first source that has both; ConfigError as in
-    `run_facts`."""
+    """Function for the pass-time ratio of two degrees; ConfigError as in `run_facts`."""
     calibration, named = configured_calibration(config), config.planner.gpu
     sheet = named or (workers_gpu if workers_gpu in known_gpus() else DEFAULT_GPU)
 
@@ -141,8 +139,7 @@ class ArrangementScore:
 
 @dataclass(slots=True)
 class ArrangementForecast:
-    """Predictions after one iteration, for trajectories that end at ``context_tokens`` of context
-    on average."""
+    """Predictions after one iteration, with a mean final context of ``context_tokens``."""
 
     run: RunFacts
     ended: EndedIteration
@@ -158,8 +155,7 @@ class ArrangementForecast:
         self.now = arranged(self.ended.seats)
 
     def with_slots(self, options: Sequence[Arrangement]) -> list[Arrangement]:
-        """Each option with its present slots, with as many slots as KV holds, and with a half and a
-        quarter of those."""
+        """Each option with its present slots, the most that KV holds, and 1/2 and 1/4 of those."""
         found: list[Arrangement] = []
         for option in options:
             fits = {engine.tp: self.holds(engine) for engine in option.engines}
@@ -229,8 +225,7 @@ class ArrangementForecast:
         return None if found is None else found.rollout_s
 
     def evaluated_s(self, engines: tuple[Engine, ...]) -> float | None:
-        """Simulated seconds of the last batch on these engines; None if pass times of an engine are
-        unknown."""
+        """Simulated seconds of the last batch; None if an engine's pass times are unknown."""
         if engines not in self.evaluated:
             lengths, steps = self.ended.lengths, [(self.steps_of(engine)[0], engine) for engine in engines]
             these = [

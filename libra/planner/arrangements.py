@@ -29,8 +29,7 @@ NEAR = 2
 MANY = 4
 
 MayHave = Callable[[str, int], str]
-"""(engine kind, TP degree) to what is missing for that degree; empty if engines of the kind can
-have it."""
+"""(engine kind, TP degree) to what that degree is missing; empty if it is possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +103,7 @@ class Arrangement:
         return Deployed(core_trainers + len(self.training), dict(Counter(e.tp for e in self.engines)), slots)
 
     def limited(self, slots: Mapping[int, int]) -> Arrangement:
-        """The arrangement with at most ``slots[tp]`` slots on each engine, never more than its full
-        slots."""
+        """The arrangement with at most ``slots[tp]`` of its slots on each engine."""
         return replace(
             self,
             engines=tuple(

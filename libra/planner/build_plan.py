@@ -45,8 +45,7 @@ class Candidate:
 
 
 def plan(snapshot: PlanningSnapshot, planner: Planner | None = None) -> Plan:
-    """The plan for a snapshot: the search's optimum, or an alternative that is faster with
-    draining.
+    """The plan for a snapshot: the search's optimum, or an alternative that drains faster.
 
     PlanError if nothing fits; the message names the constraint and what to change.
     """
@@ -71,8 +70,7 @@ def plan(snapshot: PlanningSnapshot, planner: Planner | None = None) -> Plan:
 def compare(
     snapshot: PlanningSnapshot, other: PlanningSnapshot, name: str, planner: Planner | None = None
 ) -> Alternative:
-    """Why the step of ``other`` is longer than that of ``snapshot``; ``name`` is the setting that
-    ``other`` fixes."""
+    """Why ``other``, which fixes setting ``name``, has a longer step than ``snapshot``."""
     planner, candidates = planner or Planner(), []
     for which in (snapshot, other):
         formulation = formulate(which)
@@ -92,8 +90,7 @@ def _of_degrees(problem: Problem, degrees: Ints | int) -> Problem:
 
 
 def _others(problem: Problem, found: Found, drain: float, planner: Planner) -> list[tuple[str, Found]]:
-    """Alternatives: loads scaled by the drain of the first layout, one TP degree, a smaller or
-    larger trainer."""
+    """Alternatives: loads scaled by drain, a single TP degree, a smaller or larger trainer."""
     asked = [("balanced with draining", problem.having(load_s=problem.load_s * drain))]
     degrees, counts, now = sorted(set(problem.tp.tolist())), problem.train_gpus.tolist(), found.train_gpus
     if len(degrees) > 1 and not problem.fixed_engines:
@@ -118,8 +115,7 @@ def _retimed(problem: Problem, found: Found) -> Found:
 def evaluated(
     name: str, snapshot: PlanningSnapshot, formulation: Formulation, paces: list[Pace], found: Found
 ) -> Candidate:
-    """A search result that uses spare GPUs, with each bucket's concurrency and seconds including
-    draining."""
+    """A search result with spare GPUs in use, and buckets evaluated with draining."""
     problem, placement, waited_s = formulation.problem, found.layout, formulation.beside.waited_s
     if not problem.fixed_engines:
         placement = filled(_of_degrees(problem, problem.tp[placement.kind_of]), placement, found.rollout_gpus)
@@ -299,8 +295,7 @@ def _plan(
 
 
 def _idle(problem: Problem, chosen: Candidate, spare: int, others: Mapping[str, tuple[int, float]]) -> dict[str, float]:
-    """Idle shares of a step's GPU-seconds by cause, summing to 1 with "busy"; ``others``: cause to
-    (GPUs, busy seconds)."""
+    """Idle shares of a step's GPU-seconds by cause; ``others``: cause to (GPUs, busy seconds)."""
     all_s = (problem.num_gpus + sum(gpus for gpus, _ in others.values())) * chosen.step_s
     train, used = chosen.found.train_gpus, chosen.placement.gpus(problem)
     busy = float((problem.tp[chosen.placement.kind_of] * chosen.placement.load_s).sum()) + train * chosen.found.train_s

@@ -25,8 +25,7 @@ from libra.types import StepSeconds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pace:
-    """A workload on one kind of engine: generated tokens, prefill and tool seconds, mean context,
-    and seconds alone of each trajectory, (N,)."""
+    """A workload on one kind of engine; each array (N,). ``alone_s``: seconds of a trajectory alone."""
 
     tokens: Floats
     prefill_s: Floats
@@ -68,8 +67,7 @@ class Pace:
         return float(max(now_s, self.alone_s[items].max()))
 
     def _steps(self, items: Ints, most: int) -> tuple[list[float], Floats]:
-        """Seconds per token with 0, 1, ..., ``most`` in flight, and each trajectory's tool time
-        converted to tokens."""
+        """Seconds per token with 0, ..., ``most`` in flight, and tool times (n,) in tokens."""
         tokens, waits = self.tokens[items], self.wait_s[items]
         context = float((self.context_tokens[items] * tokens).sum() / max(tokens.sum(), 1e-9))
         share, wait_tokens = 1.0, np.zeros(len(items))
@@ -82,8 +80,7 @@ class Pace:
 
 
 def best_concurrency(pace: Pace, engines: list[Ints], most: int) -> tuple[int, float, float]:
-    """The concurrency, ``most`` or a half, quarter, ... of it, at which the last of ``engines``
-    finishes first.
+    """The concurrency (``most``, 1/2, 1/4, ... of it) with the earliest end of all ``engines``.
 
     Also returns those seconds, and the seconds at this concurrency if the shortest trajectories
     start first.

@@ -24,8 +24,7 @@ from libra.planner.planning_problem import Floats, Ints, Problem
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Kind of each engine (E,), an index into ``Problem.kinds``, and engine of each trajectory
-    (N,).
+    """Kind of each engine (E,), indexing ``Problem.kinds``, and engine of each trajectory (N,).
 
     ``load_s`` (E,) sums the loads on each engine; ``time_s`` is when the last engine finishes: the
     largest load, or the longest trajectory alone.
@@ -46,8 +45,7 @@ class Placement:
 
 
 def cheapest_kinds(problem: Problem, within_s: float) -> Ints:
-    """(N,) kind with the fewest GPU-seconds that finishes trajectory i in ``within_s``; -1 if none
-    does.
+    """(N,) kind with the fewest GPU-seconds that finishes trajectory i in ``within_s``, or -1.
 
     The smaller engine wins a tie.
     """
@@ -67,8 +65,7 @@ def placement_of(problem: Problem, kind_of: Ints, engine_of: Ints) -> Placement:
 
 
 def longest_first(load_s: Floats, num_engines: int) -> tuple[Ints, float]:
-    """Engine of each load (n,), and the largest sum; loads go to the least loaded engine in falling
-    order."""
+    """Engine of each load (n,), placed longest first on the least loaded, and the largest sum."""
     engine_of = np.zeros(len(load_s), dtype=np.int64)
     heap = [(0.0, engine) for engine in range(num_engines)]
     for item in np.argsort(-load_s, kind="stable").tolist():
@@ -79,8 +76,7 @@ def longest_first(load_s: Floats, num_engines: int) -> tuple[Ints, float]:
 
 
 def pack(problem: Problem, within_s: float, num_gpus: int, load_within_s: float | None = None) -> Placement | None:
-    """A placement within ``within_s`` on ``num_gpus`` GPUs, each trajectory on its cheapest kind,
-    or None.
+    """A placement within ``within_s`` on ``num_gpus`` GPUs, on cheapest kinds, or None.
 
     ``load_within_s``, if given, is a lower limit on each engine's load, which only a single
     trajectory may exceed.
@@ -204,8 +200,7 @@ class NodeGroup:
 
 
 def placed(num_gpus: int, gpus_per_node: int, train_gpus: int, engines: Mapping[int, int]) -> tuple[NodeGroup, ...]:
-    """Nodes by content, the trainer's first; PlanError for too few GPUs, or a degree that does not
-    divide a node."""
+    """Nodes by content, the trainer's first; PlanError if engines or trainer do not fit."""
     wanted = train_gpus + sum(tp * number for tp, number in engines.items())
     if wanted > num_gpus:
         raise PlanError(

@@ -36,8 +36,7 @@ FIELD = "planner.calibration"
 
 
 def calibrated(snapshot: PlanningSnapshot, found: RunCalibration, config: RunConfig) -> tuple[PlanningSnapshot, str]:
-    """The snapshot with the calibration in `planner.calibration`, and sentences on the source of
-    its seconds.
+    """The snapshot with `planner.calibration`, and sentences on the source of its seconds.
 
     Unmeasured degrees are left out; PlanError if no degree remains, or none that section `planner`
     names.
@@ -166,8 +165,7 @@ def snapshot_of(
 
 
 def trainer_layout(config: RunConfig, workload: TrajectoryTotals) -> Layout:
-    """Training layout with which `libra run` would start this configuration, for batches like
-    ``workload``."""
+    """Training layout of `libra run` with this configuration, for batches like ``workload``."""
     trainer, model = config.trainer, config.model
     weight_bytes = DTYPE_BYTES[model.dtype]
     master_bytes = None if model.master_dtype is None else DTYPE_BYTES[model.master_dtype]
@@ -194,8 +192,7 @@ def trainer_layout(config: RunConfig, workload: TrajectoryTotals) -> Layout:
 
 
 def check_runnable(config: RunConfig) -> list[int]:
-    """TP degrees of `planner.tp` that `rollout.engine` can run; PlanError if section ``planner``
-    requires others."""
+    """Runnable TP degrees of `planner.tp`; PlanError if section ``planner`` requires others."""
     section, engine = config.planner, config.rollout.engine
     if engine == "vllm":
         return list(section.tp)
@@ -247,8 +244,7 @@ def configured_calibration(config: RunConfig) -> RunCalibration | None:
 
 
 def services_of(config: RunConfig, *, on_cores: bool = False) -> ServiceModels:
-    """Services with models, teacher included; ``on_cores`` as in `snapshot_of`. ModelError for
-    unknown sizes."""
+    """Services with models, teacher included; ModelError for a model of unknown size."""
     teacher, path, asked = None, teacher_model(config), asked_models(config)
     if path is not None:
         weight_bytes, waits = DTYPE_BYTES[config.model.dtype], config.distil.wait_s > 0
@@ -300,8 +296,7 @@ def _without_gpu(config: RunConfig) -> str:
 
 
 def batch_of(config: RunConfig, *, num: int, turns: int) -> tuple[TrajectoryTotals, str]:
-    """``num`` trajectories of ``turns`` turns as in section `planner`, and a sentence on those cut
-    at the limits of section `rollout`."""
+    """``num`` trajectories as in section `planner`, and a sentence on those cut by `rollout` limits."""
     lengths, rollout = config.planner.lengths, config.rollout
     room = rollout.max_context_tokens - lengths["prompt_tokens"] - lengths["observation_tokens"]
     if room < 1:

@@ -29,8 +29,7 @@ from libra.errors import PlanError
 from libra.planner.planning_problem import Floats, Ints, Problem
 
 MAX_NODES = 500
-"""Node limit of the program that chooses engines for classes; its solution suggests prices, not a
-bound."""
+"""Node limit of the program that chooses engines for classes, whose result is no bound."""
 WHOLE_LIMIT_S = 20.0
 """Time limit of HiGHS for whole trajectories; its best assignment so far is used, if any."""
 RATIO_SPREAD = 2e-4
@@ -42,8 +41,7 @@ RATE_GAP = 1e-6
 
 
 class Pools(NamedTuple):
-    """Constraints on the engines of each kind (K,): total GPUs, and exact counts for degrees in
-    ``fixed``."""
+    """Engine constraints by kind (K,): total GPUs, and exact counts of ``fixed`` degrees."""
 
     tp: Ints
     num_gpus: int
@@ -74,8 +72,7 @@ class Priced(NamedTuple):
 
 
 def _solved(goal: Any, rows: list[Any], **options: Any) -> bool:
-    """Whether HiGHS proved optimality; PlanError if it failed. Variables have no value without a
-    solution."""
+    """Whether HiGHS proved optimality; PlanError if it failed."""
     program = cp.Problem(goal, rows)
     try:
         with warnings.catch_warnings():
@@ -92,8 +89,7 @@ def _solved(goal: Any, rows: list[Any], **options: Any) -> bool:
 
 
 def _fluid(load: Floats, allowed: NDArray[np.bool_], engines: Any) -> tuple[Any, Any, list[Any]]:
-    """Rate, rates (K, C) and constraints of the fluid program; the engines' load is the first
-    constraint."""
+    """Rate, rates (K, C) and constraints of the fluid program, the engines' load first."""
     rates, rate = cp.Variable(load.shape, nonneg=True), cp.Variable()
     shares = cp.sum(cp.multiply(allowed.astype(float), rates), axis=0) == rate
     return rate, rates, [cp.sum(cp.multiply(load, rates), axis=1) <= engines, shares]
@@ -132,8 +128,7 @@ class Classes:
         return Cut(price, float(cost.min(axis=0).sum()))
 
     def first_cuts(self) -> list[Cut]:
-        """Cuts at GPU prices: over all kinds, and over each set of kinds that is some trajectory's
-        only choice."""
+        """Cuts at GPU prices: over all kinds, and over the only kinds of some trajectories."""
         only = np.unique(self.class_allowed.T, axis=0)
         return [
             self.cut_at(self.pools.tp.astype(float)),
@@ -169,8 +164,7 @@ class Classes:
         return Priced(cut, abs(1 / (float(rate.value) * unbinned) - 1), self._apart(shares))
 
     def bound(self, cuts: Sequence[Cut]) -> tuple[float, Ints] | None:
-        """Largest rate that satisfies all cuts, an upper bound for every layout, and engines (K,)
-        that reach it."""
+        """Upper bound on the rate of every layout by all cuts, and engines (K,) that reach it."""
         engines, rate = cp.Variable(len(self.pools.tp), integer=True), cp.Variable()
         rows = [cut.price @ engines >= cut.due * rate for cut in cuts]
         _solved(cp.Maximize(rate), rows + self.pools.rows(engines), mip_rel_gap=RATE_GAP)
@@ -198,8 +192,7 @@ def _whole(engines: Any) -> Ints:
 
 
 def ratio_classes(load: Floats, allowed: NDArray[np.bool_]) -> Ints:
-    """(N,) class of each trajectory: equal allowed kinds and similar load ratios; about
-    `MAX_CLASSES` classes."""
+    """(N,) class of each trajectory: equal allowed kinds, similar load ratios."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.where(allowed, np.log(np.maximum(load, 1e-300)), 0.0)
     ratios = np.where(allowed, logs - logs.sum(axis=0) / np.maximum(allowed.sum(axis=0), 1), 0.0)
@@ -213,8 +206,7 @@ def ratio_classes(load: Floats, allowed: NDArray[np.bool_]) -> Ints:
 
 
 class Whole(NamedTuple):
-    """Kind of each engine slot (E,), slot of each trajectory (N,), and whether this is ``proven``
-    optimal."""
+    """Kind of each engine slot (E,), slot of each trajectory (N,), and proof of optimality."""
 
     kind_of: Ints
     engine_of: Ints

@@ -57,8 +57,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """An alternative layout, and why it was not chosen; ``slower_frac`` is its step over the
-    plan's, less 1."""
+    """An alternative, and why it lost; ``slower_frac`` is its step over the plan's, less 1."""
 
     name: str
     train_gpus: int

@@ -28,8 +28,7 @@ CPU = "cpu"
 ROUTED = "cmlfq"
 """The policy that uses the plan's length boundaries between degrees."""
 LARGER_PAYS_FRAC = 0.02
-"""Minimum gain of a larger micro-batch, as a share of the optimizer step: about the cost model's
-error."""
+"""Minimum gain of a larger micro-batch: the cost model's error, as a share of the step."""
 SIZES = (1, 2, 4, 8)
 """Tested multiples of the configured micro-batch."""
 
@@ -73,8 +72,7 @@ def _larger(snapshot: PlanningSnapshot, train_gpus: int) -> int:
 
 
 def layout_of(plan: Plan, shape: ModelShape, micro_batch_tokens: int, gpu: str, rests_on: str) -> PlannedLayout:
-    """The part of a plan with which a run starts on ``gpu`` (`CPU` without one); ``rests_on`` is
-    the source of its seconds."""
+    """Settings of a plan for a start on ``gpu`` (or `CPU`); ``rests_on``: source of its seconds."""
     return PlannedLayout(
         model=shape.name,
         model_digest=shape_digest(shape),
@@ -105,8 +103,7 @@ def with_plan(config: RunConfig, layout: PlannedLayout) -> RunConfig:
 
 
 def check_planned(layout: PlannedLayout, shape: ModelShape, gpu: str, num_gpus: int) -> None:
-    """PlanError if a plan is of another model than ``shape``, or other hardware than ``num_gpus`` x
-    ``gpu``.
+    """PlanError if a plan is for another model or other hardware (``num_gpus`` x ``gpu``).
 
     On `CPU`, any number of ranks is accepted: they share the cores.
     """

@@ -52,8 +52,7 @@ costs nothing.
 
 @dataclass(slots=True)
 class Replanner:
-    """Compares layouts with the present one; keeps measured costs of changes and the winning
-    streak.
+    """Compares layouts with the present one; keeps costs of changes and the winning streak.
 
     ``first_cost_s`` is assumed until a change of its kind was measured: 10.8 s from training to
     rollout and 8.0 s back (Libra, arXiv:2606.03077 v2); a first change of slots costs nothing.
@@ -71,8 +70,7 @@ class Replanner:
     last_change: int | None = None
 
     def cost_s(self, kinds: Collection[str] = (ROLES,)) -> float:
-        """Expected seconds of a change: the sum over ``kinds`` of mean past cost, or of the initial
-        assumption."""
+        """Expected seconds of a change: for each kind the mean past cost, or the assumption."""
         assumed = {SLOTS: 0.0}
         return sum(
             statistics.fmean(self.costs_s[kind]) if self.costs_s.get(kind) else assumed.get(kind, self.first_cost_s)
@@ -163,8 +161,7 @@ def oom_safe(now: ArrangementScore, options: Sequence[ArrangementScore]) -> Arra
 
 @dataclass(frozen=True, slots=True)
 class SplitDecision:
-    """Decision after an iteration; if nothing was accepted, ``chosen`` is ``now`` and ``kinds`` is
-    empty."""
+    """Decision after an iteration; without a change, ``chosen`` is ``now`` and ``kinds`` empty."""
 
     considered: PlanConsidered  # without the iteration's seconds and contexts
     now: ArrangementScore
@@ -212,8 +209,7 @@ class ArrangementLoop:
             self.trend = self.trend.after(iteration, float(lengths.final_context_tokens.mean()))
 
     def weigh(self, forecast: StepForecast, ended: EndedIteration) -> SplitDecision | None:
-        """Compare every other arrangement with the present one; None while its step cannot be
-        predicted.
+        """Compare all arrangements with the present one; None while its step is unpredictable.
 
         ``forecast`` includes the ended iteration. If KV memory decides, measured step time replaces
         a missing prediction.
@@ -250,8 +246,7 @@ class ArrangementLoop:
         return ArrangementForecast(self.run, ended, forecast, self.trainings, context).expected(option)
 
     def expected_context(self, iteration: int) -> float:
-        """Expected mean context of the last iteration that may start before a change made now takes
-        effect."""
+        """Mean context of the last iteration that may start before a change takes effect."""
         return min(self.trend.expected(iteration + 2 + self.run.overlap_steps), float(self.run.max_context_tokens))
 
     def _best(
@@ -279,8 +274,7 @@ class ArrangementLoop:
     def _impossible(
         self, judge: ArrangementForecast, now: ArrangementScore, best: ArrangementScore
     ) -> Iterator[tuple[ArrangementScore, float]]:
-        """Blocked options that clearly beat the best possible one in gain, or fit contexts that
-        exceed its KV."""
+        """Blocked options that gain clearly more than the best one, or fit where it does not."""
         for option in map(judge.score, blocked(judge.ended.seats, self.run.may_have)):
             helps = best.kv_demand > MAX_DEMAND and option.kv_demand < best.kv_demand
             known = now.expected is not None and option.expected is not None

@@ -32,8 +32,7 @@ MAX_ROUNDS = 4
 MAX_THRESHOLDS = 8
 """Thresholds tried per number of GPUs."""
 WHOLE_CELLS = 300
-"""Maximum trajectories x engines for the program over single trajectories, which otherwise takes
-minutes."""
+"""Maximum trajectories x engines for the program over single trajectories."""
 GAP_FRAC = 5e-4
 """Default gap at which a search stops: half of the 0.1 % that plans promise."""
 
@@ -101,8 +100,8 @@ class RolloutLayout:
             self.offer(improved(self.problem, self.layout, self.goal_s, max_changes=100))
 
     def _programs(self) -> None:
-        """For every theta, a layout takes at least min(theta, best time over pairs that finish
-        alone within theta); theta rises until the two meet."""
+        """Every layout takes at least min(theta, best time over pairs within theta); theta rises
+        until the two meet."""
         theta_s = max(self.goal_s, float(self.bound.at_s[0]))
         longest_s = float(self.problem.least_s[np.isfinite(self.problem.least_s)].max())
         for _ in range(MAX_THRESHOLDS):

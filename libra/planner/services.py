@@ -1,5 +1,4 @@
-"""Services with models in a plan: their place, as `libra.cluster.local` starts them, and their
-cost.
+"""Services with models in a plan: where they compute, and their cost.
 
 Rewards and tools call services on tool workers. A teacher (``distil.teacher``) is a service with
 function ``teach`` on the first tool worker, or has a worker and GPU of its own. Tool workers have a
@@ -63,8 +62,7 @@ class ServiceModels:
         return place_of_services(num_gpus, self.of_others, on_cores=self.on_cores) or Place.TRAINING
 
     def gpus(self, num_gpus: int) -> tuple[int, int]:
-        """GPUs that a teacher takes from engines and training, and those that other services take
-        besides."""
+        """GPUs that a teacher takes from engines and training, and those of other services."""
         shared = self.place(num_gpus).gpus
         if self.teaches:
             return shared, 0
@@ -77,8 +75,7 @@ class ServiceModels:
         return min(room, mine + taught) + (self.workers - 1) * min(room, mine)
 
     def check(self, gpu: GPU, num_gpus: int) -> None:
-        """PlanError if a model exceeds its room, all models exceed the device, or a teacher's own
-        GPU is one too many."""
+        """PlanError if a model or all models exceed their memory, or a teacher needs a GPU too many."""
         place, many = self.place(num_gpus), self.workers > 1
         if self.teacher is not None:
             self._check_teacher(self.teacher, gpu, num_gpus, on_gpu=not self.teaches or place is not Place.CORES)

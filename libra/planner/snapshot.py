@@ -21,8 +21,7 @@ from libra.planner.services import Beside, ServiceModels, beside
 
 @dataclass(frozen=True, slots=True)
 class PlanningSnapshot:
-    """Hardware, model, trajectories of one step, and constraints; further fields are explained at
-    `Problem`."""
+    """Hardware, model, trajectories of one step, and constraints; see also `Problem`."""
 
     gpu: GPU
     shape: ModelShape

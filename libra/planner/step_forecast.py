@@ -24,8 +24,7 @@ HALF_LIFE_STEPS = 3.0
 FIRST_WEIGHT = 0.3
 """Weight of a run's first iteration, which includes allocations and cold caches; later ones count 1."""
 PRIOR_LOG2 = 0.04
-"""Weight of the prior that rollout time is proportional to tokens: one observation 20 % off the
-mean."""
+"""Weight of the prior that rollout time is proportional to tokens (20 % off the mean)."""
 PRIOR_TRAINING = 0.04
 """Weight of the prior that training time is proportional to tokens with a gradient."""
 PRIOR_QUESTIONS = 2.0
@@ -34,8 +33,7 @@ PRIOR_QUESTIONS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RealisedStep:
-    """Seconds of an iteration: until its last trajectory ended, its optimizer step, and from step
-    to step."""
+    """Seconds of an iteration: to its last trajectory, in its optimizer step, step to step."""
 
     rollout_s: float
     training_s: float
@@ -94,16 +92,14 @@ class TokenLine:
         return self.x / self.n, self.y / self.n
 
     def slope(self, prior: float, strength: float) -> float:
-        """Slope of y over x; ``prior`` counts as points whose squared deviations of x sum to
-        ``strength``."""
+        """Slope of y over x; the ``prior`` slope has squared x deviations that sum to ``strength``."""
         mean_x, mean_y = self.mean
         spread, together = max(self.xx - self.n * mean_x**2, 0.0), self.xy - self.n * mean_x * mean_y
         return (together + strength * prior) / (spread + strength) if spread + strength > 0 else prior
 
 
 def capacity_of(engines: Mapping[str, int], engine_s: Mapping[str, tuple[float, float]]) -> float:
-    """Throughput in engines of the first measured kind, leaving out kinds that have not generated
-    yet.
+    """Throughput in engines of the first measured kind; unmeasured kinds are left out.
 
     A ratio, which a batch that leaves all engines half empty does not change.
     """
@@ -161,8 +157,7 @@ class StepForecast:
         overlap: bool,
         tokens: float | None = None,
     ) -> ExpectedStep | None:
-        """The next step; None while nothing is measured, or no present kind of engine has
-        generated.
+        """The next step; None if no present kind of engine has been measured.
 
         ``engines`` counts by kind; unmeasured kinds are left out. ``questions`` are question
         lengths (default: the mean), which predict ``tokens`` if not given. ``overlap``: the batch
@@ -206,8 +201,7 @@ def expected_of(line: TokenLine, lengths: Sequence[float]) -> float:
 
 
 PRIOR_TOKENS = 0.25
-"""Weight of the prior that training time is proportional to a replica's tokens, as steps 50 % off
-the mean."""
+"""Weight of the prior that training time is proportional to tokens (50 % off the mean)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +219,7 @@ class TrainingForecast:
         return TrainingForecast(self.line.after([(tokens / replicas, train_s)], keep, weight), self.num_steps + 1)
 
     def expected_s(self, tokens: float, replicas: int) -> float:
-        """Seconds of a step of ``tokens`` tokens on ``replicas`` replicas; 0 while nothing is measured."""
+        """Seconds of a step of ``tokens`` tokens on ``replicas`` replicas; 0 while unmeasured."""
         if not self.line.n:
             return 0.0
         mean_tokens, mean_s = self.line.mean

@@ -1,2 +1,1 @@
-"""Simulation of a run in virtual time under the live policy objects: discrete events, seeded, no
-clock."""
+"""Simulation in virtual time under the live policy objects: seeded discrete events."""

@@ -32,8 +32,7 @@ from libra.user_orderings import ordering_of
 LAYOUT = Layout()
 """Training layout for the cost model, with gradient checkpointing."""
 PASSES = 4.0
-"""Cost of gradients in forward passes: forward, recomputed forward, and backward, which counts
-twice."""
+"""Gradients in forward passes: forward, recomputed forward, backward (two)."""
 LAYOUT_SETTINGS = frozenset({"cluster.engines", "cluster.rollout_workers", "rollout.tp"})
 REPLACED = LAYOUT_SETTINGS | {
     "model.path", "planner.gpu", "planner.calibration", "policy.name", "policy.objective", "policy.patience", "run.eta",
@@ -44,8 +43,7 @@ REPLACED = LAYOUT_SETTINGS | {
 
 
 def drawn_workload(config: RunConfig) -> Workload:
-    """Workload from ``config``: sampled from traces, or of the lengths that `libra plan` expects;
-    deterministic per seed."""
+    """Workload sampled from traces, or with the lengths of `libra plan`; fixed by the seed."""
     section, trainer, seed = config.simulation, config.trainer, config.run.seed
     if config.planner.trace is None:
         return expected_workload(config)
@@ -107,8 +105,7 @@ def configured_ordering(config: RunConfig) -> Ordering:
 def simulated_engines(
     config: RunConfig, layout: Mapping[int, int], workload: Workload, measured: RunCalibration | None
 ) -> tuple[EngineSpec, ...]:
-    """Engines with measured times, else times from GPU tables; ConfigError for an unmeasured
-    degree.
+    """Engines by measured times, else GPU tables; ConfigError for an unmeasured degree.
 
     Slots come from `cluster.engines`, else the measured engine, else as many as fit at mean length.
     """

@@ -91,8 +91,7 @@ def _stored(whole: Columns) -> list[tuple[Place, int, range]]:
 
 
 def _declared(record: RunRecord) -> dict[str, EngineDeclared]:
-    """Last declaration of each engine; after too few passes, with the times of its bucket's
-    best-measured engine."""
+    """Last declaration of each engine; with few passes, its bucket's best-measured times."""
     facts = [fact for _, fact in record.of(EngineDeclared)]
     measured = {fact.worker: fact for fact in facts if fact.fixed_s is not None}
     known = list(measured.values())
@@ -167,8 +166,7 @@ def _turns(record: RunRecord, stored: Sequence[tuple[Place, int, range]], turns:
 
 
 def _parts_of_turns(quanta: Sequence[Quantum], lengths: Sequence[int]) -> list[list[Quantum]]:
-    """Quanta of each turn of the last attempt (several with `rollout.chunk_tokens`), matched by
-    turn lengths. Empty if the quanta do not add up to the turns."""
+    """Quanta of each turn of the last attempt, matched by turn lengths; empty without a match."""
     found: list[list[Quantum]] = []
     end = len(quanta)
     for length in reversed(lengths):

@@ -40,8 +40,7 @@ class RunSetting:
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
-        """Engines under their workers' names; the policy receives the same events about them as in
-        the run."""
+        """Engines under their workers' names, with the facts that the policy received."""
         return tuple(
             engine_spec(engine, engine.worker, announced=self.record.announced(engine.worker))
             for engine in self.calibration.engines
@@ -122,8 +121,7 @@ def host_pool(record: RunRecord) -> HostPool | None:
 
 
 def left_out(config: RunConfig) -> str:
-    """One line about the parts of a run that its simulation omits, or repeats from the log; empty
-    if none."""
+    """Parts of a run that its simulation omits or repeats from the log, in one line."""
     trainer, rolls = config.trainer, config.planner.replan == "apply"
     absent = {
         "engines that keep a version (staleness.versions=one)": config.run.eta > 0
@@ -150,8 +148,7 @@ def measured_teacher_token_s(record: RunRecord, workload: Workload) -> float:
 def workload_of_run(
     run_dir: Path, *, family: str = "", arrivals_s: Mapping[tuple[int, ...], float] | None = None
 ) -> Workload:
-    """Training trajectories of ``run_dir`` with their tokens and tool seconds; RunDirectoryError if
-    there are none.
+    """Stored training trajectories of a run; RunDirectoryError if there are none.
 
     All trajectories of an iteration arrive at once, so their order matters: ``arrivals_s`` by
     (iteration, group, sample) gives it, default (group, sample). Iterations and groups are

@@ -1,5 +1,4 @@
-"""One run directory, read once: configuration, event log, metrics, and turns of training
-trajectories."""
+"""One run directory, read once: configuration, event log, metrics, training turns."""
 
 from __future__ import annotations
 
@@ -107,8 +106,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
-        """RunDirectoryError if not a run with an event log, StoreError if a line is not of this
-        Libra version."""
+        """Read a run; RunDirectoryError without an event log, StoreError for a foreign line."""
         for name, what in (("config.resolved.yaml", "a run"), ("events.jsonl", "a run with an event log")):
             if not (directory / name).is_file():
                 raise RunDirectoryError(f"{directory}: holds no {name}; name the directory of {what}")
@@ -179,8 +177,7 @@ class RunRecord:
         return {place: t_s for place, t_s in parsed if place is not None}
 
     def arrivals_s(self) -> dict[Place, float]:
-        """Seconds at which training trajectories were first parked, in that order: policies break
-        ties by it."""
+        """First parking times of training trajectories, in the order that breaks policy ties."""
         found: dict[Place, float] = {}
         for t_s, fact in self.of(TrajectoryParked):
             if (place := place_of(fact.key)) is not None:
@@ -196,8 +193,7 @@ class RunRecord:
         return {fact.version: t_s for t_s, fact in self.of(VersionPublished)}
 
     def steps_s(self) -> tuple[float, ...]:
-        """Seconds of each batch from its last group (or last awaited score) to publication; to the
-        step's end if publication overlapped the next step.
+        """Seconds of each batch, from its last group or awaited score to publication or step end.
 
         A streamed batch starts with its last wave, since its last group may be complete earlier.
         """
@@ -213,8 +209,7 @@ class RunRecord:
         return tuple(found)
 
     def scores(self) -> dict[Place, tuple[float, float]]:
-        """By (iteration, group): when the teacher had scored a group that a batch awaits, and its
-        seconds."""
+        """By (iteration, group): end and seconds of each teacher score that a batch awaits."""
         if not self.config.distil.wait_s:
             return {}
         return {(fact.iteration, fact.group): (t_s, fact.score_s) for t_s, fact in self.of(GroupScored)}

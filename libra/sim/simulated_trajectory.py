@@ -70,8 +70,7 @@ class SimulatedTrajectory:
 
 
 class WorkloadGroups:
-    """Groups of a workload by iteration: open trajectories, and the version with which the first
-    started."""
+    """Groups of a workload by iteration: open trajectories, and the first one's version."""
 
     def __init__(self, workload: Workload) -> None:
         self.plans: dict[int, list[TrajectoryPlan]] = {}

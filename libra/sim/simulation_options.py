@@ -31,8 +31,7 @@ class Announced(NamedTuple):
 
 
 class EngineSpec(NamedTuple):
-    """One engine of a simulation; without ``bucket_name``, engines of equal degree share a capacity
-    class.
+    """One engine of a simulation; its capacity class is ``bucket_name``, else the TP degree.
 
     ``announced``: facts about the engine for the policy, the first at once; a withdrawn engine
     generates nothing. Without them, the policy receives the tables' capacity at the start.
@@ -52,8 +51,7 @@ class EngineSpec(NamedTuple):
         return self.bucket_name or f"tp{self.tp}"
 
     def joined(self, context_tokens: int) -> WorkerCapacity:
-        """First event about the engine: the first announced fact, else the tables' capacity at
-        ``context_tokens``."""
+        """First event about the engine: announced, else the tables' at ``context_tokens``."""
         if self.announced and isinstance(first := self.announced[0].fact, WorkerCapacity):
             return first
         return joined_of(self.name, self.bucket, self.tables.capacity(self.slots, context_tokens))

@@ -1,5 +1,4 @@
-"""The system in virtual time: gates, trajectories, engines, tools, batches, weight updates, lost
-workers.
+"""The system in virtual time: gates, trajectories, engines, tools, batches, weight updates.
 
 The live plugin's policy objects decide: `Admission` opens gates and batches, an `Ordering` sets
 priorities, the `Dispatcher` gives slots. The simulator executes their commands, and sends them the
@@ -178,8 +177,7 @@ class Simulator:
             self.notify(msgspec.structs.replace(fact, kv_token_bytes=self._kv_token_bytes))
 
     def hand_over(self, worker: str) -> None:
-        """Stop the engine of ``worker``; its trajectories keep their tokens and continue on other
-        engines.
+        """Stop ``worker``'s engine; its trajectories continue elsewhere with their tokens.
 
         Quanta in transit to or from the engine are lost, and generated again.
         """

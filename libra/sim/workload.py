@@ -240,8 +240,7 @@ REQUIRED = ("task", "turn", "tool", "status", "completion_tokens")
 
 
 def tool_seconds(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Seconds of a coding agent's tool calls: 3/4 file tools (0.04 s), the rest tests and installs
-    (mean 10 s).
+    """Tool call seconds of a coding agent: 3/4 file tools (0.04 s), else mean 10 s.
 
     Shaped after agentcgroup's runs without timeouts: median 0.04 s, P90 9.1 s, P99 21 s.
     """

@@ -233,8 +233,7 @@ class Trajectory:
 
 
 class Places:
-    """Open trajectories by key; ``levels`` counts waiting ones by phase and level, ``used`` slots
-    by phase."""
+    """Open trajectories by key, with counts of waiting ones (``levels``) and slots (``used``)."""
 
     def __init__(self) -> None:
         self.clear()

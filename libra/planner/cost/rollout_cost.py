@@ -76,8 +76,7 @@ class TrajectoryTotals:
         return cls(*(np.broadcast_to(column, size).copy() for column in columns))
 
     def resampled(self, num_trajectories: int, seed: int, max_context_tokens: int | None = None) -> TrajectoryTotals:
-        """``num_trajectories`` sampled with replacement, each cut where its context reaches
-        ``max_context_tokens``."""
+        """A sample with replacement, each trajectory cut at ``max_context_tokens`` of context."""
         pick = np.random.default_rng(seed).integers(0, len(self), num_trajectories)
         prompt, generated, observed = (
             column[pick] for column in (self.prompt_tokens, self.generated_tokens, self.observation_tokens)
@@ -91,8 +90,7 @@ class TrajectoryTotals:
 
 
 def totals_of_trace(recorded: Sequence[Recorded], tool_s: float) -> TrajectoryTotals:
-    """Totals of recorded trajectories, in order; ``tool_s`` is the tool time per call if the trace
-    has none.
+    """Totals of recorded trajectories, in order; ``tool_s`` is the default tool time per call.
 
     PlanError if the trace is empty, or a turn has no ``prompt_tokens``.
     """
@@ -115,8 +113,7 @@ def totals_of_trace(recorded: Sequence[Recorded], tool_s: float) -> TrajectoryTo
 
 
 MAX_SEQUENCES = 256
-"""Maximum sequences that an engine decodes at once, whatever its KV holds: inference engines'
-default."""
+"""Default limit of inference engines on concurrently decoded sequences."""
 HEADROOM_FRAC = 0.1
 """Share of KV left free, because contexts in flight are sometimes longer than average."""
 

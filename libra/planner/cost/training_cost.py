@@ -63,8 +63,7 @@ def training_cost(
     *,
     forward_s: Array | None = None,
 ) -> TrainingCost:
-    """Seconds and bytes of one step on ``num_gpus`` data-parallel ranks; ``sequence_tokens`` (n,)
-    includes prompts.
+    """Seconds and bytes of a step over sequences of these lengths (n,), prompts included.
 
     ``forward_s`` (n,) is `sequences_s` of the same arguments, to share it between numbers of GPUs.
     """
@@ -116,8 +115,8 @@ def sequences_s(gpu: GPU, shape: ModelShape, sequence_tokens: Array, layout: Lay
 
 
 def _communication_s(gpu: GPU, shape: ModelShape, sequence_tokens: Array, num_gpus: int, layout: Layout) -> float:
-    """DDP: one gradient all-reduce per optimizer step. FSDP2: an all-gather per forward and per
-    backward pass and a reduce-scatter per micro-batch, each half an all-reduce."""
+    """DDP: an all-reduce per optimizer step. FSDP2, per micro-batch: an all-gather for forward, one
+    for backward, and a reduce-scatter; each is half an all-reduce."""
     if num_gpus == 1:
         return 0.0
     per_node = min(num_gpus, gpu.gpus_per_node)
@@ -154,8 +153,7 @@ def memory_parts_bytes(shape: ModelShape, sequence_tokens: Array, num_gpus: int,
 
 
 def micro_batch_sizes(sequence_tokens: Array, num_gpus: int, layout: Layout) -> list[MicroBatchSize]:
-    """Micro-batches that may take the most memory, widest rows first, as `libra.train.packing`
-    forms them.
+    """Micro-batches of `libra.train.packing` that may take the most memory, widest rows first.
 
     Rows with several sequences count as full: only their mean fill is known here.
     """

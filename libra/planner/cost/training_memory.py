@@ -167,8 +167,7 @@ def _moments(shape: ModelShape, size: MicroBatchSize, layout: Layout, num_gpus: 
 def _moments_of_layers(
     shape: ModelShape, size: MicroBatchSize, layout: Layout, shards: int, gathered: float, grads_before: float
 ) -> dict[str, dict[str, float]]:
-    """Moments of head and layers, forward and backward; ``grads_before``: bytes of earlier
-    micro-batches' gradients."""
+    """Moments of head and layers; ``grads_before``: bytes of earlier micro-batches' gradients."""
     w, wide_w, layers, sharded = (
         layout.weight_bytes,
         max(layout.weight_bytes, WIDE_BYTES),
