@@ -1,5 +1,4 @@
-"""Parts of a simulated engine: requests, step tables, counters, host KV pool (Seer,
-arXiv:2511.14617)."""
+"""Parts of a simulated engine: requests, step tables, counters, host KV (Seer, arXiv:2511.14617)."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class VirtualEngine:
         return at_s if not self._fetching else max(self._now, min(at_s, self._fetching[0][0]))
 
     def load(self, now_s: float, load_s: float, *, keeps_kv: bool = False) -> None:
-        """Load new weights; without ``keeps_kv`` all KV is dropped and recomputed."""
+        """Load new weights; without ``keeps_kv``, kept KV is dropped, running contexts recomputed."""
         self._advance(now_s)
         begins_s = max(self._ready, now_s)
         self._ready = begins_s + load_s
@@ -146,7 +146,7 @@ class VirtualEngine:
         self._fetching = [(at_s, serial, key, 0) for at_s, serial, key, _ in self._fetching]
 
     def hand_over(self, now_s: float) -> dict[str, int]:
-        """Stop before any request finishes; returns each request's generated tokens, in order."""
+        """Stop without finishing any request; returns the generated tokens of each, in order."""
         self.stop_clock(now_s)
         left = {request.key: 0 for _, _, request in sorted(self._queue)}
         for _, _, key, _ in sorted(self._fetching):
@@ -170,7 +170,6 @@ class VirtualEngine:
         return min(request.new_tokens - 1, max(0, request.new_tokens - math.ceil(finish - self._steps - 1e-6)))
 
     def _preempt(self) -> None:
-        """Return the latest-started request to the queue's front while the next step does not fit."""
         capacity = self._tables.kv_capacity_tokens
         while len(self._running) > 1 and self._context + len(self._running) > capacity:
             last = max(self._running, key=lambda entry: entry[1])

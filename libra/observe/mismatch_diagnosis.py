@@ -157,7 +157,6 @@ def _parts(record: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
 
 
 def _suspects(records: Mapping[int, Mapping[str, Any]], threshold: float) -> tuple[list[int], list[SuspectPart]]:
-    """Steps above, and parts above, each at its first step."""
     steps, found = [], dict[str, SuspectPart]()
     last = _parts(records[max(records)])
     for step, record in records.items():

@@ -33,7 +33,7 @@ AGENT_TURNS: Mapping[str, ToolOutcome] = {
 
 
 class AgentTurn(NamedTuple):
-    """One generation and the result of its tool; a field is None if the file has no such column."""
+    """One generation and the result of its tool; a field is None without its column."""
 
     number: int  # position within the trajectory
     prompt_tokens: int | None  # context before this turn

@@ -29,7 +29,7 @@ NEAR = 2
 MANY = 4
 
 MayHave = Callable[[str, int], str]
-"""(engine kind, TP degree) to what that degree is missing; empty if it is possible."""
+"""Function from (engine kind, TP degree) to what is missing for it; empty if possible."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,8 @@ class RolloutLayout:
             self.offer(improved(self.problem, self.layout, self.goal_s, max_changes=100))
 
     def _programs(self) -> None:
-        """Every layout takes at least min(theta, best time over pairs within theta); theta rises
-        until the two meet."""
+        """For every theta, T >= min(theta, best time over pairs within theta); theta rises until
+        they meet."""
         theta_s = max(self.goal_s, float(self.bound.at_s[0]))
         longest_s = float(self.problem.least_s[np.isfinite(self.problem.least_s)].max())
         for _ in range(MAX_THRESHOLDS):

@@ -24,9 +24,9 @@ HALF_LIFE_STEPS = 3.0
 FIRST_WEIGHT = 0.3
 """Weight of a run's first iteration, which includes allocations and cold caches; later ones count 1."""
 PRIOR_LOG2 = 0.04
-"""Weight of the prior that rollout time is proportional to tokens (20 % off the mean)."""
+"""Prior that rollout time is proportional to tokens, as an observation 20 % off in tokens."""
 PRIOR_TRAINING = 0.04
-"""Weight of the prior that training time is proportional to tokens with a gradient."""
+"""Prior that training time is proportional to tokens with a gradient, likewise."""
 PRIOR_QUESTIONS = 2.0
 """Weight of the prior that tokens do not depend on question length, in questions of ordinary spread."""
 
@@ -201,7 +201,7 @@ def expected_of(line: TokenLine, lengths: Sequence[float]) -> float:
 
 
 PRIOR_TOKENS = 0.25
-"""Weight of the prior that training time is proportional to tokens (50 % off the mean)."""
+"""Prior that training time is proportional to tokens, as steps 50 % off in tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,6 @@ def _engines(
 
 
 def _overhead(record: RunRecord, quanta: Sequence[Quantum], worker_s: tuple[float, ...]) -> QuantumOverhead:
-    """Overhead of these quanta by the number in flight at each dispatch."""
     sent = [quantum for quantum in quanta if quantum.dispatched]
     spent = np.array([quantum.transport_s for quantum in sent])
     if len(sent) < 2:
@@ -141,7 +140,6 @@ def _overhead(record: RunRecord, quanta: Sequence[Quantum], worker_s: tuple[floa
 
 
 def _turns(record: RunRecord, stored: Sequence[tuple[Place, int, range]], turns: Columns) -> dict[str, TurnsTaken]:
-    """Generations of each stored trajectory's last attempt, by worker."""
     generated: dict[Place, list[Quantum]] = {}
     for quantum in record.quanta:
         if quantum.phase is Phase.ROLLOUT and quantum.tokens > 0:

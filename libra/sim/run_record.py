@@ -220,7 +220,6 @@ class RunRecord:
         return mean_s([published[step + 1] - t_s for step, t_s in self._ended_s().items() if step + 1 in published])
 
     def _ended_s(self) -> dict[int, float]:
-        """End times of steps whose publication nothing waits for."""
         if not self.config.run.eta:
             return {}
         return {fact.step: t_s for t_s, fact in self.of(StepFinished) if fact.beside}

@@ -137,7 +137,6 @@ class Simulator:
         return [*self._counters, *((name, engine.counters) for name, engine in self.running_engines.items())]
 
     def _open(self, iterations: int) -> None:
-        """Publish version 0; iterations wait at their gates, steps for their batches."""
         self._carry_out(self._admission.version_published(0))
         for iteration in range(iterations):
             self._carry_out(self._admission.gate_parked(iteration))
@@ -167,7 +166,6 @@ class Simulator:
         self._announce(declared or spec.joined(self._typical_context))
 
     def _announce(self, fact: WorkerCapacity | WorkerWithdrawn) -> None:
-        """An engine declares its capacity, stops, or generates again."""
         if isinstance(fact, WorkerWithdrawn):
             if fact.worker in self.running_engines and len(self.running_engines) > 1:
                 self.hand_over(fact.worker)
@@ -228,7 +226,6 @@ class Simulator:
             self._park(self._running[key])
 
     def _step_ended(self, batch: int) -> None:
-        """The trainer has new weights, which it publishes before or during its next step."""
         if not self.options.publish_s:
             self._trained(batch)
             return
@@ -245,7 +242,6 @@ class Simulator:
         self._carry_out(self._admission.version_published(version))
 
     def _take_new_weights(self) -> None:
-        """All engines pause for new weights; without ``keeps_kv`` they drop older KV."""
         if self._host is not None and not self.options.keeps_kv:
             self._host.clear()
         for engine in self.running_engines.values():
@@ -289,7 +285,6 @@ class Simulator:
         self._ahead = self._dispatcher.ahead()
 
     def _drawn(self, overhead: QuantumOverhead, samples_s: tuple[float, ...]) -> float:
-        """One sample of an overhead, scaled by the present number of quanta in flight."""
         one_s = samples_s[0] if len(samples_s) == 1 else samples_s[int(self._draws.integers(len(samples_s)))]
         return one_s if overhead.idle_frac == 1.0 else one_s * overhead.factor(self._dispatcher.num_running)
 
@@ -349,7 +344,6 @@ class Simulator:
         self._schedule_next(engine)
 
     def _reported(self, one: SimulatedTrajectory, attempt: int, worker: str) -> None:
-        """The scheduler receives the report of a generation and of the tools within it."""
         if one.attempt != attempt:
             return
         self._in_transit.pop(one.key, None)
@@ -383,7 +377,6 @@ class Simulator:
             self._park(one)
 
     def _part_tokens(self, one: SimulatedTrajectory) -> int:
-        """Tokens of the present or next quantum."""
         left = one.turn_plan.new_tokens - one.generated
         return min(left, self.options.chunk_tokens or left)
 
