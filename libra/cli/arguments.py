@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, aligned tables, and warnings of settings without effect."""
+"""Shared arguments and options, aligned tables, and warnings about ignored settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Log every decision
 
 
 def aligned(rows: Sequence[Sequence[object]], *, num_left: int) -> Iterator[str]:
-    """Lines of a table; its first ``num_left`` columns are aligned to the left, the others to the right."""
+    """Lines of a table: the first ``num_left`` columns are left-aligned, the others right-aligned."""
     from libra.untrusted import shown_line
 
     cells = [[shown_line(str(cell)) for cell in row] for row in rows]
@@ -40,7 +40,7 @@ def warn_of_ignored(
     overrides: Sequence[str] = (),
     options: Mapping[str, object] | None = None,
 ) -> None:
-    """Warn of settings of ``config`` without effect in ``command``; of its ``options``, None and false count as not given."""
+    """Warn of settings that ``command`` ignores; ``options`` None and false are not given."""
     from libra.config.effects import Situation, ignored_settings, warning_lines
 
     situation = Situation(

@@ -133,7 +133,7 @@ COLUMNS = ("worker", "role", "tp", "stage", "for_s", "generation", "seconds", "r
 
 
 def assignments(words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The roles in ``rollout-0=train`` or ``rollout-0=rollout:tp2``, by worker; ConfigError for any other word."""
+    """Roles by worker from words such as ``rollout-0=rollout:tp2``; ConfigError otherwise."""
     wanted: dict[str, dict[str, Any]] = {}
     for word in words:
         match = _WANTED.fullmatch(word)
@@ -157,7 +157,7 @@ def roles_command(
     wait: bool = False,
     as_json: bool = False,
 ) -> bool:
-    """Show the roles, after a change if one is given; False if ``wait`` saw the change undone."""
+    """Show the roles, after a change if there is one; False if ``wait`` saw the change undone."""
     from libra.cluster.connection import reach
     from libra.driver.run_client import RunClient
 
@@ -182,7 +182,7 @@ def roles_command(
             if generation is not None and wait:
                 done = run.wait_for_roles(generation)
             rows = run.roles()
-        elif wanted or cancel is not None:  # its scheduler has no such handler
+        elif wanted or cancel is not None:  # the scheduler has no such handler
             raise ClusterError(f"libra roles: {table(rows)[0]}")
     if as_json:
         result = {"run": contact.run, "generation": generation, "changed": done if wait else None, "roles": rows}
@@ -196,7 +196,7 @@ def roles_command(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines of a table, a row for each worker."""
+    """Lines of a table with one row per worker."""
     if not rows:
         return ["no worker of this run can change its role; start a run with cluster.hybrid_workers=1 or more"]
     return list(

@@ -1,4 +1,4 @@
-"""`libra doctor`: every check of this machine, a cluster or a run, with a command to type where one fails."""
+"""`libra doctor`: checks of machine, cluster or run, with a command for each failure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
-    """Every check of this machine and, where there is an address, of the cluster behind it."""
+    """All checks of this machine and, given a scheduler address, of its cluster."""
     from libra.cli.doctor_checks import Check, cluster_checks, environment_check, machine_checks
     from libra.cluster.settings import SETTINGS
 
@@ -72,10 +72,10 @@ def diagnose(config: RunConfig, scheduler: str | None) -> list[Check]:
 
 
 def start_checks(config: RunConfig, environment: Environment | None, *, local_cluster: bool) -> Iterator[Check]:
-    """The checks that `libra run` makes before any worker starts (`libra.driver.preflight`), in its order.
+    """Checks of `libra run` before workers start (`libra.driver.preflight`), in order.
 
-    A model on a hub is not fetched. Checks that need its files, or an ``environment`` that could not be made, are
-    left out. ``local_cluster``: the run would start its own workers.
+    Hub models are not fetched: checks that need their files, or a missing ``environment``, are left
+    out. ``local_cluster``: the run would start its own workers.
     """
     from libra.cli.doctor_checks import Check
     from libra.driver.preflight import CHECKS, Preflight  # takes two seconds to import
@@ -83,7 +83,7 @@ def start_checks(config: RunConfig, environment: Environment | None, *, local_cl
     directory = None if config.run.name is None else config.run.dir / config.run.name
     known = Preflight(config, local_cluster, directory, environment=environment)
     for name, check in CHECKS.items():
-        if name == "engine" and config.rollout.engine == "vllm":  # the check of the machine's engines covers it
+        if name == "engine" and config.rollout.engine == "vllm":  # covered by the check of this machine's engines
             continue
         try:
             found = check(known)
@@ -124,11 +124,11 @@ def print_checks(checks: Sequence[Check], *, as_json: bool, console: Console | N
 
 
 def doctor_run(run_dir: Path, *, as_json: bool) -> None:
-    """Print that the files of a run are whole, or raise DamagedRun; as JSON, a list of the damaged ones."""
+    """Print that a run's files are intact, or raise DamagedRun; as JSON, list the damaged files."""
     from libra.driver.damage import SETTLE_S, advice, check_settled
     from libra.observe.run_directory import has_driver
 
-    # In a run at work, whose committer keeps the store, each check finds other files that were removed while it was read.
+    # In an active run, each check finds other files that the store's committer removed meanwhile.
     check = check_settled(run_dir, wait_s=0.0 if has_driver(run_dir.expanduser().absolute()) else SETTLE_S)
     if as_json:
         click.echo(json.dumps([asdict(damage) for damage in check.damages], indent=1))

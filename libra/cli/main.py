@@ -1,7 +1,7 @@
-"""The ``libra`` command. A command imports torch, dask and pydantic when it runs, so that ``--help`` is quick.
+"""The ``libra`` command; subcommands import torch, dask and pydantic only when run.
 
-Errors become one message and an exit code here: 2 for a `LibraError` (1 for `BatchFailed`), 130 for Ctrl-C. With
-``LIBRA_TRACEBACK=1`` Libra's errors keep their traceback.
+An error becomes one message and an exit code: 2 for `LibraError` (1 for `BatchFailed`), 130 for
+Ctrl-C. ``LIBRA_TRACEBACK=1`` keeps the tracebacks of Libra's errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXIT_FAILED, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def installed_version() -> str:
-    """Version of the installed package, "unknown" in a source tree that is not installed."""
+    """Version of the installed package; "unknown" in a source tree that is not installed."""
     try:
         return version("libra-rl")
     except PackageNotFoundError:
@@ -64,7 +64,8 @@ def _usage_words(error: click.ClickException) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``libra``; always raises SystemExit.
 
-    The working directory is searched last for modules that a configuration names, so that it hides no installed one.
+    Modules named in a configuration are searched in the working directory last, so that no
+    installed module is hidden.
     """
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)

@@ -1,4 +1,4 @@
-"""``libra plan``: the plan for a configuration, in words or as JSON."""
+"""``libra plan``: the plan for a configuration, as text or JSON."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from libra.policy.step_ways import SPLIT
 from libra.sim.from_run import workload_of_run
 
 HEAD = "# Written by libra plan, for"
-"""First words of a file with a plan."""
+"""First words of a plan file."""
 
 
 def fixed_by(snapshot: PlanningSnapshot, choice: str) -> PlanningSnapshot:
-    """The snapshot with a choice of ``--why``: ``train=16``, ``tp=4``, ``engines.2=8``; ConfigError for any other form."""
+    """The snapshot with a ``--why`` choice, e.g. ``train=16``, ``tp=4``; else ConfigError."""
     key, _, value = choice.partition("=")
     degree = key.removeprefix("engines.")
     if not value.isdigit() or not (key in ("train", "tp") or (key != degree and degree.isdigit())):
@@ -59,7 +59,7 @@ def print_plan(
     write: Path | None,
     as_json: bool,
 ) -> None:
-    """Plan and print; ``name`` is the configuration as it was typed, ``write`` a file to start the plan from."""
+    """Plan and print; ``name`` is the typed configuration, ``write`` the file for the plan."""
     if what_if and write is not None:
         raise ConfigError(
             "--write: a run can start only what is supported, and --what-if plans more; leave one of them out"
@@ -98,7 +98,7 @@ def print_plan(
 
 
 def batch_of(config: RunConfig, trace: Path | None, from_run: Path | None) -> tuple[RunConfig, TrajectoryTotals | None]:
-    """The configuration, with the trained share of ``from_run``, and the trajectories to draw a plan's batch from, if given."""
+    """The configuration with ``from_run``'s trained share, and its trajectories or None."""
     if trace is not None and from_run is not None:
         raise ConfigError("--from-run: the batch is drawn from --trace already; leave one of them out")
     if from_run is not None:
@@ -112,7 +112,7 @@ def batch_of(config: RunConfig, trace: Path | None, from_run: Path | None) -> tu
 def configured_workers(
     config: RunConfig, snapshot: PlanningSnapshot, answer: Plan, planner: Planner
 ) -> tuple[list[Alternative], str]:
-    """The plan with the training workers that the configuration has, if it has others than ``answer``; or why it has none."""
+    """The plan with the configured training workers, or the reason for having none."""
     workers = config.cluster.train_workers
     given = "train_workers" in config.cluster.model_fields_set and snapshot.fixed_train_gpus is None
     if not given or workers == answer.training.gpus:
@@ -125,7 +125,7 @@ def configured_workers(
 
 
 def lengths_of_run(run_dir: Path) -> tuple[TrajectoryTotals, float]:
-    """Totals of a run's trajectories, and the share that it trained on; raises as `workload_of_run`."""
+    """Totals of a run's trajectories, and the share trained on; raises as `workload_of_run`."""
     plans = workload_of_run(run_dir).trajectories
     totals = TrajectoryTotals.of(
         [plan.prompt_tokens for plan in plans],
@@ -142,7 +142,7 @@ def lengths_of_run(run_dir: Path) -> tuple[TrajectoryTotals, float]:
 
 
 def write_planned(config: RunConfig, name: str, file: Path, turns: TrajectoryTotals | None) -> PlannedLayout:
-    """Write the configuration that starts a plan for ``config`` into ``file``, as a delta to the one that was typed."""
+    """Write a file with which the plan for ``config`` starts, as a delta to the typed configuration."""
     layout = plan_for_datasheet(config, turns)
     made = with_plan(without_layout(config), layout)
     delta = written_delta(config, name, with_way(made, layout.way or SPLIT), file)
@@ -152,7 +152,7 @@ def write_planned(config: RunConfig, name: str, file: Path, turns: TrajectoryTot
 
 
 def check_writable(file: Path) -> None:
-    """ConfigError if ``--write`` cannot have this file, before minutes are spent on planning."""
+    """ConfigError if the ``--write`` file is impossible, before minutes of planning."""
     if file.exists() and not (file.is_file() and file.read_text(encoding="utf-8", errors="replace").startswith(HEAD)):
         raise ConfigError(f"--write: {file} exists and is not a plan; type another name, or remove it")
     if not file.absolute().parent.is_dir():
@@ -160,11 +160,11 @@ def check_writable(file: Path) -> None:
 
 
 _CHOOSES = {"environment": "name", "trainer": "algorithm"}
-"""Keys whose value chooses the other settings of their section."""
+"""Keys whose value selects the other settings of their section."""
 
 
 def written_delta(config: RunConfig, name: str, made: RunConfig, file: Path) -> str:
-    """Text of a file that extends the configuration ``name`` and loads as ``made``; overrides are in it too."""
+    """Text of a file that extends configuration ``name`` and loads as ``made``, overrides included."""
     packaged = packaged_config(name) is not None
     extended = name if packaged else os.path.relpath(Path(name).absolute(), file.absolute().parent)
     before, after = load_config(name).model_dump(mode="json"), made.model_dump(mode="json")
@@ -174,7 +174,7 @@ def written_delta(config: RunConfig, name: str, made: RunConfig, file: Path) -> 
         if _CHOOSES.get(section) in differs:
             differs = fields
         if differs:
-            # A null that no file below has written is a default: the plan's own lists do not repeat it.
+            # Nulls that no base file sets are defaults: the plan's lists need not repeat them.
             plans = section in ("cluster", "planner")
             values[section] = {key: _without_nulls(value) for key, value in differs.items()} if plans else differs
     return f"{HEAD} {name}: libra run {file.name}\n" + yaml_text.write(values)
@@ -187,7 +187,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def shown_layout(config: RunConfig) -> RunConfig:
-    """``config`` as a run starts it on this machine; a plan that it starts is printed as one short block."""
+    """``config`` as a run starts it on this machine; prints the plan that it starts, in a short block."""
     made = launch_layout.laid_out(config)
     if made.planner.planned is not None:
         click.echo("\n".join(layout_lines(made.planner.planned, made.policy.name)))

@@ -1,4 +1,4 @@
-"""Commands that predict or repeat: ``libra plan``, ``simulate``, ``calibrate`` and ``replay``."""
+"""Commands that predict or repeat runs: ``libra plan``, ``simulate``, ``calibrate`` and ``replay``."""
 
 from __future__ import annotations
 

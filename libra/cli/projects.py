@@ -1,4 +1,4 @@
-"""``libra init`` and ``libra config``: a starter project, and the resolved configuration or its fields."""
+"""``libra init`` and ``libra config``: a starter project; the resolved configuration, or its fields."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FILES = {
     "my_environment.py": "my_environment.py.in",
     "test_my_environment.py": "test_my_environment.py.in",
 }
-"""Files of a project, with the names of their texts in ``libra/assets/starter``."""
+"""Project files, with their source names in ``libra/assets/starter``."""
 
 
 def make_project(directory: Path) -> list[str]:
-    """Write the files into ``directory``, which is made if it is missing; lines with the commands to type next.
+    """Write the project into ``directory``, creating it; returns the next commands to type.
 
-    ConfigError if one of them is there already, or ``directory`` cannot be written.
+    ConfigError if one of the files exists, or ``directory`` cannot be written.
     """
     taken = [name for name in FILES if (directory / name).exists()]
     if taken:

@@ -1,4 +1,4 @@
-"""Commands that read the records of runs: ``libra runs``, ``report``, ``trace``, ``page``, ``inspect`` and ``diagnose``."""
+"""Commands for runs' records: ``runs``, ``report``, ``trace``, ``page``, ``inspect``, ``diagnose``."""
 
 from __future__ import annotations
 
@@ -153,9 +153,9 @@ def page(run_dir: Path, port: int | None) -> None:
 
 
 def page_server(directory: Path, port: int, *, any_other: bool = False) -> Server:
-    """A started server of one run's page; ConfigError if the port is taken, unless ``any_other`` will do.
+    """A started page server; ConfigError for a taken port, unless ``any_other`` is allowed.
 
-    It is reached from this machine only, and answers to its names only (`libra.cluster.page_names`).
+    Reachable from this machine only, under its own names only (`libra.cluster.page_names`).
     """
     from bokeh.application import Application
     from bokeh.application.handlers.function import FunctionHandler
@@ -169,12 +169,12 @@ def page_server(directory: Path, port: int, *, any_other: bool = False) -> Serve
     from libra.observe.recorded_run import RecordedRun
 
     feed = Feed(RecordedRun(directory).snapshots, max_age_s=1.0)
-    feed.read()  # a large log is read before the address is printed
+    feed.read()  # read a large log before printing the address
     shown = Application(FunctionHandler(lambda doc: libra_document(feed, doc)))
     redirect = ("/", RedirectHandler, {"url": "/libra", "permanent": False})
     patterns = [redirect, (r"/libra/state\.json", StateHandler, {"feed": feed})]
     try:
-        # Bokeh's list of origins cannot have every name of the machine; `check_names` looks at them instead.
+        # Bokeh's list of origins cannot hold all names of the machine; `check_names` checks them instead.
         server = Server(
             {"/libra": shown}, address="127.0.0.1", port=port, allow_websocket_origin=["*"], extra_patterns=patterns,
             use_index=False, check_unused_sessions_milliseconds=5000, unused_session_lifetime_milliseconds=15000,
@@ -263,7 +263,7 @@ def diagnose(run_dir: Path, above: float | None, tokens: int, as_json: bool) -> 
 
 
 def lines(found: Diagnosis) -> Iterator[str]:
-    """The diagnosis in words; text of models cannot act on the terminal."""
+    """The diagnosis as text; characters from models cannot control the terminal."""
     from libra.untrusted import shown_line
 
     for name in found.damaged:

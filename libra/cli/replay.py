@@ -1,4 +1,4 @@
-"""``libra replay``: repeats a run's decisions from its event log, and shows the history of one of them."""
+"""``libra replay``: repeat a run's decisions from its event log, and show the history of one."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from libra.untrusted import shown_line
 from libra.user_orderings import ordering_of
 
 MAX_SHOWN = 60
-"""Lines of history printed for one subject; the oldest are left out first."""
+"""Maximum lines of history printed per subject; the oldest are left out first."""
 MAX_CHANGES = 20
-"""Plans and changes printed for a run; the oldest are left out first."""
+"""Maximum plans and changes printed per run; the oldest are left out first."""
 
 
 MAX_EVENT_CHARS = 3000
-"""Longest sentence of one fact; the detail of a failure has at most 2,000."""
+"""Maximum length of a fact's sentence; failure details have at most 2,000 characters."""
 
 
 @dataclass(slots=True)
 class ReplayResult:
-    """The result of a replay; ``asked`` are events by the line of an asked decision on them."""
+    """Result of a replay; ``asked`` holds events by the line of a requested decision."""
 
     events: int = 0
     first_line: int = 0
@@ -105,7 +105,7 @@ def event_text(fact: Fact) -> str:
 
 
 def event_log_path(run_dir: Path, command: str = "replay") -> Path:
-    """The event log of a run directory; RunDirectoryError with the words to type for ``libra`` and this command."""
+    """The event log of a run directory; RunDirectoryError with the words to type for ``libra COMMAND``."""
     path = run_dir / "events.jsonl"
     if path.is_file():
         return path

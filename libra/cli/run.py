@@ -1,4 +1,4 @@
-"""``libra run``, ``resume`` and ``repair``: a line at once, the stages of the start, the run, and its closing lines."""
+"""``libra run``, ``resume`` and ``repair``: start messages, the run, and its closing lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _COUNTED = ("failures", "resampled", "trajectories", "left_out")
-"""Prefixes of the metrics that the closing lines add up."""
+"""Prefixes of the metrics that are summed in the closing lines."""
 
 
 @click.command()
@@ -61,7 +61,7 @@ def run(config: str, overrides: tuple[str, ...], scheduler: str | None, checkpoi
 
 
 def made_run_name(config: str, now: datetime) -> str:
-    """Default name of a run: the configuration file's name and the local time, e.g. quickstart_0131_142501."""
+    """Default run name: the configuration's file name and local time, e.g. quickstart_0131_142501."""
     stem = re.sub(r"[^A-Za-z0-9_]+", "_", Path(config).stem).strip("_")[:40] or "run"
     return f"{stem}_{now:%m%d_%H%M%S}"
 
@@ -90,7 +90,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
     """
     if (run_dir / "config.resolved.yaml").is_file():
         click.echo(f"{run_dir}: its files are checked, then it goes on from its committed results")
-    ready_to_resume(run_dir, step)  # before imports that take seconds
+    ready_to_resume(run_dir, step)  # before slow imports
     from libra.config.field_help import one_line_yaml
     from libra.config.load import load_resumed
 
@@ -105,9 +105,9 @@ def resume(run_dir: Path, overrides: tuple[str, ...], scheduler: str | None, ste
 
 
 def ready_to_resume(run_dir: Path, step: int | None) -> None:
-    """DamagedRun if a file of the run is damaged; with ``step``, return to that checkpoint instead, and print it.
+    """DamagedRun for damaged files; with ``step``, return to that checkpoint and print it.
 
-    RunDirectoryError if a living driver has the run.
+    RunDirectoryError if the run has a live driver.
     """
     from libra.driver.damage import go_back, refuse_damaged
     from libra.driver.rundir import refuse_running
@@ -121,7 +121,7 @@ def ready_to_resume(run_dir: Path, step: int | None) -> None:
 
 
 def nothing_left(run_dir: Path, config: RunConfig) -> str | None:
-    """The line for a run that is finished, with its last evaluation and checkpoint; None for another run."""
+    """Text for a finished run, with its last evaluation and checkpoint; None for any other run."""
     from libra.driver.rundir import is_finished
     from libra.observe.run_directory import iteration_rows, metric_rows
 
@@ -129,7 +129,7 @@ def nothing_left(run_dir: Path, config: RunConfig) -> str | None:
     if not is_finished(run_dir, config):
         return None
     ended = len(iteration_rows(metric_rows(run_dir)))
-    if ended > total and _checkpoint(run_dir, ended).is_dir():  # more of them were typed for an earlier start
+    if ended > total and _checkpoint(run_dir, ended).is_dir():  # an earlier start had more iterations
         total = ended
     model = shell_path(_checkpoint(run_dir, total))
     return (
@@ -162,9 +162,9 @@ def repair(run_dir: Path) -> None:
 
 
 def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides: Sequence[str] = ()) -> None:
-    """Run or resume a configuration, which has a name, to its end, and print the summary; LibraError is one message.
+    """Run or resume a named configuration to its end; a LibraError becomes one message.
 
-    ``overrides``: settings typed for a resumed run.
+    ``overrides`` are settings typed for a resumed run.
     """
     from libra.cluster.worker_process import begin_forking
     from libra.driver.early_checks import check_early, first_line
@@ -178,7 +178,7 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
         interruption.of(directory, resume_words(directory, given=False))
         stages.say(first_line(config))
         check_early(config, resume=resume, starts_workers=config.cluster.scheduler is None, given=False)
-        if config.planner.layout == "configured":  # else the roles of workers are not known yet
+        if config.planner.layout == "configured":  # otherwise worker roles are not known yet
             begin_forking(config)
         stages.begin("libraries")
         from libra.cli.plan_command import shown_layout
@@ -190,15 +190,15 @@ def run_to_its_end(config: RunConfig, *, resume: bool, verbose: bool, overrides:
             summary = run(config, resume=resume, interruption=interruption, stages=stages)
         except LibraError:
             raise
-        except Exception as error:  # the boundary to the terminal: any other error is a line there, too
+        except Exception as error:  # boundary to the terminal: any other error becomes one line as well
             raise _in_one_line(error, directory, overrides) from error
         click.echo("\n".join(closing_lines(summary, config)))
 
 
 def log_to_stderr(level: int) -> None:
-    """Send records of ``level`` and above to standard error, unless the process has handlers already.
+    """Log records from ``level`` up to standard error, unless the process already has handlers.
 
-    Tracebacks only with ``LIBRA_TRACEBACK=1``; a run's are in its ``logs/driver.log``.
+    Tracebacks need ``LIBRA_TRACEBACK=1``; a run's are in its ``logs/driver.log``.
     """
     from libra.driver.run_console import ShownFormatter
 

@@ -1,4 +1,4 @@
-"""``libra simulate``: a configuration or a recorded run in virtual time, and its result."""
+"""``libra simulate``: a configuration or a recorded run in virtual time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def simulate_run(
 ) -> None:
     """Simulate and print; ConfigError if the workload cannot be read, written or simulated.
 
-    ``overrides`` are those that ``config`` was loaded with; they replace the settings of a recorded run.
+    ``overrides`` are the typed settings in ``config``; they replace settings of a recorded run.
     """
     if from_run is not None and workload is not None:
         raise click.UsageError("--from-run and --workload both name a workload; leave one out")
@@ -75,7 +75,7 @@ def _save(workload: Workload, path: Path | None) -> None:
 def _simulate_of_run(
     config: RunConfig, setting: RunSetting, save_workload: Path | None, as_json: bool, overrides: Sequence[str]
 ) -> None:
-    """Settings of ``overrides`` that a recorded run cannot take (`REPLACED`) are named as such."""
+    """Typed settings that a recorded run cannot take (not in `REPLACED`) are reported."""
     names = {override: override.partition("=")[0].strip() for override in overrides}
     typed = frozenset(names.values()) & REPLACED
     _save(setting.workload, save_workload)

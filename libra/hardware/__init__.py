@@ -1,4 +1,4 @@
-"""Seconds and bytes of models on GPUs: rooflines, corrected by measured tables where there are profiles."""
+"""Seconds and bytes of models on GPUs: rooflines, corrected by measured tables."""
 
 from libra.hardware.engine_seconds import EngineSeconds, ModelOnGPU, Overhead, engine_seconds
 from libra.hardware.gpus import GPU, known_gpus, load_gpu

@@ -1,10 +1,11 @@
-"""Seconds of an inference engine's steps: one model on ``tp`` GPUs of one kind, modelled or measured.
+"""Seconds of an inference engine's steps: one model on ``tp`` equal GPUs.
 
-1. A step never gets shorter with more sequences of the same mean context, or with more context,
-   nor a prefill with more tokens before or in it: if measurements fall, they are pooled. An
-   operator is sharded over ``tp`` once.
+1. More sequences at equal mean context, or more context, never shorten a step, and more tokens in
+   or before a prefill never shorten the prefill: falling measurements are pooled. Each operator is
+   sharded over ``tp`` once.
 2. A decode step is layers x (linear + attention + two all-reduces) + output matrix + host overhead.
-3. ``kv_capacity_tokens`` is counted per GPU; key-value heads are copied where tp exceeds their number.
+3. ``kv_capacity_tokens`` is counted per GPU; key-value heads are replicated if tp exceeds their
+   number.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ Array = NDArray[np.float64]
 
 
 class Grid:
-    """Values (x, y) on a rectangular grid: bilinear inside, linear beyond the far edges, constant before the near ones.
+    """Values (x, y) on a grid: bilinear, linear beyond far edges, constant before near ones.
 
-    They rise between and beyond the points if they rise on the grid. scipy's ``RegularGridInterpolator`` is slower by far for one
-    point, and a simulation reads millions.
+    Interpolation is monotone if the grid is. scipy's ``RegularGridInterpolator`` is far slower for
+    single points, of which a simulation reads millions.
     """
 
     def __init__(self, xs: ArrayLike, ys: ArrayLike, values: ArrayLike) -> None:
@@ -81,15 +82,16 @@ _PASTS = (0, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 MEMORY_FRAC, RESERVED_BYTES = 0.9, 2.0e9
-"""Share of each GPU's memory that an engine may take, and its part for activations, communication buffers and the runtime."""
+"""Share of GPU memory for an engine, and bytes reserved for activations and runtime."""
 CHUNK_TOKENS = 8192
-"""A longer prefill is computed in chunks of this many tokens."""
+"""Longer prefills are computed in chunks of this many tokens."""
 
 
 class Overhead(NamedTuple):
-    """Seconds that host and framework add to the kernels of a step, and to each for a GPU beyond the first.
+    """Host seconds per step beyond the kernels, and per GPU beyond the first.
 
-    Scheduling, sampling, detokenisation, launching captured graphs. The default is an assumption; `libra calibrate` measures it.
+    Covers scheduling, sampling, detokenisation and graph launches. The default is assumed; `libra
+    calibrate` measures it.
     """
 
     step_s: float = 2.0e-3
@@ -97,7 +99,7 @@ class Overhead(NamedTuple):
 
 
 class EngineSeconds(Protocol):
-    """Seconds and KV memory of one model on one engine of ``tp`` GPUs, as planner, simulator and emulated engines use them."""
+    """Seconds and KV memory of one model on one engine, for planner, simulator and emulated engines."""
 
     @property
     def tp(self) -> int:
@@ -105,24 +107,24 @@ class EngineSeconds(Protocol):
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens whose keys and values fit beside the weights."""
+        """Tokens whose KV fits beside the weights."""
 
     def decode_step_s(self, num_sequences: int, context_tokens: float) -> float:
-        """Seconds of one step that gives each of ``num_sequences`` one token; ``context_tokens`` is the sum over all of them."""
+        """Seconds of a step of ``num_sequences`` tokens; ``context_tokens`` is the total context."""
 
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
-        """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` that are in the KV cache."""
+        """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` in the KV cache."""
 
     def decode_steps_s(self, num_sequences: ArrayLike, context_tokens: ArrayLike) -> Array:
         """`decode_step_s` of many steps; the arguments broadcast."""
 
     def prefills_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
-        """`prefill_s` of many sequences, one after another; the arguments broadcast."""
+        """`prefill_s` of many sequences in turn; the arguments broadcast."""
 
 
 @dataclass(frozen=True)
 class ModelOnGPU:
-    """`EngineSeconds` of one model on an engine of ``tp`` GPUs: rooflines, corrected by the tables ``measured`` of its GPU."""
+    """`EngineSeconds` from rooflines, corrected by the GPU's tables ``measured``."""
 
     gpu: GPU
     shape: ModelShape
@@ -144,17 +146,17 @@ class ModelOnGPU:
 
     @property
     def free_bytes(self) -> float:
-        """Bytes of each GPU available for keys and values; negative if the weights do not fit."""
+        """Bytes per GPU for KV; negative if the weights do not fit."""
         return MEMORY_FRAC * self.gpu.memory_bytes - self.shape.weight_bytes(self.tp) - RESERVED_BYTES
 
     @cached_property
     def kv_capacity_tokens(self) -> int:
-        """Tokens whose keys and values fit beside the weights."""
+        """Tokens whose KV fits beside the weights."""
         return int(self.free_bytes // self.shape.kv_bytes_per_token(self.tp))
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of one token's keys and values on all GPUs of the engine together."""
+        """KV bytes per token over all GPUs of the engine."""
         return int(self.shape.kv_bytes_per_token(self.tp)) * self.tp
 
     @cached_property
@@ -177,7 +179,7 @@ class ModelOnGPU:
         return np.where(num >= 1, seconds, 0.0)
 
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
-        """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` that are in the KV cache."""
+        """Seconds to compute ``new_tokens`` of one sequence after ``past_tokens`` in the KV cache."""
         seconds = 0.0
         for done in range(0, new_tokens, CHUNK_TOKENS):
             chunk = min(new_tokens - done, CHUNK_TOKENS)
@@ -185,7 +187,7 @@ class ModelOnGPU:
         return seconds
 
     def prefills_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:
-        """`prefill_s` of many sequences, one after another; the arguments broadcast."""
+        """`prefill_s` of many sequences in turn; the arguments broadcast."""
         new, past = np.broadcast_arrays(np.asarray(new_tokens, float), np.asarray(past_tokens, float))
         seconds, done = np.zeros(new.shape), np.zeros(new.shape)
         while np.any(done < new):
@@ -196,12 +198,12 @@ class ModelOnGPU:
         return seconds
 
     def layer_s(self, tokens: ArrayLike) -> Array:
-        """Seconds of one layer's linear and elementwise operators for ``tokens`` at once."""
+        """Seconds of one layer's linear and elementwise operators for ``tokens`` tokens."""
         return layer_s(self.gpu, self.efficiencies, self.shape, self.tp, tokens, self.measured)
 
     @cached_property
     def _linear(self) -> Grid:
-        """Seconds of a step without attention and host, by tokens; second axis 1 is a prefill, which has one row of logits."""
+        """Step seconds without attention and host, by tokens; column 1: prefill (one logit row)."""
         from scipy.optimize import isotonic_regression  # takes most of a second to import
 
         top = max(CHUNK_TOKENS, 2048)
@@ -238,7 +240,7 @@ class ModelOnGPU:
 
 
 def _rising_both(values: Array) -> Array:
-    """The running maximum along both axes: attention falls by a few percent where kernels change."""
+    """Running maximum along both axes: attention falls by a few percent where kernels change."""
     return np.maximum.accumulate(np.maximum.accumulate(values, axis=0), axis=1)
 
 
@@ -250,12 +252,13 @@ def engine_seconds(
     tables: Tables | Literal["shipped"] | None = "shipped",
     **settings: Any,
 ) -> ModelOnGPU:
-    """The seconds of ``model`` on an engine of ``tp`` GPUs, a name ("A800-80G") or the path of a datasheet.
+    """Seconds of ``model`` on ``tp`` GPUs: a name such as "A800-80G", or a datasheet's path.
 
-    ``model`` is a directory with ``config.json``, such a file or its fields, or a known name ("Qwen/Qwen3-14B"); ``tables`` are
-    those of `libra calibrate`, the package's own if it has some, or None for rooflines only; ``settings`` are fields of
-    `ModelOnGPU`. ConfigError for an unknown GPU, heads that ``tp`` does not divide, or weights that do not fit; ModelError for an
-    unknown model, or one that is not dense.
+    ``model`` is a directory with ``config.json``, that file, its fields, or a known name
+    ("Qwen/Qwen3-14B"). ``tables`` are from `libra calibrate`, by default the package's; None for
+    rooflines only. ``settings`` are fields of `ModelOnGPU`. ConfigError for an unknown GPU, heads
+    that ``tp`` does not divide, or weights that do not fit; ModelError for an unknown or non-dense
+    model.
 
     >>> engine = engine_seconds("A800-80G", "Qwen3-14B", tp=2)
     >>> engine.decode_step_s(32, 32 * 4096) > engine.decode_step_s(1, 4096)
@@ -272,9 +275,10 @@ def engine_seconds(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
-    """`EngineSeconds` of an engine that declared ``steps``: prefill costs the same per context token, alone or in a batch.
+    """`EngineSeconds` of an engine that declared ``steps``; prefill is equal in any batch.
 
-    ``wall_over_passes``: wall seconds of its turns over the sum of its passes; the difference is its work between two passes.
+    ``wall_over_passes``: wall seconds of its turns over the sum of its passes, to include work
+    between passes.
     """
 
     steps: StepSeconds
@@ -283,7 +287,7 @@ class MeasuredEngine:
     wall_over_passes: float = 1.0
 
     def decode_step_s(self, num_sequences: int, context_tokens: float) -> float:
-        """Seconds of one step; ``context_tokens`` is the sum over all sequences."""
+        """Seconds of one step; ``context_tokens`` is the total of all sequences."""
         if num_sequences < 1:
             return 0.0
         return self.wall_over_passes * self.steps.step_s(num_sequences, context_tokens)
@@ -296,7 +300,7 @@ class MeasuredEngine:
         return np.where(num >= 1, self.wall_over_passes * seconds, 0.0)
 
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
-        """Seconds that computing ``new_tokens`` adds to a pass."""
+        """Seconds that ``new_tokens`` add to a pass."""
         return self.wall_over_passes * self.steps.prefill_token_s * max(0, new_tokens)
 
     def prefills_s(self, new_tokens: ArrayLike, past_tokens: ArrayLike) -> Array:

@@ -1,5 +1,4 @@
-"""Parts of a simulated engine: requests, tabulated seconds, counters, and KV in the memory of hosts, from which any
-engine can fetch it (Seer's pool, arXiv:2511.14617)."""
+"""Parts of a simulated engine: requests, step tables, counters, host KV (Seer, arXiv:2511.14617)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from libra.hardware.engine_seconds import EngineSeconds, MeasuredEngine
 from libra.types import EngineCapacity, StepSeconds
 
 CONTEXT_GRAIN = 256
-"""Step seconds are tabulated per this many tokens of context."""
+"""Context tokens per entry of the table of step seconds."""
 
 
 class Request(NamedTuple):
@@ -21,23 +20,23 @@ class Request(NamedTuple):
     key: str
     group: str
     context_tokens: int
-    prompt_tokens: int  # of the context; all samples of the group share them
+    prompt_tokens: int  # shared by all samples of the group
     new_tokens: int
-    computed_tokens: int = 0  # of the context, computed by an engine before
+    computed_tokens: int = 0  # context that an engine computed before
     reserved_tokens: int = 0  # KV reserved for generated tokens; 0: new_tokens
-    context: int = 0  # requests with the same number have the same context tokens; 0: unique
+    context: int = 0  # equal numbers have equal context tokens; 0: unique
 
     @property
     def room_tokens(self) -> int:
-        """KV reserved while it runs."""
+        """KV tokens reserved while the request runs."""
         return self.context_tokens + max(self.new_tokens, self.reserved_tokens)
 
 
 class EngineTables:
-    """Tabulated seconds of one kind of engine, shared by all engines of that kind.
+    """Tabulated seconds shared by all engines of one kind.
 
-    Contexts are rounded to the middle of intervals of ``grain_tokens``. ``max_contexts`` are the most trajectories whose KV it
-    keeps: an engine with slots keeps one context in each; by default as many as fit.
+    Contexts are rounded to the middle of ``grain_tokens`` intervals. ``max_contexts`` limits the
+    trajectories with kept KV: one per slot, or by default as many as fit.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class EngineTables:
         return found
 
     def prefill_s(self, new_tokens: int, past_tokens: int) -> float:
-        """Seconds to compute ``new_tokens`` after ``past_tokens``; the latter to a grain."""
+        """Seconds to compute ``new_tokens`` after ``past_tokens``, which is rounded to a grain."""
         at = (new_tokens, past_tokens // self._grain)
         found = self._prefill_s.get(at)
         if found is None:
@@ -69,8 +68,10 @@ class EngineTables:
         return found
 
     def capacity(self, slots: int, context_tokens: int) -> EngineCapacity:
-        """The capacity that such an engine declares. Its seconds match the tables for one sequence of ``context_tokens``
-        and for full slots and memory, and are linear in the context between the two. Bytes are 0 if unknown.
+        """The capacity that such an engine declares.
+
+        Its linear seconds match the tables for one sequence of ``context_tokens``, and for full
+        slots and memory. Bytes are 0 if unknown.
         """
         alone_s, tokens = self.step_s(1, context_tokens), self.kv_capacity_tokens
         if isinstance(self.seconds, MeasuredEngine):
@@ -86,8 +87,8 @@ class EngineTables:
 class Counters:
     """Counters of an engine's work so far.
 
-    ``busy_s`` are the seconds with running requests; ``again_s`` of them went into contexts that some engine had computed
-    before, and ``load_s`` into loading weights, without work that a stopped engine had not finished.
+    ``busy_s``: seconds with running requests. ``again_s``: the part spent on recomputed contexts.
+    ``load_s``: weight loads, without work that a stopped engine left unfinished.
     """
 
     generated_tokens: int = 0
@@ -102,17 +103,17 @@ class Counters:
 
 
 class KeptKv:
-    """KV that an engine keeps of trajectories between their turns, oldest first, and the contexts that others may share."""
+    """KV that an engine keeps between turns, oldest first, and contexts that other requests may share."""
 
     def __init__(self) -> None:
         self.entries: OrderedDict[str, tuple[int, str]] = OrderedDict()  # tokens, group
         self.tokens = 0
-        self.groups: dict[str, int] = {}  # contexts of each, running ones too: its prompt is computed once
+        self.groups: dict[str, int] = {}  # contexts per group, running ones included: its prompt is computed once
         self.first_with: dict[int, str] = {}  # the trajectory that computed a context and still has its KV
         self._context_of: dict[str, int] = {}  # the inverse of first_with
 
     def keep(self, key: str, tokens: int, group: str) -> None:
-        """A turn is over; its group was joined when it started."""
+        """Keep KV after a turn; its group was joined at the start of the turn."""
         self.entries[key] = (tokens, group)
         self.tokens += tokens
 
@@ -125,37 +126,37 @@ class KeptKv:
         return tokens
 
     def evict(self, key: str) -> None:
-        """Drop kept KV, which no other request can share then."""
+        """Drop kept KV, which is then no longer shared."""
         self.drop(key)
         self.leave(key)
 
     def evict_oldest(self) -> None:
-        """Evict what was kept first."""
+        """Evict the oldest kept KV."""
         self.evict(next(iter(self.entries)))
 
     def begins_with(self, key: str, context: int) -> None:
-        """``key`` computes a context that others may share."""
+        """Register that ``key`` computes a context that others may share."""
         self.first_with[context], self._context_of[key] = key, context
 
     def leave(self, key: str) -> None:
-        """Stop sharing the context that ``key`` began with."""
+        """Stop sharing the context with which ``key`` started."""
         context = self._context_of.pop(key, None)
         if context is not None:
             del self.first_with[context]
 
     def join_group(self, group: str) -> None:
-        """One more context of a group."""
+        """Count one more context of a group."""
         self.groups[group] = self.groups.get(group, 0) + 1
 
     def leave_group(self, group: str) -> None:
-        """One context of a group fewer."""
+        """Count one context of a group less."""
         self.groups[group] -= 1
         if not self.groups[group]:
             del self.groups[group]
 
 
 class HostPool(NamedTuple):
-    """A pool: tokens of KV that all hosts hold together, and the price of a fetch, in seconds and seconds per token."""
+    """A pool's capacity over all hosts, and the price of a fetch in seconds and seconds per token."""
 
     capacity_tokens: int
     latency_s: float
@@ -163,10 +164,10 @@ class HostPool(NamedTuple):
 
 
 class HostKv:
-    """Tokens of KV by trajectory; the least recently stored are dropped first.
+    """Host KV in tokens by trajectory; the least recently stored entries are dropped first.
 
-    A trajectory's KV is stored when its turn, or a part of it, ends; storing overlaps with steps and takes no time here. During a
-    fetch the engine goes on with others.
+    KV is stored at the end of a turn or part, which overlaps with steps and takes no time here.
+    During a fetch the engine continues with other requests.
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -176,11 +177,11 @@ class HostKv:
         self._unreported: list[tuple[int, float]] = []
 
     def tokens(self, key: str) -> int:
-        """Tokens of KV that are held of a trajectory."""
+        """Tokens of KV held for a trajectory."""
         return self._tokens.get(key, 0)
 
     def fetch(self, tokens: int, prefill_s: float) -> float:
-        """Seconds of a fetch of ``tokens`` that begins now; 0, and none begins, if computing them is sooner."""
+        """Seconds of a fetch that starts now; 0 (and no fetch) if computing the tokens is faster."""
         seconds = self.pool.latency_s + tokens * self.pool.token_s
         if seconds >= prefill_s:
             return 0.0
@@ -194,7 +195,7 @@ class HostKv:
         return unreported
 
     def put(self, key: str, tokens: int) -> None:
-        """Store a trajectory's KV instead of what is held of it."""
+        """Store a trajectory's KV, replacing older KV."""
         self.drop(key)
         self._tokens[key] = tokens
         self.held_tokens += tokens
@@ -202,10 +203,10 @@ class HostKv:
             self.drop(next(iter(self._tokens)))
 
     def drop(self, key: str) -> None:
-        """The trajectory has ended."""
+        """Drop the KV of an ended trajectory."""
         self.held_tokens -= self._tokens.pop(key, 0)
 
     def clear(self) -> None:
-        """New weights: no KV is used across versions."""
+        """Drop all KV, which is invalid for new weights."""
         self._tokens.clear()
         self.held_tokens = 0

@@ -1,4 +1,4 @@
-"""Datasheets of GPUs, one small YAML file each in ``gpus/``; prices of GPU-hours and core-hours."""
+"""GPU datasheets, one YAML file each in ``gpus/``; prices of GPU-hours and core-hours."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """The datasheet of one kind of GPU. Peak figures, without sparsity; efficiencies are in `libra.hardware.layer_seconds`."""
+    """Datasheet of one kind of GPU; peaks are without sparsity."""
 
     name: str  # e.g. "A800-80G"
     full_name: str  # the vendor's
     memory_bytes: Positive
     memory_bytes_per_s: Positive
-    flops_per_s: Positive  # dense bfloat16 (float16 before Ampere) matrix products with float32 accumulation
+    flops_per_s: Positive  # dense bfloat16 (float16 before Ampere) products, float32 accumulation
     clock_hz: Positive  # boost clock, to which the peak operations refer
     num_sms: AtLeastOne  # streaming multiprocessors, which compute the tiles of a matrix product
     l2_bytes: Positive
     link_bytes_per_s: Positive  # one direction, to all GPUs of its machine (half of a "bidirectional" figure)
-    network_bytes_per_s: Positive  # one direction, its share of its machine's network
+    network_bytes_per_s: Positive  # one direction, its share of the machine's network
     gpus_per_node: AtLeastOne
 
 
@@ -60,7 +60,7 @@ def read_gpu(path: str | Path) -> GPU:
 
 
 def load_gpu(name: str) -> GPU:
-    """The GPU ``name`` ("A800-80G", "a100_80g"; "h100" if only one known GPU begins so), or the one in the file ``name``.
+    """A GPU by name ("A800-80G", "a100_80g"; an unambiguous "h100"), or from the file ``name``.
 
     ConfigError names the nearest known GPU.
     """
@@ -87,7 +87,7 @@ SHIPPED: Final = Path(__file__).with_name("prices.yaml")
 
 
 class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Price of one hour of one unit, where it is from, and when it was read there."""
+    """Price of one hour of one unit, its source, and the date it was read."""
 
     price: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
     source: str
@@ -95,7 +95,7 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of prices; ``core_hour`` is None where it has none. GPUs have the names of the datasheets, or any other."""
+    """A file of prices. GPU names are those of datasheets, or any other."""
 
     currency: str
     core_hour: Price | None = None
@@ -103,13 +103,13 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: Path = SHIPPED
 
     def of(self, gpu: str) -> Price | None:
-        """Price per GPU-hour of the GPU with this name, letters' case and ``-`` or ``_`` aside; None if the file has none."""
+        """Price per GPU-hour, ignoring case and ``-`` or ``_`` in the name; None if unknown."""
         wanted = _key(gpu)
         return next((price for name, price in self.gpu_hour.items() if _key(name) == wanted), None)
 
 
 def load_prices(path: Path | None = None) -> Prices:
-    """The prices in a file, by default Libra's own; ConfigError names file, entry and what to write."""
+    """Prices in a file, by default Libra's own; ConfigError names file, entry and the expected form."""
     path = SHIPPED if path is None else path
     example = f"copy {SHIPPED} and change the numbers"
     try:

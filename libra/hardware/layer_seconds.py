@@ -1,9 +1,9 @@
-"""Rooflines: seconds of one operator on one GPU from its datasheet and a few efficiencies.
+"""Rooflines: seconds of one operator on one GPU, from its datasheet and a few efficiencies.
 
-Every constant is a fraction of a peak, a number of tiles or bytes, or a latency, so that it applies to another GPU too. Arrays
-broadcast; all results are seconds. Sizes are of one GPU's shard.
-
-Differs from the published planner of Libra (arXiv:2606.03077 v2), which has rooflines at fixed efficiency and divides by TP twice.
+Every constant is a fraction of a peak, a number of tiles or bytes, or a latency, so that it carries
+over to other GPUs. Arrays broadcast; results are seconds; sizes are of one GPU's shard. Deviates
+from Libra's planner (arXiv:2606.03077 v2), which has fixed-efficiency rooflines and divides by TP
+twice.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """Constants of the rooflines; one set serves every GPU, model, operator and size.
+    """Constants of the rooflines, one set for all GPUs, models, operators and sizes.
 
-    The defaults were fitted to A100 matrix products and elementwise operators of Llama-2-7b, Llama-2-70b and Llama-3-8B
-    (microsoft/vidur, MIT) and A800 attention of Llama-2-7b (NetX-lab/Frontier, MIT); the all-reduce to the A100's one-node
-    tables.
+    Fitted to A100 matrix products and elementwise operators of Llama-2-7b, Llama-2-70b and
+    Llama-3-8B (microsoft/vidur, MIT), A800 attention of Llama-2-7b (NetX-lab/Frontier, MIT), and
+    A100 one-node all-reduce tables.
     """
 
     gemm_launch_s: float = 4.31e-06  # matrix products: fixed seconds
-    gemm_flops_frac: float = 0.769  # of peak operations inside a tile of at least 128 x 128
-    gemm_small_frac: float = 0.662  # in half of it; each further halving has the same factor
+    gemm_flops_frac: float = 0.769  # share of peak operations inside a tile of at least 128 x 128
+    gemm_small_frac: float = 0.662  # share in half such a tile; each further halving multiplies by it again
     gemm_depth: float = 36.0  # cost of starting and ending a tile, as an inner length
     gemm_wave: float = 0.378  # exponent of rounding tiles up to whole waves: 1 if all tiles took equally long
-    gemm_bytes_frac: float = 0.878  # reached of memory bandwidth
-    gemm_bytes_half: float = 6e05  # bytes at which half of it is reached
+    gemm_bytes_frac: float = 0.878  # share of memory bandwidth reached
+    gemm_bytes_half: float = 6e05  # bytes at which half of that share is reached
     gemm_sharpness: float = 2.34  # exponent that joins operations and memory (infinite: the slower of the two)
     move_launch_s: float = 2.98e-06  # elementwise operators: fixed seconds
-    move_bytes_frac: float = 0.9  # of memory bandwidth that the best of them reaches; assumed, not fitted
-    move_emb: float = 2.19  # this and the next four: bytes that one multiprocessor handles per cycle
+    move_bytes_frac: float = 0.9  # share of memory bandwidth that the best operator reaches; assumed, not fitted
+    move_emb: float = 2.19  # this and the next four: bytes per multiprocessor and cycle
     move_norm: float = 5.71
     move_rope: float = 7.03
     move_act: float = 7.26
     move_add: float = 37.6
     move_l2: float = 43.1  # bytes per cycle from the second-level cache, if the activation fits in it
     decode_launch_s: float = 1.72e-05  # attention of one new token: fixed seconds
-    decode_bytes_frac: float = 0.91  # of memory bandwidth
-    decode_min_tokens: float = 61.2  # tokens of KV that even a short sequence costs
+    decode_bytes_frac: float = 0.91  # share of memory bandwidth
+    decode_min_tokens: float = 61.2  # minimum KV tokens that a sequence costs
     prefill_launch_s: float = 2.27e-05  # attention of a chunk: fixed seconds
-    prefill_flops_frac: float = 0.502  # of peak operations inside a tile
+    prefill_flops_frac: float = 0.502  # share of peak operations inside a tile
     prefill_tile: float = 128.0  # query rows of a tile
     hop_s: float = 2.0e-6  # all-reduce: each of log2(workers) steps
-    link_frac: float = 0.6  # of the links
-    link_half_bytes: float = 5.4e6  # bytes at which half of it is reached
+    link_frac: float = 0.6  # share of link bandwidth
+    link_half_bytes: float = 5.4e6  # bytes at which half of that share is reached
 
 
 _TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (128, 64), (64, 128), (64, 64))
@@ -64,7 +64,8 @@ _SPLITS = (1, 2, 4)
 def gemm_s(gpu: GPU, eff: Efficiencies, rows: ArrayLike, columns: ArrayLike, inner: ArrayLike) -> Array:
     """Seconds of ``(rows, inner) @ (inner, columns)`` in bfloat16.
 
-    Assumes that the library chooses the best of a few tile sizes and splits of the inner length, each rounded up to waves.
+    Assumes that the library picks the best of a few tile sizes and splits of ``inner``, rounded up
+    to waves.
     """
     m, n, k = np.broadcast_arrays(*(np.asarray(x, float) for x in (rows, columns, inner)))
     per_sm = gpu.flops_per_s / gpu.num_sms
@@ -97,10 +98,10 @@ _MOVES = {
 
 
 def move_s(gpu: GPU, eff: Efficiencies, operator: str, activation_bytes: ArrayLike) -> Array:
-    """Seconds of an elementwise operator (`libra.hardware.layer_seconds`) whose result has ``activation_bytes``.
+    """Seconds of an elementwise operator with a result of ``activation_bytes``.
 
-    The multiprocessors bound it, or memory and cache: a GPU with little bandwidth per multiprocessor reaches a larger share of it
-    with the same kernel.
+    Bound by multiprocessors, or by memory and cache: low bandwidth per multiprocessor is easier to
+    saturate.
     """
     size = np.asarray(activation_bytes, float)
     name, passes = _MOVES[operator]
@@ -115,9 +116,9 @@ def move_s(gpu: GPU, eff: Efficiencies, operator: str, activation_bytes: ArrayLi
 def attention_decode_s(
     gpu: GPU, eff: Efficiencies, num_sequences: ArrayLike, context_tokens: ArrayLike, kv_bytes: float
 ) -> Array:
-    """Seconds of one layer's attention for one new token each of ``num_sequences``.
+    """Seconds of one layer's attention for one new token in each of ``num_sequences``.
 
-    ``context_tokens`` is the sum over the sequences; ``kv_bytes`` is of one token in this layer on this GPU.
+    ``context_tokens`` is the total of the sequences; ``kv_bytes`` is per token, layer and GPU.
     """
     num, context = np.asarray(num_sequences, float), np.asarray(context_tokens, float)
     read = (context + eff.decode_min_tokens * num) * kv_bytes
@@ -127,9 +128,10 @@ def attention_decode_s(
 def attention_prefill_s(
     gpu: GPU, eff: Efficiencies, new_tokens: ArrayLike, past_tokens: ArrayLike, heads: float, head_dim: int
 ) -> Array:
-    """Seconds of one layer's causal attention of a chunk of one sequence over itself and ``past_tokens`` before it.
+    """Seconds of one layer's causal attention of a chunk over itself and ``past_tokens`` before it.
 
-    One multiprocessor computes a tile of query rows of one head, so the last wave may be nearly empty.
+    A multiprocessor computes one tile of query rows of one head, so the last wave may be nearly
+    empty.
     """
     new, past = np.asarray(new_tokens, float), np.asarray(past_tokens, float)
     tiles = np.ceil(new / eff.prefill_tile) * heads
@@ -142,7 +144,7 @@ def attention_prefill_s(
 def all_reduce_s(gpu: GPU, eff: Efficiencies, num_bytes: ArrayLike, workers: int, workers_per_node: int = 0) -> Array:
     """Seconds to sum ``num_bytes`` over ``workers``; ``workers_per_node`` 0: all on one machine.
 
-    A table, where one exists, is far better for the small messages of a decode step.
+    For the small messages of a decode step, a measured table is far more accurate.
     """
     size = np.asarray(num_bytes, float)
     if workers <= 1:
@@ -159,7 +161,7 @@ GEMMS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
 MOVES = tuple(_MOVES)
 """Elementwise operators; ``emb`` once a step, ``add`` twice a layer, the others once a layer."""
 LAYER_COUNTS: Mapping[str, int] = {**dict.fromkeys(GEMMS + MOVES, 1), "emb": 0, "add": 2}
-"""How often a layer runs each."""
+"""Runs of each operator per layer."""
 
 
 class OperatorCorrection(Protocol):
@@ -199,7 +201,7 @@ def operator_s(
     tokens: ArrayLike,
     correction: OperatorCorrection | None = None,
 ) -> Array:
-    """Seconds of one operator for ``tokens`` at once, on each of ``tp`` GPUs."""
+    """Seconds of one operator for ``tokens`` tokens, on each of ``tp`` GPUs."""
     num = np.asarray(tokens, float)
     if operator in MOVES:
         seconds = move_s(gpu, eff, operator, num * activation_bytes(operator, shape, tp))
@@ -216,6 +218,6 @@ def layer_s(
     tokens: ArrayLike,
     correction: OperatorCorrection | None = None,
 ) -> Array:
-    """Seconds of all linear and elementwise operators of one layer, without attention and all-reduce."""
+    """Seconds of one layer's operators without attention and all-reduce."""
     counts = LAYER_COUNTS.items()
     return np.asarray(sum(n * operator_s(gpu, eff, shape, tp, name, tokens, correction) for name, n in counts if n))

@@ -1,10 +1,9 @@
-"""Measured hardware of a run: capacity and seconds of its engines, its trainer, and the seconds between them.
+"""Measured hardware of a run: engine capacity and seconds, trainer, and overheads in between.
 
-`libra calibrate RUN --save FILE` writes it as one JSON file; `planner.calibration` reads it. `libra
-simulate --from-run` computes it from the run. Seconds of engines are those that they declared (`engine_declared`).
-
-A step of its trainer takes ``fixed + tokens x token`` seconds. Every second step is fitted and the others
-are predicted from it, which gives the reported error.
+`libra calibrate RUN --save FILE` writes it as JSON for `planner.calibration`; `libra simulate
+--from-run` computes it from the run. Engine seconds are as declared (`engine_declared`). A
+trainer's step takes ``fixed + tokens x token`` seconds, fitted on every second step; the error is
+of predictions for the others.
 """
 
 from __future__ import annotations
@@ -24,31 +23,32 @@ from libra.hardware.engine_seconds import MeasuredEngine
 from libra.types import StepSeconds
 
 SCHEMA = 2
-"""Layout of a calibration file."""
+"""Version of the calibration file format."""
 UNBOUNDED_TOKENS = 2**40
-"""KV memory of an engine that declared none."""
+"""KV tokens of an engine that declared none."""
 KIND = "libra run calibration"
 """``kind`` of a calibration file."""
 
 
 class QuantumOverhead(NamedTuple):
-    """Seconds of a quantum outside engine and tool, during which its trajectory holds a slot; one sample of each is drawn.
+    """Seconds of a quantum outside engine and tool, as samples to draw from.
 
-    Scheduler and workers serve quanta one after the other, so the last ones of an iteration are the fastest.
+    Scheduler and workers serve quanta one by one, so the last quanta of an iteration are the
+    fastest.
     """
 
-    transport_s: tuple[float, ...] = (0.0,)  # from dispatch to the start on the worker, and from its end to the report
+    transport_s: tuple[float, ...] = (0.0,)  # dispatch to start on the worker, and its end to the report
     worker_s: tuple[float, ...] = (0.0,)  # on the worker, around the engine or the tool
-    idle_frac: float = 1.0  # of the samples is left when nothing else is in flight
+    idle_frac: float = 1.0  # remaining share of the samples with nothing else in flight
     in_flight: float = 1.0  # mean number of quanta in flight
 
     def factor(self, in_flight: int) -> float:
-        """Factor on the samples for one of ``in_flight`` quanta."""
+        """Factor on the samples with ``in_flight`` quanta in flight."""
         return self.idle_frac + (1.0 - self.idle_frac) * in_flight / self.in_flight
 
 
 NO_OVERHEAD = QuantumOverhead()
-"""Only engines and tools take time."""
+"""No overhead: only engines and tools take time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +56,23 @@ class EngineOfRun:
     """One engine of a run."""
 
     worker: str
-    engine: str  # its kind: ``transformers``, ``vllm``
+    engine: str  # kind: ``transformers``, ``vllm``
     bucket: str
     tp: int
     slots: int
     kv_tokens: int
     steps: StepSeconds
-    wall_over_passes: float = 1.0  # wall seconds of its turns over those by ``steps``
-    overhead: QuantumOverhead = NO_OVERHEAD  # outside the engine, of each generation
+    wall_over_passes: float = 1.0  # wall seconds of turns over those by ``steps``
+    overhead: QuantumOverhead = NO_OVERHEAD  # per generation, outside the engine
 
     @property
     def seconds(self) -> MeasuredEngine:
-        """As `EngineSeconds`."""
+        """These seconds as `EngineSeconds`."""
         return MeasuredEngine(self.steps, self.tp, self.kv_tokens, self.wall_over_passes)
 
     @property
     def max_contexts(self) -> int | None:
-        """Most trajectories whose KV it keeps: one per slot, or None if as many as fit."""
+        """Maximum trajectories with kept KV: one per slot, or None if as many as fit."""
         return self.slots if self.engine == "transformers" else None
 
 
@@ -81,16 +81,16 @@ class RunCalibration:
     """Measurements of a run's hardware."""
 
     model: str
-    digest: str  # of its shape (`libra.hardware.shapes.shape_digest`); empty: unknown
+    digest: str  # of the model's shape (`libra.hardware.shapes.shape_digest`); empty: unknown
     engines: tuple[EngineOfRun, ...]
     trainer: RunTrainer | None  # None after too few steps
     train_gpus: int = 1
-    update_s: float = 0.0  # mean seconds from a step's end until its weights are published
-    load_s: float = 0.0  # mean seconds of an engine's pause to load them
-    tools: QuantumOverhead = NO_OVERHEAD  # outside the tool of each action
+    update_s: float = 0.0  # mean seconds from a step's end to publication
+    load_s: float = 0.0  # mean seconds of an engine's weight load
+    tools: QuantumOverhead = NO_OVERHEAD  # per action, outside the tool
     gate_s: float = 0.0  # from a gate to its first trajectory
     commit_s: float = 0.0  # from the end of a group's last trajectory to its record
-    source: str = ""  # the run's directory, or the file
+    source: str = ""  # run directory, or file
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -98,9 +98,9 @@ class RunCalibration:
         return tuple(sorted({engine.tp for engine in self.engines}))
 
     def of_tp(self, tp: int, where: str) -> EngineOfRun:
-        """The engine of this degree: with most slots, then with most measured passes.
+        """The engine of this degree with the most slots, then the most measured passes.
 
-        ConfigError, which begins with ``where``, if the run had no engine of this degree.
+        ConfigError, beginning with ``where``, if the run had no such engine.
         """
         engines = [engine for engine in self.engines if engine.tp == tp]
         if not engines:
@@ -112,7 +112,7 @@ class RunCalibration:
         return max(engines, key=lambda engine: (engine.slots, engine.steps.num_steps, engine.worker))
 
     def check_model(self, model: str, digest: str, where: str) -> None:
-        """ConfigError, which begins with ``where``, if the model is another one."""
+        """ConfigError, beginning with ``where``, if the calibration is of another model."""
         if digest != self.digest if digest and self.digest else model != self.model:
             raise ConfigError(
                 f"{where}: {self.source} measured engines of {self.model} (sizes {self.digest[:12] or 'unknown'}), and this "
@@ -121,12 +121,12 @@ class RunCalibration:
             )
 
     def to_json(self) -> str:
-        """One JSON object; see `read_calibration`."""
+        """One JSON object, read by `read_calibration`."""
         return json.dumps({"kind": KIND, "schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
 
 
 def read_calibration(path: Path, where: str) -> RunCalibration:
-    """Read a calibration file; a ConfigError begins with ``where``, and has the file's schema or the impossible number."""
+    """Read a calibration file; a ConfigError begins with ``where``."""
     again, at = "write it again: libra calibrate RUN --save FILE", f"{where}: {path}"
     try:
         values = msgspec.json.decode(path.read_bytes())
@@ -170,9 +170,9 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RunTrainer:
-    """Fitted seconds of a run's training steps: of each step, and of each token it computes.
+    """Fitted seconds per training step and per token.
 
-    ``error_frac`` is the mean |predicted / measured - 1| of the steps that were not fitted.
+    ``error_frac`` is the mean |predicted / measured - 1| of the steps left out of the fit.
     """
 
     fixed_s: float
@@ -186,7 +186,7 @@ class RunTrainer:
 
 
 def fit_trainer(seconds: ArrayLike, tokens: ArrayLike) -> RunTrainer | None:
-    """The trainer behind these steps; None for fewer than four."""
+    """The trainer fitted to these steps; None below four steps."""
     spent, num = np.asarray(seconds, float), np.asarray(tokens, float)
     if len(spent) < 4:
         return None
@@ -207,7 +207,7 @@ def fit_trainer(seconds: ArrayLike, tokens: ArrayLike) -> RunTrainer | None:
 
 
 STEP = 1e-4
-"""Finite difference in the logarithm of a constant: rooflines count whole tokens, so a smaller step could change none."""
+"""Finite difference in log constants; rooflines count whole tokens, so not smaller."""
 
 
 def fit_positive(
@@ -218,11 +218,12 @@ def fit_positive(
     tether: float = 0.0,
     ceiling: Array | None = None,
 ) -> Array:
-    """Constants above 0 that make ``residuals`` small under Huber's loss: a local minimum near ``start``, never worse than it.
+    """Positive constants near ``start`` that minimise ``residuals`` under Huber's loss.
 
-    ``residuals`` takes (p,) constants and gives (n,) residuals, usually log(predicted / measured); the loss grows linearly beyond
-    ``outlier``. ``tether`` is the penalty of moving one constant by a factor e, as a residual at every point: it holds constants
-    that the points do not determine near ``start``. ``ceiling`` (p,) are upper bounds.
+    ``residuals`` maps (p,) constants to (n,) residuals, usually log(predicted / measured); beyond
+    ``outlier`` the loss is linear. ``tether`` is the penalty for moving one constant by a factor e,
+    as a residual at every point, which keeps undetermined constants near ``start``. ``ceiling``
+    (p,) are upper bounds.
     """
     from scipy.optimize import least_squares  # takes most of a second to import; only fits need it
 

@@ -1,4 +1,4 @@
-"""Sizes of dense decoder models that seconds and bytes depend on, read from Hugging Face's ``config.json``."""
+"""Sizes of dense decoder models, read from Hugging Face's ``config.json``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from libra.errors import ConfigError, ModelError
 
 _FOLDER = Path(__file__).parent / "models"
 DENSE_TYPES = ("llama", "qwen2", "qwen3", "mistral")
-"""Values of ``model_type`` whose layers are attention and one gated feed-forward network."""
+"""Values of ``model_type`` with layers of attention and one gated feed-forward network."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a dense decoder with grouped-query attention and a gated feed-forward network.
 
-    ``tied``: input and output embeddings are one matrix. ``bytes_per_weight``: width of weights, activations and KV. ``qk_norm``:
-    queries and keys are normalised per head (Qwen3), for which training stores activations.
+    ``tied``: input and output embeddings share a matrix. ``bytes_per_weight``: of weights,
+    activations and KV. ``qk_norm``: queries and keys are normalised per head (Qwen3), which costs
+    training activations.
     """
 
     name: str
@@ -38,7 +39,7 @@ class ModelShape:
 
     @property
     def layer_params(self) -> int:
-        """Parameters of one layer's matrices (norms are a ten-thousandth of them)."""
+        """Parameters of one layer's matrices; norms, a ten-thousandth of them, are left out."""
         attention = self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return attention + 3 * self.hidden * self.ffn
 
@@ -48,11 +49,11 @@ class ModelShape:
         return self.num_layers * (self.layer_params + 2 * self.hidden) + self.vocab * self.hidden * (2 - self.tied)
 
     def kv_heads_per_gpu(self, tp: int) -> int:
-        """Key-value heads on one of ``tp`` GPUs; at least one: heads are copied if tp exceeds their number."""
+        """Key-value heads per GPU, at least one: heads are replicated if tp exceeds their number."""
         return max(1, self.num_kv_heads // tp)
 
     def kv_bytes_per_token(self, tp: int) -> int:
-        """Bytes of one token's keys and values on each of ``tp`` GPUs."""
+        """KV bytes per token on each of ``tp`` GPUs."""
         return 2 * self.num_layers * self.kv_heads_per_gpu(tp) * self.head_dim * self.bytes_per_weight
 
     def weight_bytes(self, tp: int) -> float:
@@ -69,7 +70,7 @@ class ModelShape:
 
 
 def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
-    """The shape in the fields of a ``config.json``; ModelError if it is not a model of `DENSE_TYPES`, or a size is missing."""
+    """The shape in a ``config.json``; ModelError if not a model of `DENSE_TYPES`, or a size is missing."""
     kind = config.get("model_type")
     label = name or str(config.get("_name_or_path") or kind)
     experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
@@ -100,20 +101,20 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
 
 
 def shape_digest(shape: ModelShape) -> str:
-    """SHA-256 of a model's sizes without its name: a trained copy has the same digest."""
+    """SHA-256 of a model's sizes without its name, equal for trained copies."""
     sizes = {key: value for key, value in asdict(shape).items() if key != "name"}
     return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
 
 
 def known_models() -> tuple[str, ...]:
-    """Names of the shapes in the package."""
+    """Names of the package's shapes."""
     return tuple(path.stem for path in sorted(_FOLDER.glob("*.json")))
 
 
 def load_shape(model: str | Path | Mapping[str, Any]) -> ModelShape:
-    """The shape of a model: a directory with ``config.json``, such a file, its fields, or a known name.
+    """Shape of a model: directory with ``config.json``, the file, its fields, or a known name.
 
-    A Hugging Face id counts as known by its last part (``Qwen/Qwen3-14B``); nothing is downloaded.
+    A Hugging Face id is known by its last part (``Qwen/Qwen3-14B``); nothing is downloaded.
     """
     if isinstance(model, Mapping):
         return shape_from_config(model)

@@ -1,13 +1,12 @@
 """Measurements of one GPU as ratios to the rooflines, interpolated in logarithms.
 
-1. At a measured point a table gives the measurement. Between two points the ratio lies between theirs; beyond the last point the
-   nearest ratio holds.
-2. Shapes near it correct a matrix product or elementwise operator of a shape that was not measured; without any the
-   roofline is used.
-3. Attention tables apply only to their own head counts and head length: other kernels differ too much.
+1. At a measured point a table returns the measurement; between two points the ratio lies between
+   theirs; beyond the last point the nearest ratio holds.
+2. An unmeasured shape of a matrix product or elementwise operator is corrected by near shapes, else
+   not at all.
+3. Attention tables apply only to their own head counts and head length: kernels differ too much.
 4. All-reduce is a table of seconds by number of workers and workers per machine.
-
-The residuals that the tables leave are the simulator's noise.
+5. The residuals of the tables are the simulator's noise.
 """
 
 from __future__ import annotations
@@ -31,16 +30,17 @@ from libra.hardware.shapes import ModelShape
 Array = NDArray[np.float64]
 
 NEAR = 0.25
-"""Distance in the logarithm of a size at which another shape's correction has 60 % of its weight."""
+"""Distance in log size at which another shape's correction weighs 60 %."""
 DOUBT = 0.1
-"""Weight of no correction, against 1 of a shape at distance 0."""
+"""Weight of no correction, where a shape at distance 0 has weight 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatioCurve:
     """Measured over predicted seconds of one operator of one size, by tokens (n,).
 
-    ``sizes``: columns and inner length of a matrix product; bytes per token of an elementwise operator.
+    ``sizes``: columns and inner length of a matrix product, or bytes per token of an elementwise
+    operator.
     """
 
     operator: str
@@ -51,10 +51,10 @@ class RatioCurve:
 
 @dataclass(frozen=True, slots=True)
 class RatioRows:
-    """Measured over predicted seconds by two numbers, in rows of unequal length: ``log_x`` (rows,) strictly increases, each row
-    has the second number on the scale of `log_tokens` and the log ratio.
+    """Measured over predicted seconds by two numbers, in rows of unequal length.
 
-    ``key``: heads, key-value heads and head length, on one GPU.
+    ``log_x`` (rows,) strictly increases; each row has the second number on the `log_tokens` scale,
+    and the log ratio. ``key``: heads, key-value heads and head length on one GPU.
     """
 
     key: tuple[float, ...]
@@ -62,7 +62,7 @@ class RatioRows:
     rows: tuple[tuple[Array, Array], ...]
 
     def log_ratio(self, x: Array, y: Array) -> Array:
-        """The log ratio at points: interpolated along the two nearest rows, then between them."""
+        """Log ratio at points: interpolated along the two nearest rows, then between them."""
         log_x, log_y = np.log(x), log_tokens(y)
         shape = log_x.shape
         log_x, log_y = log_x.ravel(), log_y.ravel()
@@ -77,7 +77,7 @@ class RatioRows:
 
 @dataclass(frozen=True, slots=True)
 class AllReduceTable:
-    """Seconds of an all-reduce by bytes; linear in the logarithms, and beyond its end at the rate reached there."""
+    """Seconds of an all-reduce by bytes: log-linear, and at the last rate beyond the end."""
 
     workers: int
     workers_per_node: int
@@ -85,7 +85,7 @@ class AllReduceTable:
     log_seconds: Array
 
     def seconds(self, num_bytes: Array) -> Array:
-        """Seconds of ``num_bytes``."""
+        """Seconds for ``num_bytes``."""
         log_size = np.log(np.maximum(num_bytes, 1.0))
         beyond = np.maximum(0.0, log_size - self.log_bytes[-1])
         return np.asarray(np.exp(np.interp(log_size, self.log_bytes, self.log_seconds) + beyond))
@@ -103,13 +103,13 @@ class Tables:
     all_reduce: tuple[AllReduceTable, ...] = ()
 
     def of(self, shape: ModelShape) -> ShapeTables:
-        """These tables as corrections of one model."""
+        """Corrections for one model."""
         return ShapeTables(self, shape)
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeTables:
-    """`Tables` as corrections of one model."""
+    """Corrections from `Tables` for one model."""
 
     tables: Tables
     shape: ModelShape
@@ -124,15 +124,15 @@ class ShapeTables:
         return np.asarray(np.exp(total + np.zeros_like(at)))
 
     def decode_ratio(self, num_sequences: Array, mean_context: Array, tp: int) -> Array:
-        """Measured over predicted attention of a decode step."""
+        """Measured over predicted seconds of a decode step's attention."""
         return self._attention(self.tables.decode, num_sequences, mean_context, tp)
 
     def prefill_ratio(self, new_tokens: Array, past_tokens: Array, tp: int) -> Array:
-        """Measured over predicted attention of a chunk."""
+        """Measured over predicted seconds of a chunk's attention."""
         return self._attention(self.tables.prefill, new_tokens, past_tokens, tp)
 
     def all_reduce_s(self, num_bytes: Array, workers: int, workers_per_node: int) -> Array | None:
-        """Seconds from the table of this many workers; None without one."""
+        """Seconds from the table for this number of workers; None without a table."""
         for table in self.tables.all_reduce:
             if (table.workers, table.workers_per_node) == (workers, workers_per_node):
                 return table.seconds(num_bytes)
@@ -147,17 +147,17 @@ class ShapeTables:
 
 
 def attention_key(shape: ModelShape, tp: int) -> tuple[float, ...]:
-    """Sizes that select an attention kernel: heads, key-value heads and head length, on one of ``tp`` GPUs."""
+    """Sizes that select an attention kernel: heads, key-value heads and head length, on one GPU."""
     return (shape.num_heads / tp, float(shape.kv_heads_per_gpu(tp)), float(shape.head_dim))
 
 
 def log_tokens(tokens: Array) -> Array:
-    """Tokens on the scale of attention tables."""
+    """Tokens on the log scale of attention tables."""
     return np.asarray(np.log(np.asarray(tokens, float) + 64.0))
 
 
 def operator_sizes(operator: str, shape: ModelShape, tp: int) -> tuple[float, ...]:
-    """As `RatioCurve.sizes`."""
+    """Sizes of an operator, as in `RatioCurve.sizes`."""
     if operator in MOVES:
         return (activation_bytes(operator, shape, tp),)
     return gemm_columns_inner(operator, shape, tp)
@@ -166,7 +166,7 @@ def operator_sizes(operator: str, shape: ModelShape, tp: int) -> tuple[float, ..
 def _near(
     curves: Sequence[RatioCurve], operator: str, sizes: tuple[float, ...]
 ) -> tuple[tuple[float, RatioCurve], ...]:
-    """Curves with their weights for an operator of these sizes; the remainder to 1 is the weight of no correction."""
+    """Curves with weights for an operator of these sizes; the rest to 1 is the weight of no correction."""
     if operator in MOVES:
         kin = [curve for curve in curves if curve.operator == operator]
     else:
@@ -187,7 +187,7 @@ SCHEMA = 1
 
 
 def read_tables(path: str | Path) -> Tables:
-    """Tables in a file; ConfigError for any other file or schema."""
+    """Tables in a file; ConfigError for another format or schema."""
     try:
         document = json.loads(Path(path).read_text())
         if document["schema"] != SCHEMA:
@@ -209,7 +209,6 @@ def read_tables(path: str | Path) -> Tables:
 
 
 def _fields(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of one table: logarithms as arrays, other lists as tuples."""
     found = {name: np.array(value) if name.startswith("log_") else value for name, value in values.items()}
     if "rows" in found:
         found["rows"] = tuple((np.array(at), np.array(ratio)) for at, ratio in found["rows"])
@@ -225,13 +224,13 @@ def shipped_tables(gpu_name: str) -> Tables | None:
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """Distributions of log(measured / predicted), as evenly spaced quantiles, from the smallest to the largest."""
+    """Distributions of log(measured / predicted) as evenly spaced ascending quantiles."""
 
     decode: tuple[float, ...]
     prefill: tuple[float, ...]
 
     def decode_factor(self, rng: np.random.Generator, num_steps: int = 1) -> float:
-        """Factor on the seconds of ``num_steps`` decode steps in a row, whose deviations are independent."""
+        """Factor on ``num_steps`` consecutive decode steps with independent deviations."""
         return _mean_factor(self.decode, rng, num_steps)
 
     def prefill_factor(self, rng: np.random.Generator) -> float:
@@ -240,7 +239,7 @@ class Residuals:
 
 
 def _mean_factor(quantiles: tuple[float, ...], rng: np.random.Generator, num: int) -> float:
-    """Mean of ``num`` factors; for more than 32 factors, drawn from the normal distribution of their mean."""
+    """Mean of ``num`` factors, from a normal distribution if more than 32."""
     positions = np.linspace(0.0, 1.0, len(quantiles))
     if num <= 32:
         return float(np.exp(np.interp(rng.random(max(num, 1)), positions, quantiles)).mean())

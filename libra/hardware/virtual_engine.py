@@ -1,18 +1,17 @@
-"""An inference engine in virtual time: continuous batching, KV memory, a prefix cache and a queue. Time advances from one change
-of its batch to the next, never token by token.
+"""An inference engine in virtual time: continuous batching, KV memory, prefix cache and queue.
 
-Invariants
-----------
-1. KV in use (reserved by running requests, and kept between turns) never exceeds the engine's capacity.
+Time advances between changes of the batch, not per token: all running requests gain one token per
+step, at the `EngineSeconds` of the batch halfway to the next change. Computing context delays steps
+by its seconds. Samples of a group compute their prompt's KV once, but each holds memory for it;
+requests with the same context share all of it.
+
+1. KV in use (reserved by running requests, and kept between turns) never exceeds the engine's
+   capacity.
 2. Every submitted request finishes once, or `hand_over` returns it.
-3. A running request is never preempted: it reserves its whole turn when it starts. With ``preempts`` it holds what it has, as in
-   an engine that does not know the length of a turn: when memory is full, the one that started last goes back to the queue's
-   front, and its context is computed again.
+3. A running request reserves KV for its whole turn and is never preempted; with ``preempts`` it
+   holds only its present KV, and when memory is full the latest-started request returns to the
+   queue's front, to be recomputed.
 4. Smaller priority starts first, then earlier submission.
-
-All running requests gain one token per step, whose seconds come from `EngineSeconds` for the batch halfway to the next change.
-Computing context delays the steps by its seconds, chunked or not. Samples of a group share the computation of their prompt's KV,
-but not its memory; requests with the same context share the whole context.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from libra.hardware.engine_tables import Counters, EngineTables, HostKv, KeptKv,
 from libra.hardware.tables import Residuals
 
 WATERMARK = 0.01
-"""Share of the KV memory that stays free when a request starts on an engine that preempts: or it would be preempted at once."""
+"""Share of KV kept free when a request starts on a preempting engine, to avoid immediate preemption."""
 FRONT = 1 << 48
-"""Subtracted from the serial of a request that was preempted, so that it is before all that have not begun."""
+"""Serial offset that places preempted requests before all that have not started."""
 
 
 class VirtualEngine:
-    """One engine; with ``residuals`` its seconds are drawn around the tables.
+    """One engine; with ``residuals``, its seconds are drawn around the tables.
 
-    ``preempts``: see invariant 3. ``host``: KV that any engine computed, fetched where that is sooner than computing it again; a
-    request whose KV is being fetched holds its memory, and the others go on.
+    ``preempts``: see invariant 3. ``host``: KV pool, used where a fetch is faster than computing;
+    during a fetch the request holds its memory, and other requests continue.
     """
 
     def __init__(
@@ -51,18 +50,18 @@ class VirtualEngine:
         host: HostKv | None = None,
     ) -> None:
         self.name = name
-        self.changes = 0  # invalidates events that were computed before the last change
+        self.changes = 0  # invalidates events computed before the last change
         self._tables, self._residuals, self._rng = tables, residuals, rng
         self._queue: list[tuple[tuple[int, ...], int, Request]] = []
         self._running: list[tuple[float, int, str]] = []  # heap of (step of its last token, serial, key)
         self._requests: dict[str, Request] = {}
         self._kept = KeptKv()
         self._reserved = 0
-        self._context = 0.0  # tokens that running requests attend to, now
+        self._context = 0.0  # present context tokens of running requests
         self._steps = self._now = self._ready = self._step_s = 0.0
         self._serial = 0
         self._work = Counters()
-        self._loading = (0.0, 0.0)  # from when until when it loads, or loaded last
+        self._loading = (0.0, 0.0)  # start and end of the present or last weight load
         self._preempts, self._host = preempts, host
         self._fetching: list[tuple[float, int, str, int]] = []  # heap of (second, serial, key, tokens then cached)
         self._before: dict[str, int] = {}  # tokens that preempted requests had generated
@@ -70,7 +69,7 @@ class VirtualEngine:
     # ---------------------------------------------------------------- requests
 
     def submit(self, now_s: float, request: Request, priority: tuple[int, ...]) -> None:
-        """Request a turn; ConfigError if it can never fit."""
+        """Submit a turn; ConfigError if it can never fit."""
         need = request.room_tokens
         if need > self._tables.kv_capacity_tokens:
             raise ConfigError(
@@ -83,7 +82,7 @@ class VirtualEngine:
         self._admit()
 
     def finished(self, now_s: float) -> list[Request]:
-        """Requests that have their last token at ``now_s``, in order; their KV stays until its memory is needed."""
+        """Requests with their last token at ``now_s``, in order; their KV stays until memory is needed."""
         self._advance(now_s)
         while self._fetching and self._fetching[0][0] <= now_s:
             _, _, key, cached = heapq.heappop(self._fetching)
@@ -107,7 +106,7 @@ class VirtualEngine:
         return done
 
     def forget(self, key: str) -> None:
-        """Drop the KV of a trajectory that has ended, or goes on elsewhere."""
+        """Drop the KV of a trajectory that has ended or moved."""
         self._kept.evict(key)
 
     @property
@@ -116,7 +115,7 @@ class VirtualEngine:
         return len(self._running), len(self._queue), len(self._kept.entries)
 
     def next_finish_s(self) -> float | None:
-        """When the next request finishes, or its KV arrives; None if none runs. Valid until ``changes`` changes."""
+        """When the next request finishes or its KV arrives, or None; valid until ``changes`` changes."""
         if not self._running:
             return max(self._now, self._fetching[0][0]) if self._fetching else None
         count = len(self._running)
@@ -130,7 +129,7 @@ class VirtualEngine:
         return at_s if not self._fetching else max(self._now, min(at_s, self._fetching[0][0]))
 
     def load(self, now_s: float, load_s: float, *, keeps_kv: bool = False) -> None:
-        """Load new weights. Without ``keeps_kv`` kept KV is dropped, and running requests recompute their context."""
+        """Load new weights; without ``keeps_kv``, kept KV is dropped, running contexts recomputed."""
         self._advance(now_s)
         begins_s = max(self._ready, now_s)
         self._ready = begins_s + load_s
@@ -147,7 +146,7 @@ class VirtualEngine:
         self._fetching = [(at_s, serial, key, 0) for at_s, serial, key, _ in self._fetching]
 
     def hand_over(self, now_s: float) -> dict[str, int]:
-        """Stop; returns the tokens that each request has generated, in order of submission. None of them finishes here."""
+        """Stop without finishing any request; returns the generated tokens of each, in order."""
         self.stop_clock(now_s)
         left = {request.key: 0 for _, _, request in sorted(self._queue)}
         for _, _, key, _ in sorted(self._fetching):
@@ -167,11 +166,10 @@ class VirtualEngine:
         return left
 
     def _done_of(self, request: Request, finish: float) -> int:
-        """Tokens that a running request has generated, at least one fewer than it will have."""
+        """Tokens generated by a running request, at least one short of its total."""
         return min(request.new_tokens - 1, max(0, request.new_tokens - math.ceil(finish - self._steps - 1e-6)))
 
     def _preempt(self) -> None:
-        """While the next step does not fit, the request that started last goes back to the queue's front."""
         capacity = self._tables.kv_capacity_tokens
         while len(self._running) > 1 and self._context + len(self._running) > capacity:
             last = max(self._running, key=lambda entry: entry[1])
@@ -195,17 +193,17 @@ class VirtualEngine:
 
     @property
     def counters(self) -> Counters:
-        """Work so far."""
+        """Counters of the work so far."""
         return replace(self._work)
 
     @property
     def is_running(self) -> bool:
-        """Whether it has running requests."""
+        """Whether requests are running."""
         return bool(self._running)
 
     @property
     def is_fetching(self) -> bool:
-        """Whether KV of a request comes from host memory."""
+        """Whether a request's KV is being fetched from host memory."""
         return bool(self._fetching)
 
     @property
@@ -216,7 +214,7 @@ class VirtualEngine:
     # ---------------------------------------------------------------- time
 
     def stop_clock(self, now_s: float) -> None:
-        """Nothing is computed after ``now_s``: what it had begun to compute again and not finished does not count."""
+        """Stop counting at ``now_s``: recomputation started and not finished does not count."""
         self._advance(now_s)
         self._work.again_s = max(0.0, self._work.again_s - max(0.0, self._ready - now_s))
 
@@ -234,7 +232,7 @@ class VirtualEngine:
         if self._preempts:
             while (
                 self._kept.entries and self.kv_tokens > self._tables.kv_capacity_tokens
-            ):  # those that run have grown into it
+            ):  # running requests have grown into it
                 self._kept.evict_oldest()
 
     def _admit(self) -> None:
@@ -262,7 +260,7 @@ class VirtualEngine:
 
     def _start(self, request: Request, cached: int) -> None:
         if not cached and request.context in self._kept.first_with:
-            cached = request.context_tokens - 1  # its last token must be fed
+            cached = request.context_tokens - 1  # the last token must be fed
         elif not cached:
             if self._kept.groups.get(request.group):
                 cached = min(request.prompt_tokens, request.context_tokens)
@@ -289,7 +287,7 @@ class VirtualEngine:
         heapq.heappush(self._running, (self._steps + request.new_tokens, self._serial, request.key))
 
     def _compute(self, new_tokens: int, past_tokens: int, again: int) -> None:
-        """Compute context, ``again`` of whose tokens some engine had computed before."""
+        """Compute context; ``again`` of its tokens had been computed before by some engine."""
         if new_tokens <= 0:
             return
         self._work.prefilled_tokens += new_tokens

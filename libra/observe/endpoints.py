@@ -1,9 +1,9 @@
-"""The page and the metrics of a scheduler: ``/libra``, ``/libra/state.json`` and ``/metrics``.
+"""Dashboard page and metrics of a scheduler: ``/libra``, ``/libra/state.json`` and ``/metrics``.
 
-`METRICS` declares each metric once; the Grafana board (``configs/grafana_board.json``) uses its
-names. Without ``prometheus_client`` Dask and Libra serve no metrics.
+`METRICS` declares each metric once; the Grafana board (``configs/grafana_board.json``) uses these
+names. Without ``prometheus_client``, neither Dask nor Libra serves metrics.
 
-1. All show the result of ``snapshots()`` (`libra.observe.page_snapshots`).
+1. Page, JSON and metrics all show ``snapshots()`` (`libra.observe.page_snapshots`).
 2. Attaching twice leaves one page, fed by the latest ``snapshots``.
 3. Nothing here writes to the scheduler's state.
 """
@@ -25,11 +25,11 @@ from libra.types import Phase
 logger = logging.getLogger(__name__)
 
 Sample = tuple[tuple[str, ...], float | None]
-"""Values of the labels after ``run``, and the number (None if there is none yet)."""
+"""Label values after ``run``, and the number (None without a value)."""
 
 
 class Metric(NamedTuple):
-    """One metric; its name ends with its unit, a counter's also with ``_total``; first label: run."""
+    """One metric: the name ends with its unit, or a counter's with ``_total``; the first label is run."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -95,17 +95,17 @@ METRICS: Final = (
 
 
 class Collector:
-    """The metrics of every run in the feed's newest snapshots, for Prometheus' client."""
+    """Prometheus collector over all runs in the feed's newest snapshots."""
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
 
     def describe(self) -> list[Any]:
-        """Nothing: registering must not read snapshots."""
+        """Nothing: registration must not read snapshots."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Metric families, each with the samples of all runs."""
+        """Metric families with the samples of all runs."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         snapshots = self.feed.read()
@@ -120,11 +120,11 @@ class Collector:
 
 
 _collector: list[Collector] = []
-"""The registered one: the registry belongs to the process, which may have several schedulers."""
+"""The registered collector: the registry belongs to the process, which may have several schedulers."""
 
 
 def export(feed: Feed) -> bool:
-    """Serve the metrics of this feed on ``/metrics``; False without ``prometheus_client``."""
+    """Serve the feed's metrics on ``/metrics``; False without ``prometheus_client``."""
     try:
         from prometheus_client import REGISTRY
     except ImportError:
@@ -155,9 +155,9 @@ class StateHandler(RequestHandler):
 
 
 def attach_page(scheduler: Scheduler, snapshots: Callable[[], list[Snapshot]], prefix: str = "") -> None:
-    """Serve page, JSON and metrics from a scheduler's dashboard; call it on its event loop.
+    """Serve page, JSON and metrics on a scheduler's dashboard; call on its event loop.
 
-    ``snapshots`` returns one snapshot per run; it runs on the event loop, so it must be quick.
+    ``snapshots`` returns one snapshot per run and must be quick, as it runs on the event loop.
     ``prefix`` is the scheduler's ``--dashboard-prefix``; if empty, Dask's own pages provide it.
     Without Bokeh or a dashboard, only JSON and metrics are served, and the reason is logged.
     """

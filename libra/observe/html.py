@@ -1,7 +1,8 @@
-"""HTML of page, report and trajectories: jinja2 templates (``templates/``), and numbers as text.
+"""HTML of page, report and trajectories: jinja2 templates (``templates/``), and number formats.
 
-1. Every value reaches HTML through a template, which escapes it and removes characters that act on
-   a reader (`libra.untrusted.shown`). Only templates' output and Bokeh's scripts are inserted raw.
+1. Every value reaches HTML through a template, which escapes it and removes characters that could
+   deceive a reader (`libra.untrusted.shown`). Only template output and Bokeh's scripts are inserted
+   raw.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ STATE_COLORS: Final[Mapping[str, str]] = {
     "turning": "#c9a27e", "wave": "#d9c3a5", "returning": "#a67f5d",
     "role": "#6d5a4f", "lost": "#8e2430", "quarantined": "#5d1f2b", "lent": "#b0bec5", "nothing": "#aab4ba",
 }  # fmt: skip
-"""Colour by state of a worker."""
+"""Colour of each worker state."""
 
 
 def number(value: Any, spec: str = ",.3f", unit: str = "") -> str:
-    """A number by its format, with its unit; a dash for a missing or infinite one."""
+    """A formatted number with unit; a dash if missing or infinite."""
     if value is None or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "–"
     return f"{value:{spec}}{unit}"
@@ -39,7 +40,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def duration(seconds: float | None, digits: int = 0) -> str:
-    """Seconds for readers, e.g. ``1 h 05 min``; ``digits`` after the point below one minute."""
+    """Seconds as text, e.g. ``1 h 05 min``; ``digits`` decimals below one minute."""
     if seconds is None:
         return "–"
     if seconds < 60:
@@ -60,7 +61,7 @@ _SHARED: Final[Any] = ENVIRONMENT.get_template("shared.html").module
 
 
 def render(template: str, **values: Any) -> Markup:
-    """A template of ``templates/`` with these values."""
+    """A rendered template of ``templates/``."""
     return Markup(ENVIRONMENT.get_template(template).render(**values))
 
 
@@ -70,7 +71,7 @@ def table(
     numbers: Sequence[int] = (),
     names: Sequence[tuple[str, str]] = (),
 ) -> Markup:
-    """A table; columns in ``numbers`` are right-aligned; ``names``: name and class of each row."""
+    """A table: columns in ``numbers`` are right-aligned; ``names`` holds the name and class of each row."""
     return Markup(_SHARED.table(head, list(rows), numbers, names))
 
 

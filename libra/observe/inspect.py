@@ -49,14 +49,14 @@ def inspect_run(
     read_key: Callable[[], str] | None = None,
     **choice: Any,
 ) -> None:
-    """Show the committed trajectories of a run, finished or running.
+    """Show committed trajectories of a run, finished or running.
 
-    In a terminal it steps through them by keys (``read_key``). If stdin is not a terminal, or with
-    an ``index``, ``as_json`` or a ``limit`` other than 1, it prints the first ``limit``. ``tokens``
-    adds every token with text, log-probability and versions; ``html`` writes one page to that file
-    instead; ``choice`` is described in `matching_rows`.
+    On a terminal, keys (``read_key``) step through them. If stdin is not a terminal, or with
+    ``index``, ``as_json`` or a ``limit`` other than 1, the first ``limit`` are printed. ``tokens``
+    adds text, log-probability and versions of every token; ``html`` writes a page instead;
+    ``choice`` is passed to `matching_rows`.
 
-    RunDirectoryError if ``run_dir`` holds no trajectories; StoreError if the store cannot be read.
+    RunDirectoryError if ``run_dir`` has no trajectories; StoreError if the store cannot be read.
     """
     run_dir, console = Path(run_dir), console or Console()
     store = TrajectoryStore.open(check_run_directory(run_dir, "inspect", "trajectories.zarr") / "trajectories.zarr")
@@ -90,10 +90,11 @@ def matching_rows(
     order: str | None = None,
     **equal: Any,
 ) -> NDArray[np.int64]:
-    """Rows of the trajectory columns that match, in the order of display.
+    """Matching rows of the trajectory columns, in display order.
 
-    ``index``: position in the store (negative from the end). ``failed``: only with a failure class.
-    ``order``: ``best`` or ``worst`` by reward, ungraded last. ``equal``: values of columns; None: any.
+    ``index``: position in the store (negative from the end). ``failed``: only rows with a failure
+    class. ``order``: ``best`` or ``worst`` by reward, ungraded last. ``equal``: column values; None
+    matches any.
     """
     fits = np.ones(len(columns["reward"]), bool)
     for name, value in equal.items():
@@ -121,7 +122,7 @@ def _show(
     where = f"{place + 1} of {len(rows)} selected, index {index} of {store.num_trajectories}"
     console.rule()
     view = terminal_view(store.trajectory(index), _row(store, index), place=where, decode=decode, tokens=tokens)
-    for part in view:  # a pipe gets the lines of the text, only a terminal wraps them
+    for part in view:  # a pipe gets whole lines; only a terminal wraps them
         console.print(part, soft_wrap=isinstance(part, Text) and not console.is_terminal)
 
 
@@ -160,10 +161,10 @@ def _row(store: TrajectoryStore, index: int) -> dict[str, Any]:
 
 
 def late_of(run_dir: Path, trajectory: TrajectoryId, trained: int) -> dict[str, Any]:
-    """The late reward of a trajectory that batch ``trained`` had; empty if none was delivered.
+    """Late reward of a trajectory in batch ``trained``; empty if none was delivered.
 
-    ``late_batch`` is the batch from which ``late_reward`` counts, ``late_delay`` its age there in
-    versions; both are None while no batch has taken it.
+    ``late_batch`` is the batch in which ``late_reward`` counts, ``late_delay`` its age there in
+    versions; both are None until a batch takes the reward.
     """
     value = read_late(run_dir / "late", trajectory)
     if value is None:
@@ -205,7 +206,7 @@ def write_page(path: Path, store: TrajectoryStore, rows: Sequence[int], decode: 
 
 
 def trajectory_text(trajectory: Trajectory, decode: Decode | None, max_chars: float = math.inf) -> Markup:
-    """Its text as HTML, cut to ``max_chars``, with marks around text that was not generated."""
+    """A trajectory's text as HTML, cut to ``max_chars``, with marks around text that was not generated."""
     made: list[Markup] = []
     left = max_chars
     for origin, start, stop in segments(trajectory):

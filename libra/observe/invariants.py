@@ -1,10 +1,10 @@
-"""`libra inspect RUN --invariants`: the promises of a run, counted in its store, with verdicts.
+"""`libra inspect RUN --invariants`: a run's promises, checked against its store.
 
-Only stored training trajectories count, and masked tokens as left out. DORA's conditions
-(arXiv:2604.26256): C1, one version per trajectory; C2, no started prompt is dropped; C3, the
-training version minus the oldest version of a trajectory is within the bound. A two-sample
-Kolmogorov-Smirnov test compares the lengths of trained and of generated trajectories, because age
-or failure may remove longer ones; one sample is part of the other, so it errs towards "holds".
+Only stored training trajectories count. DORA's conditions (arXiv:2604.26256): C1, one version per
+trajectory; C2, no started prompt is dropped; C3, the training version exceeds a trajectory's oldest
+version by at most the bound. A two-sample Kolmogorov-Smirnov test compares lengths of trained and
+generated trajectories, since age or failure may remove longer ones; the samples overlap, so the
+test errs towards "holds".
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from libra.store.trajectory_store import TrajectoryStore
 from libra.types import FailureClass
 
 SIGNIFICANCE = 0.01
-"""Probability below which lengths count as different."""
+"""Significance level below which lengths count as different."""
 READ_TOKENS = 4_000_000
-"""Tokens read at once."""
+"""Tokens per read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """One promise: ``broken`` of ``of`` ``what`` break it.
+    """A promise: ``broken`` of ``of`` ``what`` violate it.
 
-    ``required``: the configuration promises it. ``detail``: further numbers, in words.
+    ``required``: the configuration promises it. ``detail``: further numbers as text.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Promise:
 
     @property
     def verdict(self) -> str:
-        """In one or two words: whether it holds, and if not, whether it was promised."""
+        """Verdict in one or two words; for a broken promise, whether it was required."""
         if not self.broken:
             return "holds"
         return "BROKEN" if self.required else "not promised"
@@ -58,8 +58,8 @@ class Promise:
 class StoredVersions:
     """Training trajectories, one row each, with ``columns`` of the store.
 
-    ``generated``: tokens; ``fresh``: those within the bound at their batch; ``spread``: newest minus
-    oldest version.
+    ``generated``: tokens; ``fresh``: tokens within the staleness bound at their batch; ``spread``:
+    newest minus oldest version.
     """
 
     columns: Mapping[str, NDArray[Any]]
@@ -90,7 +90,7 @@ def check_invariants(run_dir: Path) -> list[Promise]:
 
 
 def read_versions(store: TrajectoryStore, eta: int) -> StoredVersions:
-    """Trajectories of training in a store, with the versions of their tokens."""
+    """A store's training trajectories, with the versions of their tokens."""
     columns = store.columns()
     batch, length = columns["batch"], columns["length"].astype(np.int64)
     generated, fresh, spread = (np.zeros(len(length), np.int64) for _ in range(3))
@@ -137,7 +137,7 @@ def _trained(rows: StoredVersions, eta: int, over_age: str) -> NDArray[np.int64]
     sound, group = _sound(rows), _groups(rows)
     late = np.isin(group, group[sound & (_lag(rows) > eta)])
     tokens = np.where(sound, rows.generated, 0)
-    if over_age == "drop":  # a dropped group entered the loss without an advantage
+    if over_age == "drop":  # a dropped group entered the loss without advantage
         return np.where(late & (rows.columns["advantage"] == 0), 0, tokens)
     return np.where(late & sound, rows.fresh, tokens) if over_age == "mask" else tokens
 
@@ -191,7 +191,7 @@ def _within(rows: StoredVersions, window: int) -> Iterator[Promise]:
 
 
 def _lengths(rows: StoredVersions, eta: int, over_age: str) -> Promise:
-    from scipy.stats import ks_2samp  # here: it takes most of a second to import
+    from scipy.stats import ks_2samp  # slow import: most of a second
 
     trained = _trained(rows, eta, over_age)
     consumed, generated = trained[trained > 0], rows.generated[rows.generated > 0]

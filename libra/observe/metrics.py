@@ -2,7 +2,7 @@
 
 1. A step's line is on disk when `MetricsLog.write` returns; trackers show the same numbers.
 2. A line holds ``step``, ``wall_time_s`` (Unix seconds) and values; NaN and infinity are null.
-3. A tracker never ends a run: after its first error, which is one warning, it gets nothing more.
+3. A tracker never ends a run: its first error causes one warning and disables the tracker.
 4. Built-in trackers write into the run directory; Weights & Biases uploads only with
    ``WANDB_MODE=online``.
 5. Each start is a new run in Weights & Biases; in TensorBoard the run continues.
@@ -33,31 +33,31 @@ logger = logging.getLogger(__name__)
 
 PROJECT: Final = "libra"
 SECTIONS: Final = ("run", "model", "environment", "rollout", "trainer", "policy", "evaluation")
-"""Sections of the configuration whose settings trackers get."""
+"""Configuration sections that trackers record."""
 
 EVERY: Final = 10
-"""Iterations from one sample to the next; the last one has a sample too."""
+"""Iterations between samples; the last iteration has one too."""
 MAX_CHARS: Final = 6000
 Setting = bool | int | float | str
 
 
 class Tracker(Protocol):
-    """One tracker of one start of a run."""
+    """A tracker for one start of a run."""
 
     def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None: ...
 
     def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
-        """Numbers of a step; NaN and infinity are possible."""
+        """Record numbers of a step; values may be NaN or infinite."""
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Texts by name."""
+        """Record texts by name."""
 
     def close(self) -> None:
-        """Write the rest."""
+        """Write remaining data."""
 
 
 class TensorBoard:
-    """TensorBoard's event files in ``RUN/tensorboard``."""
+    """TensorBoard event files in ``RUN/tensorboard``."""
 
     def __init__(self, directory: Path, run: str, settings: Mapping[str, Setting]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -108,11 +108,11 @@ class WeightsAndBiases:
 
 
 TRACKERS: Final[Mapping[str, type[Tracker]]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-"""Built-in trackers; ``observe.trackers`` also takes ``module:Class`` (``examples/trackers.py``)."""
+"""Built-in trackers; ``observe.trackers`` also takes ``module:Class``."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """ConfigError if one of these trackers cannot be imported, with a command to type."""
+    """ConfigError, with a command to type, if a tracker cannot be imported."""
     for name in names:
         if is_named(name):
             named_part("observe.trackers", name)
@@ -124,7 +124,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Setting]:
-    """Settings of a configuration as plain values by dotted name, without unset ones."""
+    """Plain values of a configuration by dotted name, without unset settings."""
     found: dict[str, Setting] = {}
     for section in SECTIONS:
         values = config.get(section)
@@ -135,9 +135,9 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Setting]:
 
 
 class Trackers:
-    """The open trackers of one start of a run; ``names`` are keys of `TRACKERS` or ``module:Class``.
+    """Open trackers of one start of a run.
 
-    ``config`` has plain values.
+    ``names`` are keys of `TRACKERS` or ``module:Class``; ``config`` has plain values.
     """
 
     def __init__(self, names: Sequence[str], directory: Path, run: str, config: Mapping[str, Any]) -> None:
@@ -152,20 +152,20 @@ class Trackers:
         return bool(self._open)
 
     def numbers(self, step: int, wall_time_s: float, values: Mapping[str, float]) -> None:
-        """Numbers of a step, by their names in ``metrics.jsonl``."""
+        """Record numbers of a step by their names in ``metrics.jsonl``."""
         named = {grouped(name): value for name, value in values.items()}
         for name, tracker in list(self._open.items()):
             with self._tried(name):
                 tracker.numbers(step, wall_time_s, named)
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Texts by name, e.g. ``samples/best``; they must act on no reader."""
+        """Record texts by name, e.g. ``samples/best``; the texts must be safe to display."""
         for name, tracker in list(self._open.items()):
             with self._tried(name):
                 tracker.texts(step, texts)
 
     def close(self) -> None:
-        """Close all; a second call does nothing."""
+        """Close all trackers; a second call does nothing."""
         for name, tracker in list(self._open.items()):
             with self._tried(name):
                 tracker.close()
@@ -197,7 +197,7 @@ _PREFIXES: Final = (
 
 
 def grouped(name: str) -> str:
-    """The name of a metric in its group: ``time/`` for seconds, ``train/`` for the rest."""
+    """A metric's name with its group: ``time/`` for seconds, ``train/`` for others."""
     if name in _RENAMED:
         return _RENAMED[name]
     for prefix, group in _PREFIXES:
@@ -207,7 +207,7 @@ def grouped(name: str) -> str:
 
 
 def sample_texts(trajectories: Sequence[Trajectory], decode: Decode) -> dict[str, str]:
-    """Texts of the best and the worst of these, as ``samples/best`` and ``samples/worst``."""
+    """Texts of the best and worst trajectories, as ``samples/best`` and ``samples/worst``."""
     graded = sorted((each for each in trajectories if not math.isnan(each.reward)), key=lambda each: each.reward)
     if not graded:
         return {}
@@ -223,7 +223,7 @@ _RESERVED = ("step", "wall_time_s")
 
 
 class MetricsLog:
-    """The writer of a run's metrics, one per run; it closes its ``trackers`` with itself."""
+    """Writer of a run's metrics, one per run; it also closes its ``trackers``."""
 
     def __init__(
         self, run_dir: str | Path, trackers: Trackers | None = None, *, clock: Callable[[], float] = time.time
@@ -233,7 +233,7 @@ class MetricsLog:
         self.trackers = trackers
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values of one step; StoreError for a value without a number, or a reserved name."""
+        """Record values of one step; StoreError for a non-number, or a reserved name."""
         wall_time_s = self._clock()
         line: dict[str, Any] = {"step": step, "wall_time_s": wall_time_s}
         numbers = {}
@@ -264,5 +264,5 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, without a torn last one; StoreError if missing or damaged."""
+    """Lines of a run's metrics, without a torn last line; StoreError if missing or damaged."""
     return read_lines(Path(run_dir) / "metrics.jsonl")

@@ -1,10 +1,10 @@
-"""`libra diagnose RUN`: where a mismatch of engine and trainer began, from files of the run alone.
+"""`libra diagnose RUN`: where a mismatch of engine and trainer began, from the run's files alone.
 
-It reads the record of each step (``RUN/steps``), the version checks in the event log, and the text
-of tokens in the store. A step is *above* if k3 of all its tokens, or of an engine or length class
-with enough of them, exceeds a threshold: the given one, ``trainer.mismatch_args.k3``, or `FACTOR`
-times the median of the first `FIRST_STEPS` steps. The mismatch began at the first such step. Step s
-trains version s; only tokens of version s count in it.
+It reads the step records (``RUN/steps``), version checks in the event log, and token texts in the
+store. A step is *above* if k3 of all its tokens, or of an engine or length class with enough
+tokens, exceeds a threshold: the given one, ``trainer.mismatch_args.k3``, or `FACTOR` times the
+median of the first `FIRST_STEPS` steps. The first such step starts the mismatch. Step s trains
+version s; only tokens of version s count.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from libra.store.trajectory_store import TrajectoryStore
 from libra.types import TrajectoryId
 
 FACTOR: Final = 100.0
-"""Default threshold: this many times k3 of the first steps, which is ten times their gap."""
+"""Default threshold over k3 of the first steps; the gap is then ten times theirs."""
 FIRST_STEPS: Final = 5
 CONTEXT_TOKENS: Final = 24
-"""Tokens before a token that are shown with it."""
+"""Context tokens shown before a token."""
 CHECKS: Final = ("version_rechecked", "engine_quarantined")
 _ALL: Final = "all tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class SuspectPart:
-    """An engine, a length class, or all tokens: figures of the first step above, and the last k3."""
+    """An engine, a length class or all tokens: figures of the first step above, and the last k3."""
 
     name: str
     first_step: int
@@ -48,7 +48,7 @@ class SuspectPart:
 
 @dataclass(frozen=True, slots=True)
 class SuspectToken:
-    """A token with a large gap, its ``text`` and the text ``before`` it (None if not known)."""
+    """A token with a large gap, its ``text``, and the text ``before`` it (None if unknown)."""
 
     step: int
     trajectory: str
@@ -63,7 +63,7 @@ class SuspectToken:
 
 @dataclass(frozen=True, slots=True)
 class LayerFinding:
-    """A layer that failed an engine's checks, at a load (``loading``) or before it left a version.
+    """A layer that failed an engine's checks, at a load (``loading``) or before leaving a version.
 
     Method, gap and tolerance are of the first failure, at ``version``.
     """
@@ -81,11 +81,12 @@ class LayerFinding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result of `diagnose`.
+    """Result of `diagnose`.
 
-    ``threshold`` is k3 in nats. ``steps`` counts steps with tokens of the trained version; ``first``
-    and ``last`` are above it (None if no step is). ``checked`` counts checks that the suspected
-    engines passed from ``first`` on, before they left a version. ``damaged`` names bad records.
+    ``threshold`` is k3 in nats. ``steps`` counts steps with tokens of the trained version;
+    ``first`` and ``last`` are the steps above (None without any). ``checked`` counts passed checks
+    of suspected engines from ``first`` on, before they left a version. ``damaged`` names bad
+    records.
     """
 
     threshold: float
@@ -101,7 +102,7 @@ class Diagnosis:
 
 
 def diagnose(run_dir: Path, *, above: float | None = None, num_tokens: int = 5) -> Diagnosis:
-    """Where the mismatch of a run began; ``above`` is the threshold of k3 in nats.
+    """Where a run's mismatch began; ``above`` is the threshold of k3 in nats.
 
     ConfigError or RunDirectoryError if ``run_dir`` has no run, or no record of trained tokens.
     """
@@ -156,7 +157,6 @@ def _parts(record: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
 
 
 def _suspects(records: Mapping[int, Mapping[str, Any]], threshold: float) -> tuple[list[int], list[SuspectPart]]:
-    """Steps that are above, and the parts that are, each at its first step."""
     steps, found = [], dict[str, SuspectPart]()
     last = _parts(records[max(records)])
     for step, record in records.items():
@@ -173,7 +173,7 @@ def _suspects(records: Mapping[int, Mapping[str, Any]], threshold: float) -> tup
 
 def _layers(directory: Path, first: int, engines: set[str]) -> tuple[list[LayerFinding], int]:
     found, passed = dict[tuple[str, str, bool], LayerFinding](), 0
-    # The log is read as far as it can be; libra doctor names the damage.
+    # Read as much of the log as possible; libra doctor names the damage.
     with contextlib.suppress(StoreError, KeyError, TypeError):
         for _, event in EventReader(directory / "events.jsonl"):
             if event.get("name") not in CHECKS or event["version"] < first:
@@ -217,6 +217,6 @@ def _spelled(token: SuspectToken, store: TrajectoryStore, row: int | None, decod
         return token
     ids = store.trajectory(row).token_ids
     if not 0 <= token.token < len(ids) or int(ids[token.token]) != token.token_id:
-        return token  # another attempt of the trajectory is in the store
+        return token  # the store has another attempt of this trajectory
     before = decode(ids[max(0, token.token - CONTEXT_TOKENS) : token.token].tolist())
     return replace(token, text=decode([token.token_id]), before=before)

@@ -1,11 +1,11 @@
 """The Bokeh document behind ``/libra``, in the scheduler's dashboard and in `libra page`.
 
-HTML elements have ``data-libra`` attributes: the names of `libra.observe.page_snapshots.numbers`,
+HTML elements have ``data-libra`` attributes: names of `libra.observe.page_snapshots.numbers`,
 ``share-<state>``, ``now-<state>``, ``waves``, ``wave-<number>``, ``worker-<worker>``,
-``role-<worker>`` and ``not-ready-<worker>``.
+``role-<worker>``, ``not-ready-<worker>``.
 
-1. An update sends only changes: it streams new samples and replaces everything else that differs.
-2. A document holds at most ``MAX_SAMPLES`` samples, and of the scheduler only its feed.
+1. An update sends only changes: it streams new samples and replaces other data that differs.
+2. A document holds at most ``MAX_SAMPLES`` samples, and only the feed of the scheduler.
 3. Showing another run, or a new start of the same run, replaces every source.
 """
 
@@ -28,7 +28,7 @@ from libra.observe.timeline.states import shares_of
 from libra.observe.timeline.steps import groups_text
 
 MAX_WORKERS: Final = 64
-"""Lines in the table of workers."""
+"""Maximum rows in the table of workers."""
 _TITLES: Final = {
     "reward": "Reward, training", "busy": "Busy", "evaluation": "Reward, held out", "iteration": "Iteration", "left": "To go",
     "step": "Last step", "tokens_per_s": "Tokens/s", "waiting": "Waiting", "lag": "Lag", "version": "Weights",
@@ -43,7 +43,7 @@ _EMPTY: Final[Mapping[str, Any]] = {
 
 
 def summary_html(snapshot: Snapshot) -> str:
-    """Head, worker time by state, and the tiles of one run."""
+    """Header, worker time by state, and tiles of one run."""
     failed = any(count for name, count in snapshot["failures"].items() if name not in ("none", "policy"))
     return render(
         "summary.html", **{"note": ""} | snapshot, figures=numbers(snapshot), TITLES=_TITLES, TILES=_TILES, COUNTS=_COUNTS,
@@ -52,7 +52,7 @@ def summary_html(snapshot: Snapshot) -> str:
 
 
 def overview_html(snapshots: Sequence[Snapshot], chosen: str) -> str:
-    """A table with one line per run, empty for a single run; ``chosen`` is the run drawn below it."""
+    """A table with one row per run, empty for a single run; ``chosen`` is the run drawn below."""
     rows = []
     for each in snapshots:
         figures = numbers(each)
@@ -62,7 +62,7 @@ def overview_html(snapshots: Sequence[Snapshot], chosen: str) -> str:
 
 
 def decisions_html(snapshot: Snapshot) -> str:
-    """The waves of the open step, or of the last one, and the last decisions in words."""
+    """Waves of the open or last step, and the last decisions as text."""
     waves = snapshot.get("waves")
     values = {"waves": waves, "waves_text": waves and _waves_text(waves), "decisions": snapshot["decisions"]}
     return render("decisions.html", **values, groups_text=groups_text)
@@ -76,7 +76,7 @@ def _waves_text(step: Mapping[str, Any]) -> str:
 
 
 def workers_html(snapshot: Mapping[str, Any]) -> str:
-    """Tables of workers, buckets of engines, role changes, and workers that are not used yet."""
+    """Tables of workers, engine buckets, role changes, and workers not yet in use."""
     return render("workers.html", **{**_EMPTY, **snapshot}, MAX_WORKERS=MAX_WORKERS, shares_of=shares_of)
 
 
@@ -91,17 +91,17 @@ TABLES: Final = GRID | {
 }  # fmt: skip
 
 CONTENT: Final = render("live.html")
-"""The page below Dask's links; a template of Bokeh."""
+"""Page content below Dask's links; a Bokeh template."""
 ALONE: Final = (
     '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     '<link rel="icon" href="data:,"><title>{{ title }}</title>{{ bokeh_css }}{{ bokeh_js }}'
     f"<style>body {{ margin: 0; padding: 10px 14px; }}</style></head><body>{CONTENT}</body></html>"
 )
-"""The page of `libra page`, which has no links."""
+"""Page of `libra page`, without links."""
 
 
 def libra_document(feed: Feed, doc: Document) -> None:
-    """Fill the document of one visitor; Bokeh ends its periodic callback with the session."""
+    """Fill one visitor's document; Bokeh ends its periodic callback with the session."""
     page = LibraPage(feed)
     page.update()
     doc.add_root(page.root)
@@ -110,7 +110,7 @@ def libra_document(feed: Feed, doc: Document) -> None:
 
 
 def dashboard_document(feed: Feed, extra: dict[str, Any], doc: Document) -> None:
-    """The same page in Dask's dashboard; ``extra`` are the variables of its templates."""
+    """The same page in Dask's dashboard; ``extra`` holds template variables."""
     from distributed.dashboard.components.scheduler import env
 
     libra_document(feed, doc)
@@ -120,7 +120,7 @@ def dashboard_document(feed: Feed, extra: dict[str, Any], doc: Document) -> None
 
 
 class LibraPage:
-    """Models of one visitor's page; ``root`` is the model to add to a document."""
+    """Models of one visitor's page; ``root`` is added to the document."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed

@@ -41,7 +41,7 @@ RATE_WINDOW_S: Final = 10.0
 
 
 class Feed:
-    """The latest snapshots, shared by every open page; ``clock_s`` is monotonic.
+    """Latest snapshots, shared by all open pages; ``clock_s`` is monotonic.
 
     ``snapshots`` is called at most once per ``max_age_s``, for any number of viewers.
     """
@@ -58,19 +58,19 @@ class Feed:
         self.snapshots = snapshots
 
     def read(self) -> list[Snapshot]:
-        """Snapshots at most ``max_age_s`` old; the reader must not change them."""
+        """Snapshots at most ``max_age_s`` old; callers must not change them."""
         now_s = self._clock_s()
         if now_s - self._read_at_s >= self.max_age_s:
             self._latest, self._read_at_s = self.snapshots(), now_s
         return self._latest
 
     def follow(self, snapshots: Callable[[], list[Snapshot]]) -> None:
-        """Replace the source."""
+        """Replace the source of snapshots."""
         self.snapshots, self._read_at_s = snapshots, -math.inf
 
 
 def tokens_per_s(history: Sequence[Sequence[float]], window_s: float = RATE_WINDOW_S) -> float:
-    """Tokens per second over the last ``window_s``, at least over the last row; 0.0 below two rows."""
+    """Tokens per second over the last ``window_s`` or the last row, if longer; 0.0 below two rows."""
     if len(history) < 2:
         return 0.0
     last = history[-1]
@@ -79,7 +79,7 @@ def tokens_per_s(history: Sequence[Sequence[float]], window_s: float = RATE_WIND
 
 
 def numbers(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
-    """The figures of one run: name -> (value, remark), both as shown."""
+    """Figures of one run: name -> (value, remark), both as text."""
     running, iteration, lag = snapshot["state"] == "running", snapshot["iteration"], snapshot["lag"]
     versions, quanta, parts = snapshot["versions"], snapshot["quanta"], snapshot["parts"]
     behind, served = sum(v < versions["published"] for v in versions["served"].values()), len(versions["served"])

@@ -1,6 +1,6 @@
-"""Plots of page and report, and the page's panels: each has a plot, a title and one line of text.
+"""Plots of page and report, and panels of the page: plot, title and one line of text.
 
-1. A panel without data draws no plot; its line then names the data that it waits for.
+1. A panel without data draws no plot; its line names the missing data.
 2. Legends are above the curves. The browser colours texts and grids (``templates/scheme.js``).
 """
 
@@ -28,12 +28,12 @@ PHASE_COLORS: Final[Mapping[str, str]] = {"ROLLOUT": "#3f7fc4", "TOOL": "#e08214
 
 
 def plain(name: object) -> str:
-    """A name from outside as text of a plot: one line without characters of markup."""
+    """An external name as plot text: one line without markup characters."""
     return shown_line(str(name), 60).translate(str.maketrans("<>&", "‹›+"))
 
 
 def plot(title: str, x_label: str, y_label: str, *, height: int = 270, **options: Any) -> Any:
-    """An empty plot; its legend is above it, off the curves."""
+    """An empty plot with its legend above."""
     made: Any = figure(
         title=title, x_axis_label=x_label, y_axis_label=y_label, height=height, sizing_mode="stretch_width",
         tools="xpan,xwheel_zoom,box_zoom,reset,save", active_scroll=None, toolbar_location="right", output_backend="canvas",
@@ -53,7 +53,7 @@ def plot(title: str, x_label: str, y_label: str, *, height: int = 270, **options
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis of 300 pixels; the longer the axis, the fewer in a decade."""
+    """Ticks of a 300-pixel logarithmic axis; the longer the axis, the fewer ticks per decade."""
     decades = math.log10(high / low)
     steps = (1, 2, 3, 5, 7) if decades <= 1 else (1, 2, 5) if decades <= 2 else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -63,7 +63,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 def curve(
     made: Any, x: Sequence[float], y: Sequence[float], label: str, color: str, *, dash: str = "solid", dots: bool = True
 ) -> None:
-    """A curve with dots, and a tooltip that names it. A single value is a dot."""
+    """A curve with dots, and a tooltip with its name; a single value is a dot."""
     source = ColumnDataSource({"x": list(x), "y": list(y)})
     if len(x) > 1:
         made.line("x", "y", source=source, color=color, line_width=2, line_dash=dash, legend_label=label)
@@ -74,7 +74,7 @@ def curve(
 
 
 def spans(made: Any, rows: Sequence[tuple[str, float, float, str, str]], tips: Sequence[tuple[str, str]] = ()) -> None:
-    """Horizontal bars, each (row name, start, stop, colour, tooltip), without legend."""
+    """Horizontal bars (row name, start, stop, colour, tooltip), without legend."""
     names = ("row", "start", "stop", "color", "what")
     source = ColumnDataSource({name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)})
     drawn = made.hbar("row", left="start", right="stop", height=0.8, source=source, color="color", line_color=None)
@@ -83,7 +83,7 @@ def spans(made: Any, rows: Sequence[tuple[str, float, float, str, str]], tips: S
 
 
 def legend_only(made: Any, entries: Sequence[tuple[str, str]]) -> None:
-    """Legend entries (label, colour) of bars that were drawn from one source."""
+    """Legend entries (label, colour) for bars drawn from one source."""
     first = made.y_range.factors[0]
     items = []
     for label, color in entries:
@@ -93,9 +93,9 @@ def legend_only(made: Any, entries: Sequence[tuple[str, str]]) -> None:
 
 
 RATE_S: Final = 3.0
-"""Seconds that one point of the tokens/s curve looks back, at least to the row before."""
+"""Look-back seconds of a point on the tokens/s curve, at least to the previous row."""
 NO_NUMBER: Final = float("nan")
-"""One shared object, so that lists with it compare as equal; Bokeh draws a gap for it."""
+"""A shared NaN object, so that lists with it compare as equal; Bokeh draws a gap."""
 CARD: Final[dict[str, Any]] = {
     "background": "var(--card)", "border": "1px solid var(--line)", "border-radius": "8px", "padding": "8px 12px",
     "min-width": "0", "align-self": "start", "box-sizing": "border-box",
@@ -114,7 +114,7 @@ _OUTCOME_COLUMNS: Final = ("first", "half", "tokens")
 
 
 class Panel:
-    """A card: title, line of text, plot, and the source of its curves."""
+    """A card: title, line of text, plot, and source of the curves."""
 
     def __init__(self, title: str, what: str, waits: str, drawn: Any) -> None:
         self.title, self.what, self.waits, self.plot = title, what, waits, drawn
@@ -122,14 +122,14 @@ class Panel:
         self.card = column(self.head, drawn, sizing_mode="stretch_width", styles=CARD)
 
     def has_data(self, there: bool, note: str = "", *, instead: str = "") -> None:
-        """Draw the plot with ``note`` after its line, or ``instead`` (default: the missing data)."""
+        """Draw the plot, with ``note`` after its line, or show ``instead`` (default: the missing data)."""
         set_changed(self.plot, "visible", there)
         line = f"{self.what} {note}".strip() if there else instead or f"Waits for {self.waits}."
         set_changed(self.head, "text", str(piece("panel", self.title, line)))
 
 
 class RewardPanel(Panel):
-    """Mean reward of training and of held-out questions."""
+    """Mean reward of training and held-out questions."""
 
     def __init__(self) -> None:
         self.rewards = _source("libra_rewards", "iteration", "reward")
@@ -146,7 +146,7 @@ class RewardPanel(Panel):
 
 
 class StepPanel(Panel):
-    """The seconds of each step by state of the training worker."""
+    """Seconds of each step by state of the training worker."""
 
     def __init__(self) -> None:
         self.source = _source("libra_steps", "step", *_STEP_STATES)
@@ -172,10 +172,10 @@ class StepPanel(Panel):
 
 
 class TimePanels:
-    """Tokens per second, waiting trajectories and slots in use: three panels of one source."""
+    """Tokens per second, waiting trajectories and used slots: three panels over one source."""
 
     def __init__(self) -> None:
-        self._shown: tuple[Any, ...] | None = None  # run, epoch and spacing of the rows that the source holds
+        self._shown: tuple[Any, ...] | None = None  # run, start and spacing of the source's rows
         self._last_sample_s = float("-inf")
         self.samples = _source("libra_samples", *_SAMPLE_COLUMNS)
         at, source = ("at", "@t_s{00:00:00}"), self.samples
@@ -211,7 +211,7 @@ class TimePanels:
         self.panels = (self.tokens, self.queue, self.slots)
 
     def show(self, snapshot: Snapshot) -> None:
-        """Show one snapshot; for the same start and spacing of rows, only new rows are sent."""
+        """Show one snapshot; for an unchanged start and row spacing, only new rows are sent."""
         history, slots = list(snapshot["history"]), snapshot["slots"]
         spacing_s = history[1][0] - history[0][0] if len(history) > 1 else 0.0
         shown = (snapshot["run"], snapshot["epoch"], spacing_s)
@@ -233,7 +233,7 @@ class TimePanels:
 
 
 class LagPanel(Panel):
-    """Mean lag of iterations; without a plot while the bound is 0 and no token lags."""
+    """Mean lag of iterations; no plot while bound and lag are 0."""
 
     def __init__(self) -> None:
         self.source = _source("libra_lag", "iteration", "lag")
@@ -293,7 +293,7 @@ def _time_of(row: Sequence[float]) -> float:
 
 
 def sample_columns(history: list[Any], start: int = 0) -> dict[str, Any]:
-    """Rows from index ``start`` on as columns, with tokens/s over the ``RATE_S`` before each."""
+    """Rows from index ``start`` as columns, with tokens/s over the ``RATE_S`` before each."""
     rows = []
     for index in range(start, len(history)):
         sample = history[index]
@@ -305,7 +305,7 @@ def sample_columns(history: list[Any], start: int = 0) -> dict[str, Any]:
 
 
 def set_changed(model: Any, name: str, value: Any) -> None:
-    """Set a property if it differs, so that an unchanged page sends nothing."""
+    """Set a property only if it differs, so that an unchanged page sends nothing."""
     if getattr(model, name) != value:
         setattr(model, name, value)
 

@@ -1,9 +1,9 @@
-"""Progress of a run in the driver: a live table on a terminal, plain lines in a pipe or a CI log.
+"""Progress of a run in the driver: a live table on a terminal, plain lines in a pipe or CI log.
 
 1. On a terminal, prints and log records of this process appear whole, above the table.
-2. Plain lines have no control characters and no line breaks inside. The first and the last
-   iteration always have a line, others at most one per ``PLAIN_INTERVAL_S``.
-3. Text from outside is never read as markup.
+2. Plain lines have no control characters or line breaks. The first and last iteration always have a
+   line, others at most one per ``PLAIN_INTERVAL_S``.
+3. External text is never read as markup.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from libra.untrusted import shown
 
 PLAIN_INTERVAL_S: Final = 1.0
 PLAIN_WITHIN_S: Final = 30.0
-"""In a pipe, seconds between two lines about the progress within an iteration."""
+"""Seconds between plain lines about progress within an iteration."""
 RATE_WINDOW_S: Final = 5.0
-"""Tokens per second within an iteration are over so many seconds."""
+"""Seconds over which tokens per second within an iteration are measured."""
 TABLE_ROWS: Final = 8
 SPARKLINE_ITERATIONS: Final = 60
 REPORTED_IN_A_ROW: Final = 3
-"""Iterations without signal that are reported again; single ones are usual after some learning."""
+"""Consecutive iterations without signal that are reported again; single ones are usual."""
 
 
 class TableColumn(NamedTuple):
-    """A figure of an iteration: key, title, format, and the terminal width from which it is shown."""
+    """A figure of an iteration: key, title, format, and minimum terminal width."""
 
     name: str
     title: str
@@ -70,13 +70,13 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> list[TableColumn]:
 
 
 def plain_in_notebooks() -> Console:
-    """The console; in a notebook, which cannot move a cursor, one for plain lines as in a pipe."""
+    """The console; in a notebook, which cannot move a cursor, one for plain lines."""
     console = Console()
     return Console(force_jupyter=False, force_terminal=False) if console.is_jupyter else console
 
 
 def figure_text(value: Any, spec: str) -> str:
-    """A number by its format, an integer whole, a mapping as its sum; ``-`` for None and NaN."""
+    """A formatted number, integers whole, a mapping as its sum; ``-`` for None and NaN."""
     if isinstance(value, Mapping):
         value = sum(value.values())
     if isinstance(value, int):
@@ -87,7 +87,7 @@ def figure_text(value: Any, spec: str) -> str:
 
 
 def failure_causes(values: Mapping[str, Any]) -> str:
-    """Failures that the model did not cause, e.g. ``engine 2, reward 1``; empty without any."""
+    """Failures not caused by the model, e.g. ``engine 2, reward 1``; empty without any."""
     counts: Counter[str] = Counter()
     for name, count in values.items():
         kind, _, failure = name.partition("/")
@@ -97,7 +97,7 @@ def failure_causes(values: Mapping[str, Any]) -> str:
 
 
 def sparkline(values: Sequence[float], steps: str = "▁▂▃▄▅▆▇█") -> str:
-    """One character per value, from the lowest to the highest of ``values``; a gap for NaN."""
+    """One character per value, scaled from lowest to highest; a gap for NaN."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return " " * len(values)
@@ -116,7 +116,7 @@ class RunProgress:
     """Live progress of one run; a context manager for the driver.
 
     ``enabled=False`` writes nothing; ``console`` defaults to standard output; ``clock_s`` is
-    monotonic; ``refreshes_per_s=0`` refreshes the live table only at events.
+    monotonic; ``refreshes_per_s=0`` refreshes the table only at events.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class RunProgress:
         self.message(f"evaluation, {label}: mean reward {reward} on {num:,} held-out questions")
 
     def iteration(self, values: Mapping[str, Any]) -> None:
-        """Print a finished iteration: its 0-based ``iteration`` and the known names of ``COLUMNS``."""
+        """Print a finished iteration: its 0-based ``iteration`` and the figures of ``COLUMNS``."""
         self._num_done = int(values["iteration"]) + 1
         reward = values.get("reward")
         self._rewards.append(math.nan if reward is None else float(reward))
@@ -197,14 +197,15 @@ class RunProgress:
             self._unprinted = values
 
     def part(self, label: str, trajectories: int) -> None:
-        """An iteration or an evaluation starts, in which so many trajectories end."""
+        """Start an iteration or evaluation of ``trajectories`` trajectories."""
         self._part, self._part_total, self._part_ended = label, trajectories, self._ended
 
     def counted(self, ended: int, tokens: int, missing: str = "", training: str = "") -> None:
-        """Totals since the run's start, about once a second.
+        """Update the totals since the run's start, about once a second.
 
-        ``missing`` names work without a worker, e.g. "nobody generates", and replaces the time to go.
-        ``training`` describes the training step and replaces the rate after the last trajectory.
+        ``missing`` names work without a worker, e.g. "nobody generates", and replaces the remaining
+        time. ``training`` describes the training step and replaces the rate after the last
+        trajectory.
         """
         now_s = self._clock_s()
         self._ended, self._missing, self._training = ended, missing, training
@@ -306,7 +307,7 @@ STAGES: Final = {
 
 
 class StartStages:
-    """A context manager that ends the last stage; ``enabled=False`` writes nothing."""
+    """Start-up stages as a context manager that ends the last stage; ``enabled=False`` writes nothing."""
 
     def __init__(
         self, *, enabled: bool = True, stream: TextIO | None = None, clock_s: Callable[[], float] = time.monotonic
@@ -321,19 +322,19 @@ class StartStages:
         self.end(failed=kind is not None)
 
     def say(self, text: str) -> None:
-        """A line of its own, at once."""
+        """Print a separate line at once."""
         if self.enabled:
             self._write(text + "\n")
 
     def begin(self, stage: str) -> None:
-        """End the stage before, and begin this one of `STAGES`."""
+        """End the previous stage and start a stage of `STAGES`."""
         self._end_stage()
         if self.enabled and self._stream.isatty():
             self._write(f"{', ' if self._any else 'start: '}{stage}")
         self._stage, self._began_s, self._any = stage, self._clock_s(), True
 
     def end(self, *, failed: bool = False) -> None:
-        """The last stage has ended."""
+        """End the last stage."""
         if not failed:
             self._end_stage()
         if self.enabled and self._any and self._stream.isatty():

@@ -39,7 +39,7 @@ FILES: Final = (STARTS_FILE, "events.jsonl", "metrics.jsonl", "evaluations")
 class RecordedRun:
     """A run directory whose files may still grow; `snapshots` feeds `page_snapshots.Feed`.
 
-    ``log_error`` is the reason why the event log is missing or ends early, else empty.
+    ``log_error`` is why the event log is missing or ends early, else empty.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -50,7 +50,7 @@ class RecordedRun:
         self._latest: list[Snapshot] = []
 
     def read(self) -> None:
-        """Read the records, and of the event log the facts that were not read yet."""
+        """Read the records, and new facts of the event log."""
         self.log_error = self.timeline.read_on(self.directory / "events.jsonl")
         self.metrics = metric_rows(self.directory)
         self.rows = iteration_rows(self.metrics)
@@ -59,12 +59,12 @@ class RecordedRun:
         self.state = state_of(self.directory, self.config, len(self.rows))
 
     def snapshots(self) -> list[Snapshot]:
-        """One snapshot; the same list as before while neither files nor driver change."""
+        """One snapshot; the same list object while neither files nor driver change."""
         files = [self.directory / name for name in FILES]
         stats = ((path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None for path in files)
         seen = (*stats, has_driver(self.directory))
         if seen[:1] != self._seen[:1]:
-            self.config = read_config(self.directory)  # a start may have other iterations
+            self.config = read_config(self.directory)  # a later start may have other iterations
         if seen != self._seen:
             self.read()
             self._seen, self._latest = seen, [self._snapshot()]
@@ -104,7 +104,7 @@ HOUR_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a run's worker time; ``unit`` is GPU or core, ``units`` their number per worker."""
+    """Cost of a run's worker time; ``unit`` is GPU or core, ``units`` their number per worker."""
 
     price: Price
     currency: str
@@ -114,12 +114,12 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """Sum over all states."""
+        """Total over all states."""
         return sum(self.by_state.values())
 
 
 class ReportedRun(RecordedRun):
-    """A run directory, read once; ``store_error`` is the reason for a missing store, else empty."""
+    """A run directory, read once; ``store_error`` is why the store is missing, else empty."""
 
     def __init__(
         self, directory: Path, prices: Prices, *, name: str = "", place: int = 0, gpu: str | None = None
@@ -142,12 +142,12 @@ class ReportedRun(RecordedRun):
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether its training used a GPU, as its metrics record."""
+        """Whether its metrics record training on a GPU."""
         return any(row.get("train_on_gpu") for row in self.rows.values())
 
     @cached_property
     def cost(self) -> Cost | str:
-        """The cost of engines and training workers, or the reason why it is not known."""
+        """Cost of engines and training workers, or why it is unknown."""
         if not (seconds := self.time.gpu_s):
             return "the cost is not known without an event log"
         price, unit, units, gpu = self._prices.core_hour, "core", 1.0, ""
@@ -196,6 +196,6 @@ class ReportedRun(RecordedRun):
 
     @property
     def wall_s(self) -> float:
-        """Seconds between the first and the last line of its metrics."""
+        """Seconds between the first and last line of metrics."""
         times = [float(row["wall_time_s"]) for row in self.metrics if "wall_time_s" in row]
         return max(times) - min(times) if times else 0.0

@@ -1,7 +1,6 @@
-"""A run directory without its event log: configuration, state, metrics, evaluations, and `libra
-runs`.
+"""A run directory without its event log: configuration, state, metrics, evaluations, `libra runs`.
 
-Reading never writes. A run that is new, running, stopped or partly damaged has a summary, too.
+Reading never writes. New, running, stopped and partly damaged runs have a summary, too.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ logger = logging.getLogger(__name__)
 
 State = Literal["running", "finished", "unevaluated", "stopped", "new"]
 LARGEST: Final = 10**12
-"""No whole number of a run is larger; a larger one is a damage."""
+"""Maximum whole number in a run; larger values count as damage."""
 LATEST_S: Final = 1e11
-"""Unix time that no calendar shows; a later one is a damage."""
+"""Maximum Unix time; later values count as damage."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummaryRow:
     """One run in a list; ``reward`` and ``evaluation`` are the last means.
 
-    ``state`` is ``running`` with a driver; ``finished`` after all iterations and the last evaluation,
+    ``state``: ``running`` with a driver; ``finished`` after all iterations and the last evaluation;
     ``unevaluated`` without that evaluation; ``new`` before the first iteration ended; else
-    ``stopped``. ``of_iterations`` is 0 if not known. ``changed_s`` is a Unix time.
+    ``stopped``. ``of_iterations`` is 0 if unknown; ``changed_s`` is Unix time.
     """
 
     directory: Path
@@ -62,7 +61,7 @@ class _Evaluation(msgspec.Struct):
 
 
 def check_run_directory(directory: Path, command: str, file: str = CONFIG_FILE) -> Path:
-    """``directory`` if it is one of a run, with this file; RunDirectoryError with the words to type."""
+    """``directory`` if it is a run with this file; else RunDirectoryError with the words to type."""
     if (directory / file).exists():
         return directory
     found = sorted(path.parent for path in directory.glob(f"*/{file}")) if directory.is_dir() else []
@@ -73,14 +72,14 @@ def check_run_directory(directory: Path, command: str, file: str = CONFIG_FILE) 
 
 @contextlib.contextmanager
 def written(output: Path, option: str) -> Iterator[Path]:
-    """A path that replaces ``output`` at the end; if that is impossible, ConfigError and no file."""
+    """A temporary path that replaces ``output`` at the end; ConfigError, and no file, if impossible."""
     unfinished = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         yield unfinished
         unfinished.replace(output)
     except StoreError:
-        raise  # an OSError too, of a log that is read meanwhile
+        raise  # also an OSError of a log that is being read
     except OSError as error:
         raise ConfigError(
             f"{option} {output}: {disk_refusal(output, error)}; type another file after {option}"
@@ -91,8 +90,7 @@ def written(output: Path, option: str) -> Iterator[Path]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The resolved configuration as plain values, with the last start's iterations; empty if
-    unreadable."""
+    """Resolved configuration as plain values, with the last start's iterations; empty if unreadable."""
     try:
         values = yaml.safe_load((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -114,20 +112,20 @@ def _resumed_for(directory: Path) -> int | None:
 
 
 def setting(config: Mapping[str, Any], section: str, key: str, default: Any = None) -> Any:
-    """One setting of a configuration as plain values."""
+    """One setting of a plain configuration."""
     values = config.get(section)
     found = values.get(key) if isinstance(values, Mapping) else None
     return default if found is None else found
 
 
 def whole_number(config: Mapping[str, Any], section: str, key: str, default: int) -> int:
-    """A setting that is a whole number; ``default`` for any other value in a damaged configuration."""
+    """A whole-number setting; ``default`` for any other value in a damaged configuration."""
     found = setting(config, section, key, default)
     return found if type(found) is int and abs(found) <= LARGEST else default
 
 
 def metric_rows(directory: Path) -> list[dict[str, Any]]:
-    """The sound lines of a run's metrics up to the first damaged one; empty without metrics."""
+    """A run's metrics up to the first damaged line; empty without metrics."""
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(StoreError):
         rows.extend(row for _, row in LineReader(directory / "metrics.jsonl"))
@@ -135,12 +133,12 @@ def metric_rows(directory: Path) -> list[dict[str, Any]]:
 
 
 def iteration_rows(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Metrics by iteration; of an iteration that was written twice, the last."""
+    """Metrics by iteration; the last line of each counts."""
     return {int(row["step"]): row for row in rows if "reward" in row and isinstance(row.get("step"), int)}
 
 
 def evaluations(directory: Path) -> dict[int, dict[str, Any]]:
-    """Outcomes of evaluations by version; damaged ones are left out."""
+    """Evaluation outcomes by version, without damaged ones."""
     found = {}
     for path in sorted((directory / "evaluations").glob("version-*.json")):
         try:
@@ -157,12 +155,12 @@ def _warn_of_damage(path: Path, wrong: str) -> None:
 
 
 def has_driver(directory: Path) -> bool:
-    """Whether a living driver has the run, as far as can be found out."""
+    """Whether a live driver has the run, as far as can be determined."""
     return lock_holder(directory / "driver") is not None
 
 
 def state_of(directory: Path, config: Mapping[str, Any], ended: int) -> State:
-    """The state of a run of which so many iterations ended."""
+    """State of a run with ``ended`` finished iterations."""
     if has_driver(directory):
         return "running"
     total = whole_number(config, "run", "iterations", 0)
@@ -178,12 +176,12 @@ def finite(value: Any) -> float | None:
 
 
 def summary_row(directory: Path) -> RunSummaryRow:
-    """The summary of one run."""
+    """Summary of one run."""
     config, rows = read_config(directory), metric_rows(directory)
     by_iteration, evaluated = iteration_rows(rows), evaluations(directory)
     last = by_iteration[max(by_iteration)] if by_iteration else {}
     total = whole_number(config, "run", "iterations", 0)
-    failed = 0 < (finite(last.get("trajectories")) or 0) == finite(last.get("left_out"))  # and ended the run
+    failed = 0 < (finite(last.get("trajectories")) or 0) == finite(last.get("left_out"))  # all left out: the run ended
     started_s = (directory / CONFIG_FILE).stat().st_mtime
     changed_s = finite(rows[-1].get("wall_time_s")) if rows else None
     return RunSummaryRow(
@@ -198,7 +196,7 @@ def summary_row(directory: Path) -> RunSummaryRow:
 
 
 def list_runs(directory: Path) -> list[RunSummaryRow]:
-    """The runs in ``directory``, or this run, the newest first; RunDirectoryError without it."""
+    """The runs in ``directory``, or this run, newest first; RunDirectoryError if missing."""
     if not directory.is_dir():
         raise RunDirectoryError(
             f"{directory}: is not a directory; type libra runs DIR with the directory that has your runs"
@@ -212,7 +210,7 @@ def list_runs(directory: Path) -> list[RunSummaryRow]:
 
 
 def _size_bytes(directory: Path) -> int:
-    """A file with several names, such as a journal log, counts once."""
+    """Files with several names (hard links), such as a journal log, count once."""
     sizes: dict[tuple[int, int], int] = {}
     for parent, _, names in os.walk(directory):
         for name in names:

@@ -1,12 +1,12 @@
-"""Every quantum of every trajectory as a row of Dask's own task stream.
+"""Every quantum of every trajectory as a row in Dask's task stream.
 
-Dask records a row where a key leaves ``processing`` for ``memory`` or ``erred``. A trajectory is one
-key that runs many times, so Dask's stream has only its last quantum.
+Dask records a row when a key leaves ``processing`` for ``memory`` or ``erred``; since a trajectory
+is one key that runs many times, Dask's stream alone has only its last quantum.
 
 1. Every quantum given to `QuantumStream.add` is one row of the buffer behind ``/status`` and
    ``Client.get_task_stream``; the buffer keeps its own bound.
-2. A key whose quanta were added gets no second row in ``memory``; if it errs, Dask's own row stays.
-3. Rows of one lane of one worker never overlap in time; a lane is a line of the plot, not a thread.
+2. A key with added quanta gets no second row in ``memory``; if it errs, Dask's own row stays.
+3. Rows in one lane of one worker never overlap; a lane is a line of the plot, not a thread.
 4. State per key ends when the scheduler forgets the key, state per worker when the worker leaves.
 """
 
@@ -38,10 +38,10 @@ def _color_of_row(row: dict[str, Any]) -> str:
 
 
 class QuantumStream(SchedulerPlugin):
-    """Writer of quantum rows into a scheduler's ``TaskStreamPlugin``, which it creates if needed.
+    """Scheduler plugin ``libra-task-stream``: adds quantum rows to Dask's ``TaskStreamPlugin``.
 
-    The plugin ``libra-task-stream``: a second one replaces the first and takes over its state.
-    ``refused`` counts quanta without a row because they stop before they start (a clock was set back).
+    A second instance replaces the first and takes over its state. ``refused`` counts quanta without
+    a row because a clock set back made them stop before they started.
     """
 
     name = "libra-task-stream"
@@ -59,10 +59,10 @@ class QuantumStream(SchedulerPlugin):
         scheduler.add_plugin(self, name=self.name)
 
     def add(self, key: Any, worker_address: str, phase: Phase | str, start_s: float, stop_s: float, label: str) -> None:
-        """Append one finished quantum, from ``start_s`` to ``stop_s`` in Unix seconds.
+        """Append a finished quantum, from ``start_s`` to ``stop_s`` in Unix seconds.
 
         The row's key is ``(label, key, n)``, n from 0, so that Dask groups rows by label. ``label``
-        is ``generate`` or the tool's name; empty (a malformed call) becomes the phase.
+        is ``generate`` or the tool's name; if empty (a malformed call), the phase is used.
         """
         if type(phase) is not Phase:
             phase = Phase(phase)
@@ -88,7 +88,7 @@ class QuantumStream(SchedulerPlugin):
         stock.index += 1
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Remove Dask's row for the last quantum of a key; forget keys that the scheduler forgets."""
+        """Remove Dask's row for a key's last quantum; drop state of forgotten keys."""
         if key not in self._num_quanta:
             return
         if start == "processing" and finish == "memory":
@@ -100,7 +100,7 @@ class QuantumStream(SchedulerPlugin):
             del self._num_quanta[key]
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """Free the lanes of a worker that left."""
+        """Free the lanes of a departed worker."""
         for phase in Phase:
             self._lanes.pop((worker, phase), None)
 
@@ -111,7 +111,7 @@ class QuantumStream(SchedulerPlugin):
         return lane
 
     def _stock(self) -> TaskStreamPlugin:
-        """Dask's plugin. Ours stays behind it: plugins get transitions in order of registration."""
+        """Dask's plugin, registered before ours, so that it sees each transition first."""
         plugins = self._scheduler.plugins
         if dask_task_stream.TaskStreamPlugin.name not in plugins:
             self._scheduler.add_plugin(dask_task_stream.TaskStreamPlugin(self._scheduler))

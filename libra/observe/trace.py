@@ -1,9 +1,9 @@
-"""`libra trace`: the event log in the Trace Event Format (JSON) for Perfetto and Chrome.
+"""`libra trace`: the event log in Trace Event Format (JSON) for Perfetto and Chrome.
 
-Each worker is a process with a line for its state (`libra.observe.timeline`), one for weight syncs,
-and one for each slot in use at the same time, with its quanta. The process ``run`` has steps,
-published versions, and counters. Times are microseconds since the run's first start, without time
-between starts. Slices of one line never overlap.
+Each worker is a process with lines for its state (`libra.observe.timeline`), its weight syncs, and
+each concurrently used slot with its quanta. The process ``run`` has steps, published versions and
+counters. Times are microseconds since the run's first start, without pauses between starts. Slices
+of one line never overlap.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from libra.untrusted import shown_line
 RUN_PID: Final = 1
 STATE_TID, SYNC_TID, SLOT_TID = 1, 2, 10
 SAMPLE_S: Final = 0.05
-"""Least time between two samples of the counters."""
+"""Minimum seconds between samples of the counters."""
 MAX_LEVELS: Final = 12
-"""Levels with a counter of their own; deeper ones are counted together."""
+"""Levels with their own counter; deeper levels share one."""
 _LANES: Final = {Phase.ROLLOUT: 0, Phase.TOOL: 100_000}
 
 TraceLine = dict[str, Any]
 
 
 class Tracer:
-    """Turns facts into trace lines; `add` yields the lines of a fact, `finish` the rest."""
+    """Converts facts to trace lines: `add` yields lines of a fact, `finish` the rest."""
 
     def __init__(self, trainers: Sequence[str] = ()) -> None:
         self.timeline = Timeline(trainers)
@@ -47,7 +47,7 @@ class Tracer:
         self._levels: set[str] = set()
 
     def add(self, logged: Line) -> Iterator[TraceLine]:
-        """The lines of one fact."""
+        """Lines of one fact."""
         fact = logged.fact
         before = self.timeline.places.open.get(getattr(fact, "key", ""))
         slot = before.slot if before is not None else None
@@ -74,7 +74,7 @@ class Tracer:
             yield from self._counters(now_s)
 
     def finish(self) -> Iterator[TraceLine]:
-        """The states of all workers, and the names of all lines."""
+        """States of all workers, and names of all lines."""
         yield from self._counters(self.timeline.now_s)
         for worker, found in self.timeline.workers.segments().items():
             pid = self._pid(worker)
@@ -117,7 +117,7 @@ class Tracer:
 
     def _counters(self, now_s: float) -> Iterator[TraceLine]:
         places, tokens = self.timeline.places, self.timeline.tokens
-        by_level = Counter(dict.fromkeys(self._levels, 0))  # a level that nobody waits at any more is shown as 0
+        by_level = Counter(dict.fromkeys(self._levels, 0))  # a level without waiting trajectories is shown as 0
         for levels in places.levels.values():
             for level, count in levels.items():
                 by_level[f"level {level:02d}" if level < MAX_LEVELS else f"level {MAX_LEVELS} and deeper"] += count
@@ -148,16 +148,16 @@ def _meta(pid: int, tid: int, what: str, name: str) -> TraceLine:
 
 
 def trace_lines(log: Iterable[Line], trainers: Sequence[str] = ()) -> Iterator[TraceLine]:
-    """The lines of a whole log."""
+    """Trace lines of a whole log."""
     tracer = Tracer(trainers)
     yield from itertools.chain.from_iterable(map(tracer.add, log))
     yield from tracer.finish()
 
 
 def write_trace(log: Iterable[Line], output: Path, trainers: Sequence[str] = ()) -> int:
-    """Write the trace of a log, compressed if ``output`` ends with ``.gz``; its number of lines.
+    """Write a log's trace, compressed if ``output`` ends with ``.gz``; returns the number of lines.
 
-    StoreError for a damaged log, ConfigError for a file that cannot be written; then no file is left.
+    StoreError for a damaged log, ConfigError for an unwritable file; then no file is left.
     """
     count, opened = 0, gzip.open if output.suffix == ".gz" else open
     with written(output, "-o") as path, opened(path, "wt", encoding="utf-8") as file:

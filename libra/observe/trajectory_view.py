@@ -1,4 +1,4 @@
-"""One trajectory for a reader: its text by origin, its turns, and every token on request."""
+"""One trajectory for a reader: text by origin, turns, and optionally every token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Segment(NamedTuple):
 
 
 def segments(trajectory: Trajectory) -> list[Segment]:
-    """All tokens of a trajectory in order, cut where generated ones begin and end."""
+    """All tokens of a trajectory in order, split where generated tokens start and end."""
     action = trajectory.is_action
     cuts = [0, *(np.flatnonzero(np.diff(action)) + 1).tolist(), len(action)]
     return [
@@ -43,7 +43,7 @@ def segments(trajectory: Trajectory) -> list[Segment]:
 
 
 def spelled(trajectory: Trajectory, start: int, stop: int, decode: Decode | None) -> str:
-    """The text of some tokens; without ``decode``, their ids on a line."""
+    """Text of tokens; without ``decode``, their ids on a line."""
     ids: list[int] = trajectory.token_ids[start:stop].tolist()
     return decode(ids) if decode else " ".join(map(str, ids)) + "\n"
 
@@ -60,9 +60,9 @@ def headline(trajectory: Trajectory) -> str:
 def terminal_view(
     trajectory: Trajectory, row: Mapping[str, Any], *, place: str, decode: Decode | None, tokens: bool
 ) -> list[RenderableType]:
-    """One trajectory for a terminal of 80 columns: facts, text by origin, turns, and tokens on request.
+    """One trajectory for an 80-column terminal: facts, text by origin, turns, optionally tokens.
 
-    ``row`` has its trajectory columns in the store; ``place`` is e.g. ``3 of 40``; without ``decode``
+    ``row`` holds the trajectory's store columns; ``place`` is e.g. ``3 of 40``; without ``decode``,
     token ids replace text.
     """
     text = Text("\n")
@@ -80,7 +80,7 @@ def terminal_view(
 def as_json(
     trajectory: Trajectory, row: Mapping[str, Any], *, index: int, decode: Decode | None, tokens: bool
 ) -> dict[str, Any]:
-    """The same as one object for JSON; text is None without a tokenizer."""
+    """One trajectory as a JSON object; text is None without a tokenizer."""
 
     def text(start: int, stop: int) -> str | None:
         return spelled(trajectory, start, stop, decode) if decode else None
@@ -168,17 +168,17 @@ def _tokens(trajectory: Trajectory, decode: Decode | None) -> RenderableType:
 
 
 def load_decode(run_dir: Path) -> Decode:
-    """The function from token ids to text, special tokens included, for a run's trajectories.
+    """Function from token ids to text, special tokens included, for a run's trajectories.
 
-    It reads ``RUN/tokenizer``, else ``model.path`` of ``RUN/config.resolved.yaml``, and downloads
-    nothing. ModelError without a readable tokenizer.
+    Reads ``RUN/tokenizer``, else ``model.path`` of ``RUN/config.resolved.yaml``; downloads nothing.
+    ModelError without a readable tokenizer.
     """
     kept = run_dir / "tokenizer"
     source = kept if kept.is_dir() else _model_of(run_dir)
     file = Path(source) / "tokenizer.json"
     try:
         if file.is_file():
-            # The bare tokenizer opens in milliseconds; transformers would first import torch.
+            # The bare tokenizer loads in milliseconds; transformers would import torch.
             from tokenizers import Tokenizer
 
             fast = Tokenizer.from_file(str(file))

@@ -1,5 +1,5 @@
-"""The global resource planner: the costs of rollout and training, and the split of GPUs between them. Pure.
+"""The resource planner: costs of rollout and training, and the split of GPUs between them. Pure.
 
-`libra.planner.build_plan` makes a plan of a `PlanningSnapshot` (`libra plan`), `libra.planner.replan` decides after each iteration
-of a run from its measurements.
+`libra.planner.build_plan` plans from a `PlanningSnapshot` (`libra plan`); `libra.planner.replan`
+decides after each iteration of a run from its measurements.
 """

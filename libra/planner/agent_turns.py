@@ -1,9 +1,9 @@
-"""Files of recorded agents, one row per turn: the one reader of planner, simulator and benchmarks.
+"""Reader of agent trace files: one row per turn, shared by planner, simulator and benchmarks.
 
-Columns: ``source, model, task, sample, turn, tool, status, payload_chars, prompt_tokens, completion_tokens, llm_s, tool_s, gap_s``;
-each reader names those it requires, the others may be missing or empty.
-Words of ``status`` become `libra.types.ToolOutcome` by `AGENT_TURNS`; an unknown word is an error: a forecaster that
-misread it would learn nothing.
+Columns: ``source, model, task, sample, turn, tool, status, payload_chars, prompt_tokens,
+completion_tokens, llm_s, tool_s, gap_s``. Each caller names the columns that it requires; others
+may be missing or empty. `AGENT_TURNS` maps each ``status`` word to a `libra.types.ToolOutcome`; an
+unknown word is an error.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ AGENT_TURNS: Mapping[str, ToolOutcome] = {
     "": NO_TOOL,
     **{str(status): status for status in ToolStatus},
 }
-"""Words of ``status`` in files of recorded agents and of Libra's own runs."""
+"""Tool outcome of each ``status`` word in agent trace files and in files of Libra's own runs."""
 
 
 class AgentTurn(NamedTuple):
-    """One generation and its tool's result; a field is None if the file lacks it."""
+    """One generation and the result of its tool; a field is None without its column."""
 
-    number: int  # its place among the turns of its trajectory
-    prompt_tokens: int | None  # context before it
+    number: int  # position within the trajectory
+    prompt_tokens: int | None  # context before this turn
     completion_tokens: int
-    tool: str  # this and ``status`` are empty if the trajectory ended with this turn
+    tool: str  # ``tool`` and ``status`` are empty if the trajectory ended with this turn
     status: ToolOutcome
-    payload_tokens: int  # characters that its tool returned, divided by ``CHARS_PER_TOKEN``
+    payload_tokens: int  # characters returned by the tool, divided by ``CHARS_PER_TOKEN``
     llm_s: float | None
     tool_s: float | None
-    gap_s: float | None  # until the next turn began
+    gap_s: float | None  # until the next turn started
 
 
 class Recorded(NamedTuple):
-    """A trajectory: its identity (empty: not in the file), and its turns by number."""
+    """A recorded trajectory: identity (empty strings if not in the file) and turns in order."""
 
     source: str
     model: str
@@ -57,10 +57,11 @@ class Recorded(NamedTuple):
 
 
 def read_agent_turns(path: Path, required: Sequence[str], where: str = "traces") -> list[Recorded]:
-    """The trajectories of one file, in its order; ``where`` names the option in errors.
+    """The trajectories of one file, in file order; ``where`` names the option in errors.
 
-    ConfigError if it cannot be read, a required column is missing, a field is not a number, or a status is not a word of the
-    format; and, where ``status`` is required, if a turn that is not the last of its trajectory has none.
+    ConfigError if the file cannot be read, a required column is missing, a field is not a number or
+    a status is unknown; if ``status`` is required, also for an empty status before the last turn of
+    a trajectory.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -72,7 +73,7 @@ def read_agent_turns(path: Path, required: Sequence[str], where: str = "traces")
 
 
 def agent_turns(lines: Iterable[str], required: Sequence[str], where: str) -> list[Recorded]:
-    """`read_agent_turns` of lines."""
+    """`read_agent_turns` for lines that are already in memory."""
     reader = csv.DictReader(lines)
     if missing := [name for name in required if name not in (reader.fieldnames or ())]:
         raise ConfigError(

@@ -1,15 +1,15 @@
-"""The step of a run's last batch in another arrangement of its workers, and the KV memory that it needs. Pure.
+"""Predicted step time and KV demand of a run's last batch under another arrangement. Pure.
 
-Training is predicted by `TrainingForecast`. Rollout is the measured line of what runs
-(`libra.planner.step_forecast`), times the ratio of the batch's seconds on the option's engines to those
-on the present ones; both are drained (`libra.planner.drain`) with the seconds that engines have declared.
-If no engine has declared seconds, only the measured tokens per second are compared, and only splits are
-options. A degree that was never measured takes the seconds of a measured degree, times the ratio of the
-first source that has both:
+`TrainingForecast` predicts training. Rollout time is the run's measured rollout time, times the
+ratio of simulated batch times (`libra.planner.drain`) on the other engines and on the present ones.
+Without declared pass times, only measured tokens per second are compared, and slots stay as they
+are. An unmeasured TP degree takes the pass times of a measured degree, times a ratio from the first
+source that has both degrees:
 
-1. ``planner.calibration``: engines as another run measured them;
-2. the datasheet that ``planner.gpu`` names, by the cost model;
-3. without ``planner.gpu``, the datasheet of the workers' GPU, or of `DEFAULT_GPU` without one.
+1. ``planner.calibration``: engines measured in another run;
+2. the cost model with the datasheet that ``planner.gpu`` names;
+3. without ``planner.gpu``, the cost model with the datasheet of the workers' GPU, else of
+   `DEFAULT_GPU`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from libra.planner.step_forecast import Batch, ExpectedStep, StepForecast, Train
 from libra.types import EngineCapacity, StepSeconds
 
 Ratio = Callable[[int, int, float, float], tuple[float, str] | None]
-"""(TP degree, other degree, sequences, context tokens of each) to the seconds of a pass on the other degree over those on the
-first, and their source; None if no source has both."""
+"""Function from (TP degree, other degree, sequences, context tokens per sequence) to the ratio of
+the other degree's pass time to the first's, and its source; None without one."""
 MAX_DEMAND = 0.9
-"""Share of its KV that an engine of a run may need: contexts that run together scatter about their mean."""
+"""Maximum KV share for the mean demand of an engine; single contexts vary around the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Constant facts of a run; ``overlap_steps`` is ``run.eta``, by which batches are generated ahead."""
+    """Constant facts of a run; ``overlap_steps`` is ``run.eta``, the batches generated ahead."""
 
     core_trainers: int
     overlap_steps: int
@@ -50,7 +50,7 @@ class RunFacts:
 
 
 def run_facts(config: RunConfig, workers_gpu: str = "") -> RunFacts:
-    """The facts of a run of ``config`` on workers with this GPU (empty: none, or not known).
+    """Facts of a run of ``config`` on workers with this GPU (empty: no GPU, or an unknown one).
 
     ConfigError if ``planner.calibration`` cannot be read, or is of another model.
     """
@@ -65,7 +65,7 @@ def run_facts(config: RunConfig, workers_gpu: str = "") -> RunFacts:
 
 
 def why_not(config: RunConfig, engine: str, tp: int) -> str:
-    """Why engines of a kind cannot have a TP degree in a run of ``config``; empty: they can."""
+    """What engines of this kind need before they can have this TP degree; empty if they can."""
     if tp > 1 and engine != "vllm":
         own, built_in = "a plan does not change the degree of engines of your own", "have no tensor parallelism"
         return f"rollout.engine=vllm, {own if ':' in engine else f'transformers engines {built_in}'}"
@@ -76,12 +76,12 @@ def why_not(config: RunConfig, engine: str, tp: int) -> str:
     except ConfigError as error:
         return f"another model: {error}"
     except ModelError:
-        pass  # a model whose sizes the planner does not know: the engine will say
+        pass  # sizes of the model are unknown here; the engine checks the degree when it starts
     return ""
 
 
 def ratio_of(config: RunConfig, workers_gpu: str = "") -> Ratio:
-    """The ratio between degrees, of the first source that has both; ConfigError as `run_facts`."""
+    """Function for the pass-time ratio of two degrees; ConfigError as in `run_facts`."""
     calibration, named = configured_calibration(config), config.planner.gpu
     sheet = named or (workers_gpu if workers_gpu in known_gpus() else DEFAULT_GPU)
 
@@ -90,7 +90,7 @@ def ratio_of(config: RunConfig, workers_gpu: str = "") -> Ratio:
         try:
             return engine_seconds(sheet, shape_of(config), tp)
         except (ConfigError, ModelError):
-            return None  # no datasheet, no sizes, or the model cannot be cut so: the degree is weighed once it was measured
+            return None  # no datasheet or sizes, or an impossible degree; it is compared once measured
 
     def ratio(tp: int, other: int, sequences: float, context_tokens: float) -> tuple[float, str] | None:
         one: EngineSeconds | None
@@ -114,32 +114,32 @@ class EndedIteration:
     """The facts of a finished iteration that replanning needs."""
 
     iteration: int
-    seats: Collection[Seat]  # the rollout workers as they are now
+    seats: Collection[Seat]  # present rollout workers
     batch: Batch
-    lengths: TrajectoryTotals | None  # without them neither memory nor degrees are compared
-    step_s: float  # from end to end without evaluations
-    remaining: int  # iterations to come
-    overlap: bool  # batches are generated while steps are taken
+    lengths: TrajectoryTotals | None  # None: neither memory nor TP degrees are compared
+    step_s: float  # from end to end of an iteration, less evaluations
+    remaining: int  # iterations left
+    overlap: bool  # batches are generated during steps
 
 
 @dataclass(frozen=True, slots=True)
 class ArrangementScore:
-    """An option, scored for the last batch."""
+    """Predicted step, KV demand and data source of an arrangement for the last batch."""
 
     arrangement: Arrangement
     expected: ExpectedStep | None  # None: unknown
-    kv_demand: float  # on the fullest KV
+    kv_demand: float  # of the engine with the highest demand
     basis: str  # source of the figures
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step; infinite: not known."""
+        """Seconds of the step; infinite if unknown."""
         return self.expected.step_s if self.expected is not None else float("inf")
 
 
 @dataclass(slots=True)
 class ArrangementForecast:
-    """Predicts the options after one iteration, at the mean context of ``context_tokens`` at a trajectory's end."""
+    """Predictions after one iteration, with a mean final context of ``context_tokens``."""
 
     run: RunFacts
     ended: EndedIteration
@@ -155,7 +155,7 @@ class ArrangementForecast:
         self.now = arranged(self.ended.seats)
 
     def with_slots(self, options: Sequence[Arrangement]) -> list[Arrangement]:
-        """Each option with its present slots, with as many as KV memory holds, and with halves of that."""
+        """Each option with its present slots, the most that KV holds, and 1/2 and 1/4 of those."""
         found: list[Arrangement] = []
         for option in options:
             fits = {engine.tp: self.holds(engine) for engine in option.engines}
@@ -166,7 +166,7 @@ class ArrangementForecast:
         return found
 
     def score(self, option: Arrangement) -> ArrangementScore:
-        """The step, the memory and the basis of one option."""
+        """Predicted step, largest KV demand of an engine, and data source of one option."""
         demand = max((self.demand(engine, option) for engine in option.engines), default=0.0)
         basis = "; ".join(dict.fromkeys(text for engine in option.engines if (text := self.steps_of(engine)[1])))
         return ArrangementScore(option, self.expected(option), demand, basis)
@@ -174,9 +174,10 @@ class ArrangementForecast:
     # ---------------------------------------------------------------- memory
 
     def kv_tokens(self, engine: Engine) -> float:
-        """Tokens of KV that an engine holds, as declared; of one that never ran, the sum of its workers'; infinite: not known.
+        """KV capacity of an engine in tokens; infinite if unknown.
 
-        Twice the GPUs hold both KV caches, and the weights only once: at least the sum.
+        An engine that never ran counts the sum over its workers: a lower bound, as it holds the
+        weights only once.
         """
         if (declared := self.declared(engine)) is not None:
             return float(declared.kv_tokens) or float("inf")
@@ -184,12 +185,12 @@ class ArrangementForecast:
         return float(sum(part.kv_tokens for part in parts if part is not None)) if all(parts) else float("inf")
 
     def holds(self, engine: Engine) -> int:
-        """Slots of an engine that its KV holds at the expected context; at most all it has."""
+        """Slots of an engine that fit into KV at the expected context, at most ``full_slots``."""
         room = MAX_DEMAND * self.kv_tokens(engine) / max(self.context_tokens, 1.0)
         return engine.full_slots if room >= engine.full_slots else max(1, int(room))
 
     def demand(self, engine: Engine, option: Arrangement) -> float:
-        """Context tokens of the trajectories that it generates for at once, over its KV."""
+        """Context tokens of the engine's concurrent trajectories, over its KV capacity."""
         flying = self.run.batch_trajectories * (self.run.overlap_steps + 1)
         share = flying * engine.slots / sum(each.slots for each in option.engines)
         return min(float(engine.slots), share) * self.context_tokens / self.kv_tokens(engine)
@@ -197,7 +198,7 @@ class ArrangementForecast:
     # ---------------------------------------------------------------- seconds
 
     def expected(self, option: Arrangement) -> ExpectedStep | None:
-        """The step of this batch in an arrangement; None if it cannot be predicted."""
+        """Predicted step of the last batch under an arrangement; None if unknown."""
         batch, overlap = self.ended.batch, self.ended.overlap
         base = self.forecast.expected(self.now.by_kind, None, overlap, tokens=batch.generated_tokens)
         if base is None:
@@ -209,7 +210,7 @@ class ArrangementForecast:
         return ExpectedStep.of(base.tokens, rollout_s, train_s, base.rest_s, overlap)
 
     def rollout_s(self, option: Arrangement, now_s: float) -> float | None:
-        """Seconds of rollout in another arrangement, given that the present one takes ``now_s``."""
+        """Rollout seconds under another arrangement, if the present one takes ``now_s``."""
         there, here = self.evaluated_s(option.engines), self.evaluated_s(self.now.engines)
         if there is not None and here:
             return now_s * there / here
@@ -224,7 +225,7 @@ class ArrangementForecast:
         return None if found is None else found.rollout_s
 
     def evaluated_s(self, engines: tuple[Engine, ...]) -> float | None:
-        """Seconds of this batch on these engines; None if the passes of one are not known."""
+        """Simulated seconds of the last batch; None if an engine's pass times are unknown."""
         if engines not in self.evaluated:
             lengths, steps = self.ended.lengths, [(self.steps_of(engine)[0], engine) for engine in engines]
             these = [
@@ -235,7 +236,7 @@ class ArrangementForecast:
         return self.evaluated[engines]
 
     def boundaries(self, option: Arrangement) -> dict[str, float]:
-        """Lengths that divide the batch's tokens by what engines of each degree generate, the longest to the largest degree."""
+        """Maximum generated tokens for each TP degree but the largest, so that load matches throughput."""
         rates: dict[int, float] = {}
         for engine in option.engines:
             steps = self.steps_of(engine)[0]
@@ -254,7 +255,7 @@ class ArrangementForecast:
         return ends if len(set(ends.values())) == len(ends) else {}
 
     def declared(self, engine: Engine) -> EngineCapacity | None:
-        """What an engine of this kind has declared: first its own leader, then any other."""
+        """Declared capacity of an engine: by its leader, else by any worker of the same bucket."""
         lead = self.seats[engine.workers[0]]
         alike = [seat for seat in self.seats.values() if seat.bucket == lead.bucket]
         found = [seat.declared.get(engine.tp) for seat in (lead, *alike)]
@@ -262,7 +263,7 @@ class ArrangementForecast:
         return next((capacity for capacity in known if capacity.steps is not None), next(iter(known), None))
 
     def steps_of(self, engine: Engine) -> tuple[StepSeconds | None, str]:
-        """Seconds of an engine's passes, and their source if they were not measured."""
+        """Pass times of an engine, and their source if they were not measured."""
         declared = self.declared(engine)
         if declared is not None and declared.steps is not None:
             return declared.steps, ""

@@ -1,13 +1,16 @@
-"""Arrangements of a run's workers: which train, which share an engine, how many slots each engine uses. Pure.
+"""Arrangements of a run's workers: which train, which share an engine, slots per engine. Pure.
 
-A *seat* is a rollout worker as it is now; an *arrangement* gives a role to each. `arrangements` lists those that the scheduler can
-reach (`libra.policy.role_changes`), `blocked` those that it cannot, each with what is missing, and `steps_to` has the changes
-that lead from one to another.
+A *seat* is a rollout worker in its present state; an *arrangement* gives every seat a role.
+`arrangements` lists those that the scheduler can reach (`libra.policy.role_changes`), `blocked`
+lists unreachable ones with what is missing, and `steps_to` lists the role changes from one
+arrangement to another.
 
-1. Only workers that may change roles train, lend or lead; at least one engine stays.
-2. Two workers of one node with equal engines may form one engine, and separate again: TP 1+1 and 2, or 2+2 and 4.
-3. The fewest workers change: those that train already stay, then those with the fewest resident trajectories train, then by name;
-   present engines of two stay as long as both workers roll out.
+1. Only workers that may change roles train, lend their GPU or lead a shared engine; at least one
+   engine remains.
+2. Two workers on one node with equal engines may form one engine and separate again: TP 1+1 and 2,
+   or 2+2 and 4.
+3. The fewest workers change: trainers stay, then workers with the fewest resident trajectories
+   train, then by name; present two-worker engines stay while both workers roll out.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ from itertools import combinations
 from libra.types import EngineCapacity
 
 ROLES, REBUCKET, SLOTS = "roles", "rebucket", "slots"
-"""Kinds of change, each with its own price: roles, grouping of GPUs into engines, slots per engine."""
+"""Kinds of change, priced separately: roles, grouping of GPUs into engines, slots per engine."""
 NEAR = 2
-"""If more than `MANY` workers may change, options have at most this many more or fewer trainers than now."""
+"""Maximum change in the number of trainers if more than `MANY` workers may change."""
 MANY = 4
 
 MayHave = Callable[[str, int], str]
-"""Why engines of a kind (``transformers``) cannot have a tensor-parallel degree; empty if they can."""
+"""Function from (engine kind, TP degree) to what is missing for it; empty if possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +42,31 @@ class Deployed:
 
 
 def kind_of(bucket: str, base_tp: int, tp: int, slots: int) -> str:
-    """Name of equal engines: their bucket, with ``tp`` in place of the degree it names, and their slots."""
+    """Name of equal engines: their bucket, with its degree replaced by ``tp``, and their slots."""
     return f"{bucket.replace(f'-tp{base_tp}', f'-tp{tp}', 1)}-slots{slots}"
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A rollout worker as it is; bucket, degree and slots describe an engine on its own GPUs alone."""
+    """A rollout worker; bucket, degree and slots describe an engine on this worker's GPUs alone."""
 
     name: str
     host: str
     engine: str
-    bucket: str  # capacity class, as ``vllm-tp1-threads1``
+    bucket: str  # capacity class, for example ``vllm-tp1-threads1``
     tp: int
-    slots: int  # as the worker was started
+    slots: int  # at the worker's start
     may_change: bool = False
-    role: str = "rollout"  # or train, lent; during a change, the new one
-    bond: frozenset[str] = frozenset()  # other workers whose GPUs form one engine with its own
-    residents: int = 0  # trajectories whose KV its engine holds
-    limits: Mapping[int, int] = field(default_factory=dict)  # slots that an engine led by it may use, by TP degree
-    declared: Mapping[int, EngineCapacity] = field(default_factory=dict)  # by such engines, by TP degree
+    role: str = "rollout"  # or train, lent; during a role change, the new role
+    bond: frozenset[str] = frozenset()  # other workers whose GPUs form one engine with this worker's
+    residents: int = 0  # trajectories whose KV this worker's engine holds
+    limits: Mapping[int, int] = field(default_factory=dict)  # slot limits, by TP degree
+    declared: Mapping[int, EngineCapacity] = field(default_factory=dict)  # of engines led by this worker, by TP degree
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine of an arrangement: its workers, the one that leads first; its kind; its slots, and how many of them it may
-    use."""
+    """An engine of an arrangement: workers (leader first), kind, TP degree, slots in use, and all slots."""
 
     workers: tuple[str, ...]
     kind: str
@@ -75,7 +77,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """A role for all seats. ``missing``: why it cannot be reached; empty: it can."""
+    """A role for every seat; ``missing`` is why it cannot be reached, empty if it can."""
 
     engines: tuple[Engine, ...]
     training: frozenset[str]
@@ -83,25 +85,25 @@ class Arrangement:
 
     @property
     def by_kind(self) -> Counter[str]:
-        """Engines by kind."""
+        """Number of engines by kind."""
         return Counter(engine.kind for engine in self.engines)
 
     @property
     def shown(self) -> str:
-        """In words."""
+        """Text for logs and pages."""
         alike = Counter((engine.tp, engine.slots) for engine in self.engines)
         engines = " + ".join(f"{count} x TP {tp} of {slots} slots" for (tp, slots), count in sorted(alike.items()))
         return engines + (f", {', '.join(sorted(self.training))} training" if self.training else "")
 
     def deployed(self, core_trainers: int) -> Deployed:
-        """Training GPUs, engines by degree, and of each degree the fewest slots of an engine."""
+        """Training GPUs, engines by TP degree, and the fewest slots of an engine of each degree."""
         slots: dict[int, int] = {}
         for engine in self.engines:
             slots[engine.tp] = min(engine.slots, slots.get(engine.tp, engine.slots))
         return Deployed(core_trainers + len(self.training), dict(Counter(e.tp for e in self.engines)), slots)
 
     def limited(self, slots: Mapping[int, int]) -> Arrangement:
-        """The arrangement with at most these slots on engines of these degrees, never more than they have."""
+        """The arrangement with at most ``slots[tp]`` of its slots on each engine."""
         return replace(
             self,
             engines=tuple(
@@ -131,7 +133,7 @@ def arranged(seats: Collection[Seat]) -> Arrangement:
 
 
 def arrangements(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
-    """Every reachable arrangement, with the slots that engines may use now; the present one is first."""
+    """Every reachable arrangement, with the present slot limits; the present arrangement is first."""
     now = arranged(seats)
     changing = sorted(
         (seat for seat in seats if seat.may_change),
@@ -152,7 +154,6 @@ def arrangements(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement
 
 
 def _pairings(seats: Sequence[Seat], may_have: MayHave) -> list[list[tuple[str, str]]]:
-    """No pair, the first pair, the first two pairs, ...: present pairs first, then by name."""
     names = {seat.name for seat in seats}
     kept = sorted({tuple(sorted({seat.name, *seat.bond})) for seat in seats if seat.bond and seat.bond <= names})
     leads = {seat.name for seat in seats if seat.role == "rollout"}
@@ -174,7 +175,7 @@ def _arrangement(seats: Collection[Seat], training: Collection[str], pairs: Sequ
 
 
 def blocked(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
-    """The next arrangements beyond `arrangements`, each with what is missing for it."""
+    """Unreachable arrangements nearest to the present one, each with what is missing."""
     now, in_order, found = arranged(seats), _in_order(seats), []
     rolling = [seat for seat in in_order if seat.role == "rollout" and not seat.bond]
     still = [seat for seat in rolling if not seat.may_change]
@@ -213,7 +214,7 @@ def blocked(seats: Collection[Seat], may_have: MayHave) -> list[Arrangement]:
 
 
 def _number_for(in_order: Sequence[Seat], wanted: Sequence[Seat]) -> int:
-    """Value of ``cluster.hybrid_workers`` with which these seats may change: the first workers do."""
+    """Value of ``cluster.hybrid_workers`` that lets these seats change: it counts from the first worker."""
     return max(in_order.index(seat) for seat in wanted) + 1
 
 
@@ -233,7 +234,7 @@ def _in_order(seats: Collection[Seat]) -> list[Seat]:
 
 
 def kinds_of_change(now: Arrangement, wanted: Arrangement) -> tuple[str, ...]:
-    """Kinds of change between two arrangements, as `libra.planner.replan` prices them; empty: none."""
+    """Kinds of change between two arrangements, as priced by `libra.planner.replan`; empty if none."""
     before, after = ({engine.workers: engine for engine in each.engines} for each in (now, wanted))
     joined = {workers for workers in before.keys() ^ after.keys() if len(workers) > 1}
     slots = any(engine.slots != before[names].slots for names, engine in after.items() if names in before)
@@ -248,10 +249,10 @@ Assignments = dict[str, dict[str, object]]
 
 
 def steps_to(now: Arrangement, wanted: Arrangement, base_tp: Mapping[str, int]) -> list[list[Assignments]]:
-    """Changes of roles that lead from ``now`` to ``wanted``, as `libra_set_roles` takes them.
+    """Role changes from ``now`` to ``wanted``, as `libra_set_roles` takes them.
 
-    Changes of one inner list are of different workers and may run at once; each list waits for the one before. ``base_tp`` is the
-    degree of every worker on its own.
+    Changes in one inner list concern different workers and may run at once; the lists run in order.
+    ``base_tp`` is the degree of each worker on its own.
     """
     target = _targets(wanted, base_tp)
     before, after = ({e.workers for e in each.engines if len(e.workers) > 1} for each in (now, wanted))
@@ -280,7 +281,7 @@ def _targets(wanted: Arrangement, base_tp: Mapping[str, int]) -> Assignments:
 
 
 def limits_for(now: Arrangement, wanted: Arrangement) -> dict[str, dict[str, int]]:
-    """Limits of slots that lead to ``wanted``, as `libra_set_slots` takes them: of engines that are new, or have others now."""
+    """Slot limits of new and resized engines, as `libra_set_slots` takes them."""
     has = {engine.workers: engine.slots for engine in now.engines}
     return {
         engine.workers[0]: {"tp": engine.tp, "slots": engine.slots}

@@ -1,4 +1,4 @@
-"""From a snapshot to a plan: formulate the problem, search it, evaluate the layout with draining, compare alternatives."""
+"""A plan from a snapshot: formulate, search, simulate draining, compare alternatives."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from libra.planner.snapshot import Formulation, PlanningSnapshot, formulate
 
 NUM_ALTERNATIVES = 3
 DRAIN_MARGIN_FRAC = 0.02
-"""Share of a step by which an alternative that drains faster must be shorter to replace the search's optimum."""
+"""Share of a step by which an alternative must beat the search's optimum once draining is counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A found split and layout, evaluated with draining."""
+    """A split and layout from the search, evaluated with draining."""
 
     name: str
     found: Found
@@ -35,17 +35,17 @@ class Candidate:
 
     @property
     def engines(self) -> dict[int, int]:
-        """Engines by TP degree."""
+        """Number of engines by TP degree."""
         return {bucket.tp: bucket.engines for bucket in self.buckets}
 
     @property
     def same_as(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Training GPUs and engines: two candidates that agree in these are one."""
+        """Training GPUs and engines; candidates with equal values are duplicates."""
         return self.found.train_gpus, tuple(sorted(self.engines.items()))
 
 
 def plan(snapshot: PlanningSnapshot, planner: Planner | None = None) -> Plan:
-    """The plan for a snapshot; an alternative to the search's optimum wins if it drains faster.
+    """The plan for a snapshot: the search's optimum, or an alternative that drains faster.
 
     PlanError if nothing fits; the message names the constraint and what to change.
     """
@@ -70,7 +70,7 @@ def plan(snapshot: PlanningSnapshot, planner: Planner | None = None) -> Plan:
 def compare(
     snapshot: PlanningSnapshot, other: PlanningSnapshot, name: str, planner: Planner | None = None
 ) -> Alternative:
-    """Why ``other``, the snapshot with something fixed, has a longer step than ``snapshot``; ``name`` is the fixed setting."""
+    """Why ``other``, which fixes setting ``name``, has a longer step than ``snapshot``."""
     planner, candidates = planner or Planner(), []
     for which in (snapshot, other):
         formulation = formulate(which)
@@ -86,12 +86,11 @@ def _paces(snapshot: PlanningSnapshot, formulation: Formulation) -> list[Pace]:
 
 
 def _of_degrees(problem: Problem, degrees: Ints | int) -> Problem:
-    """The problem where only engines of these degrees take trajectories."""
     return problem.having(load_s=np.where(np.isin(problem.tp, degrees)[:, None], problem.load_s, np.inf))
 
 
 def _others(problem: Problem, found: Found, drain: float, planner: Planner) -> list[tuple[str, Found]]:
-    """Alternatives: loads with the draining of the first layout, one degree for all, a smaller or larger trainer."""
+    """Alternatives: loads scaled by drain, a single TP degree, a smaller or larger trainer."""
     asked = [("balanced with draining", problem.having(load_s=problem.load_s * drain))]
     degrees, counts, now = sorted(set(problem.tp.tolist())), problem.train_gpus.tolist(), found.train_gpus
     if len(degrees) > 1 and not problem.fixed_engines:
@@ -108,7 +107,6 @@ def _others(problem: Problem, found: Found, drain: float, planner: Planner) -> l
 
 
 def _retimed(problem: Problem, found: Found) -> Found:
-    """The search result with the seconds of ``problem``, if it was found for other loads."""
     layout = placement_of(problem, found.layout.kind_of, found.layout.engine_of)
     step_s = float(problem.step_s(found.train_gpus, found.train_s, layout.time_s))
     return replace(found, layout=layout, rollout_s=layout.time_s, step_s=step_s)
@@ -117,7 +115,7 @@ def _retimed(problem: Problem, found: Found) -> Found:
 def evaluated(
     name: str, snapshot: PlanningSnapshot, formulation: Formulation, paces: list[Pace], found: Found
 ) -> Candidate:
-    """A search result with its spare GPUs in use, and its buckets evaluated with draining."""
+    """A search result with spare GPUs in use, and buckets evaluated with draining."""
     problem, placement, waited_s = formulation.problem, found.layout, formulation.beside.waited_s
     if not problem.fixed_engines:
         placement = filled(_of_degrees(problem, problem.tp[placement.kind_of]), placement, found.rollout_gpus)
@@ -164,7 +162,6 @@ def _buckets(
 
 
 def _last_engines(formulation: Formulation, placement: Placement, mine: Ints) -> list[int]:
-    """Among the engines ``mine``: the one with most load, and the one with the longest trajectory."""
     most = int(mine[placement.load_s[mine].argmax()])
     items = np.flatnonzero(np.isin(placement.engine_of, mine))
     if not len(items):
@@ -177,7 +174,7 @@ def _last_engines(formulation: Formulation, placement: Placement, mine: Ints) ->
 def _boundaries(
     problem: Problem, kinds: Ints, tokens: Floats, present: list[int]
 ) -> dict[int, tuple[float, float | None]]:
-    """Range of generated tokens for each kind, so that each has its load in the layout."""
+    """Range of generated tokens for each kind that gives it the same load as the layout does."""
     cost = problem.tp[kinds] * problem.load_s[kinds, np.arange(len(tokens))]
     order = np.argsort(tokens, kind="stable")
     total = np.cumsum(cost[order])
@@ -194,7 +191,7 @@ def _boundaries(
 
 
 def _limit(candidate: Candidate, waited_for: str = "teacher and services") -> str:
-    """The bottleneck of a step: `libra.planner.plan.WHY` explains it."""
+    """Bottleneck of a step: a key of `libra.planner.plan.WHY`."""
     last = max(candidate.buckets, key=lambda bucket: bucket.rollout_s)
     if candidate.found.train_s > candidate.rollout_s:
         return "training"
@@ -204,7 +201,7 @@ def _limit(candidate: Candidate, waited_for: str = "teacher and services") -> st
 
 
 def comparison(candidate: Candidate, chosen: Candidate) -> Alternative:
-    """The step of a candidate, and why it is not chosen."""
+    """Step of a candidate, and why it is not chosen."""
     slower, found = candidate.step_s / chosen.step_s - 1, candidate.found
     last = max(candidate.buckets, key=lambda bucket: bucket.rollout_s)
     busy, trains = f"busy {100 * last.load_frac:.0f} %", f"training takes {found.train_s:.1f} s"
@@ -298,7 +295,7 @@ def _plan(
 
 
 def _idle(problem: Problem, chosen: Candidate, spare: int, others: Mapping[str, tuple[int, float]]) -> dict[str, float]:
-    """Shares of the GPU-seconds of a step by cause, which add up to 1; ``others``: GPUs of neither pool and their seconds."""
+    """Idle shares of a step's GPU-seconds by cause; ``others``: cause to (GPUs, busy seconds)."""
     all_s = (problem.num_gpus + sum(gpus for gpus, _ in others.values())) * chosen.step_s
     train, used = chosen.found.train_gpus, chosen.placement.gpus(problem)
     busy = float((problem.tp[chosen.placement.kind_of] * chosen.placement.load_s).sum()) + train * chosen.found.train_s

@@ -1,12 +1,12 @@
-"""Seconds that engines take for their trajectories, draining included, and the concurrency that minimises them. Pure.
+"""Seconds that engines take for their trajectories with draining, and the best concurrency. Pure.
 
-The search counts an engine's work at full concurrency and each trajectory alone: a lower bound. Here the
-same engine is simulated: it admits trajectories up to its concurrency, all advance together at the pace of
-a decode step of the current batch, each prefill delays the others, and the batch drains at the end. Nothing
-changes between two events, so a trajectory costs two events.
+The search counts an engine's work at full concurrency and each trajectory alone: a lower bound.
+This module simulates the engine: trajectories are admitted up to its concurrency and advance
+together at the current batch's decode rate, each prefill delays the others, and the batch drains at
+the end.
 
-Differs from an engine: tool time is spread evenly over a trajectory's tokens, every context has its mean
-length, and a turn's context is computed once.
+Deviates from a real engine: tool time is spread evenly over a trajectory's tokens, every context
+has its mean length, and each turn's context is computed once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from libra.types import StepSeconds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pace:
-    """One kind of engine and a workload on it: generated tokens, seconds of prefill and with tools, mean context, and seconds
-    alone of each trajectory, (N,)."""
+    """A workload on one kind of engine; each array (N,). ``alone_s``: seconds of a trajectory alone."""
 
     tokens: Floats
     prefill_s: Floats
@@ -37,14 +36,14 @@ class Pace:
 
     @classmethod
     def of(cls, workload: TrajectoryTotals, engine: EngineSeconds, alone_s: Floats) -> Pace:
-        """The pace of a workload; ``alone_s`` (N,) is the uncorrected time of each trajectory alone."""
+        """The pace of a workload; ``alone_s`` (N,) is the time of each trajectory alone on the engine."""
         context = workload.mean_context_tokens
         decode_s = workload.generated_tokens * engine.decode_steps_s(1, context)
         prefill_s = np.maximum(alone_s - workload.tool_wait_s - decode_s, 0.0)
         return cls(workload.generated_tokens, prefill_s, workload.tool_wait_s, context, alone_s, engine)
 
     def engine_s(self, items: Ints, concurrency: int, longest_first: bool = True) -> float:
-        """Seconds until one engine has finished ``items``, at most ``concurrency`` at once; never less than the longest alone."""
+        """Seconds until one engine finishes ``items`` at this concurrency, at least the longest alone."""
         if not len(items):
             return 0.0
         most = min(concurrency, len(items))
@@ -68,12 +67,11 @@ class Pace:
         return float(max(now_s, self.alone_s[items].max()))
 
     def _steps(self, items: Ints, most: int) -> tuple[list[float], Floats]:
-        """Seconds per token with 0, 1, ..., ``most`` trajectories in flight, and each trajectory's tool time in tokens of
-        the full engine."""
+        """Seconds per token with 0, ..., ``most`` in flight, and tool times (n,) in tokens."""
         tokens, waits = self.tokens[items], self.wait_s[items]
         context = float((self.context_tokens[items] * tokens).sum() / max(tokens.sum(), 1e-9))
         share, wait_tokens = 1.0, np.zeros(len(items))
-        for _ in range(8):  # the more of them wait for tools, the faster a step and the more tokens one wait equals
+        for _ in range(8):  # more waiting for tools means faster steps, and more tokens per second of waiting
             decoding = np.maximum(np.arange(most + 1) * share, 1.0)
             step_s = self.engine.decode_steps_s(decoding, decoding * context)
             wait_tokens = waits / step_s[-1]
@@ -82,9 +80,10 @@ class Pace:
 
 
 def best_concurrency(pace: Pace, engines: list[Ints], most: int) -> tuple[int, float, float]:
-    """The concurrency, among ``most`` and its halves, that minimises the time at which the last of ``engines`` ends.
+    """The concurrency (``most``, 1/2, 1/4, ... of it) with the earliest end of all ``engines``.
 
-    Also returns those seconds, and the seconds if the shortest trajectories come first instead of the longest.
+    Also returns those seconds, and the seconds at this concurrency if the shortest trajectories
+    start first.
     """
     halves = [max(most >> power, 1) for power in range(max(most, 1).bit_length())]
     times = [max(pace.engine_s(items, concurrency) for items in engines) for concurrency in halves]
@@ -94,22 +93,22 @@ def best_concurrency(pace: Pace, engines: list[Ints], most: int) -> tuple[int, f
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedEngine:
-    """One engine: seconds of its passes, trajectories at once, and tokens of KV that it holds (infinite: not known)."""
+    """One engine: pass times, slots, and KV capacity in tokens (infinite if unknown)."""
 
     steps: StepSeconds
     slots: int
     kv_tokens: float = float("inf")
 
     def most(self, final_tokens: Floats) -> int:
-        """Trajectories with these final contexts that it generates for at once."""
+        """Concurrent trajectories that fit, given their final contexts (n,)."""
         room = self.kv_tokens / max(float(final_tokens.mean()), 1.0)
         return max(1, int(min(self.slots, room, len(final_tokens))))
 
 
 def rollout_seconds(batch: TrajectoryTotals, engines: Sequence[EvaluatedEngine]) -> float:
-    """Seconds until all trajectories of a batch are generated, each on one of these engines.
+    """Seconds until a batch is generated on these engines.
 
-    The longest is placed first, each where it would end first if engines stayed as full as they will be.
+    Greedy, longest first: each trajectory goes to the engine that would finish it earliest.
     """
     context, tokens = batch.mean_context_tokens, batch.generated_tokens
     paces, loads_s = list[Pace](), list[Floats]()

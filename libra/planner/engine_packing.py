@@ -1,11 +1,12 @@
-"""Whole trajectories on whole engines: a layout that can be run, found without a solver.
+"""A feasible layout of whole trajectories on whole engines, found without a solver.
 
-Longest first onto the least loaded engine of its kind, then moves and swaps away from the last engine to finish. The result
-is feasible, not necessarily optimal: `libra.planner.planning_problem` and the programs bound its gap.
+Longest first onto the least loaded engine of its kind, then moves and swaps away from the last
+engine to finish. The result need not be optimal: `libra.planner.planning_problem` and the programs
+bound its gap.
 
-Engines on nodes: with degrees that divide one another and the node, placing the largest first wastes
-nothing, as long as at most one node is partly filled by training ranks. The trainer therefore takes the
-smaller last node first, and whole nodes after it.
+If degrees divide one another and the node size, placing the largest engines first wastes no GPU, as
+long as training ranks partly fill at most one node. The trainer therefore takes the smaller last
+node first, then whole nodes.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from libra.planner.planning_problem import Floats, Ints, Problem
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Kind of each engine (E,), an index into ``Problem.kinds``, and engine of each trajectory (N,).
+    """Kind of each engine (E,), indexing ``Problem.kinds``, and engine of each trajectory (N,).
 
-    ``load_s`` (E,) sums the loads on each engine; ``time_s`` is the time until the last engine finishes: the largest load, or
-    the longest trajectory alone.
+    ``load_s`` (E,) sums the loads on each engine; ``time_s`` is when the last engine finishes: the
+    largest load, or the longest trajectory alone.
     """
 
     kind_of: Ints
@@ -35,18 +36,18 @@ class Placement:
     time_s: float
 
     def counts(self, num_kinds: int) -> Ints:
-        """Engines of each kind, (K,)."""
+        """Number of engines of each kind, (K,)."""
         return np.bincount(self.kind_of, minlength=num_kinds)
 
     def gpus(self, problem: Problem) -> int:
-        """GPUs of all engines together."""
+        """Total GPUs of all engines."""
         return int(problem.tp[self.kind_of].sum())
 
 
 def cheapest_kinds(problem: Problem, within_s: float) -> Ints:
-    """The kind with the fewest GPU-seconds among those that finish trajectory i in ``within_s``, (N,).
+    """(N,) kind with the fewest GPU-seconds that finishes trajectory i in ``within_s``, or -1.
 
-    The smaller engine wins a tie. -1: none can.
+    The smaller engine wins a tie.
     """
     with np.errstate(invalid="ignore"):
         cost = np.where(problem.least_s <= within_s, problem.tp[:, None] * problem.load_s, np.inf)
@@ -64,7 +65,7 @@ def placement_of(problem: Problem, kind_of: Ints, engine_of: Ints) -> Placement:
 
 
 def longest_first(load_s: Floats, num_engines: int) -> tuple[Ints, float]:
-    """Engine of each load (n,), and the largest sum, if each goes to the least loaded engine in falling order."""
+    """Engine of each load (n,), placed longest first on the least loaded, and the largest sum."""
     engine_of = np.zeros(len(load_s), dtype=np.int64)
     heap = [(0.0, engine) for engine in range(num_engines)]
     for item in np.argsort(-load_s, kind="stable").tolist():
@@ -75,10 +76,10 @@ def longest_first(load_s: Floats, num_engines: int) -> tuple[Ints, float]:
 
 
 def pack(problem: Problem, within_s: float, num_gpus: int, load_within_s: float | None = None) -> Placement | None:
-    """A placement that finishes in ``within_s`` on at most ``num_gpus`` GPUs, each trajectory on its cheapest kind; None if
-    none is found.
+    """A placement within ``within_s`` on ``num_gpus`` GPUs, on cheapest kinds, or None.
 
-    ``load_within_s``, if given, is a shorter time for the loads of each engine, which only a single trajectory may exceed.
+    ``load_within_s``, if given, is a lower limit on each engine's load, which only a single
+    trajectory may exceed.
     """
     limit_s = within_s if load_within_s is None else load_within_s
     kinds = cheapest_kinds(problem, within_s)
@@ -105,7 +106,7 @@ def pack(problem: Problem, within_s: float, num_gpus: int, load_within_s: float 
 
 
 def filled(problem: Problem, placement: Placement, num_gpus: int) -> Placement:
-    """A placement that finishes no later than the given one and uses its spare GPUs to reduce the load of each engine."""
+    """The placement with spare GPUs used to lower engine loads; it never finishes later."""
     best, low_s, high_s = placement, placement.time_s / 256, placement.time_s
     for _ in range(9):
         if best.gpus(problem) > num_gpus - int(problem.tp.min()):
@@ -120,7 +121,7 @@ def filled(problem: Problem, placement: Placement, num_gpus: int) -> Placement:
 
 
 def spread(problem: Problem, counts: Ints, kinds: Ints) -> Placement:
-    """The placement with ``counts`` (K,) engines, and trajectory i on one of kind ``kinds[i]``, of which there must be one."""
+    """A placement with ``counts`` (K,) engines and trajectory i on an engine of kind ``kinds[i]`` (N,)."""
     kind_of = np.repeat(np.arange(len(counts)), counts)
     first = np.concatenate([[0], np.cumsum(counts)])
     engine_of = np.zeros(problem.num_trajectories, dtype=np.int64)
@@ -131,7 +132,7 @@ def spread(problem: Problem, counts: Ints, kinds: Ints) -> Placement:
 
 
 def improved(problem: Problem, placement: Placement, goal_s: float, max_changes: int = 600) -> Placement:
-    """The placement after moves and swaps that each make the last engine earlier, until ``goal_s``, or until none helps."""
+    """The placement after moves and swaps that shorten the last engine, until ``goal_s`` or no gain."""
     kind_of, engine_of, load_s = placement.kind_of, placement.engine_of.copy(), placement.load_s.copy()
     alone_s = problem.alone_s[kind_of[engine_of], np.arange(problem.num_trajectories)]
     for _ in range(max_changes):
@@ -150,9 +151,9 @@ def improved(problem: Problem, placement: Placement, goal_s: float, max_changes:
 
 
 def _one_change(problem: Problem, kind_of: Ints, engine_of: Ints, load_s: Floats, last: int) -> list[tuple[int, int]]:
-    """The move from engine ``last``, or swap, that leaves the later of its two engines earliest.
+    """The move or swap away from engine ``last`` that minimises the later end of its two engines.
 
-    As (trajectory, new engine); empty if every one leaves an engine as late as ``last`` is.
+    Pairs (trajectory, new engine); empty if no move or swap helps.
     """
     kind, mine = kind_of[last], np.flatnonzero(engine_of == last)
     limit_s = max(load_s[last], float(problem.alone_s[kind, mine].max(initial=0.0))) * (1 - 1e-12)
@@ -181,7 +182,7 @@ def _one_change(problem: Problem, kind_of: Ints, engine_of: Ints, load_s: Floats
 
 
 def _some(items: Ints, load_s: Floats, most: int = 24) -> list[int]:
-    """At most ``most`` of the items, of all sizes, because each is compared with every trajectory."""
+    """At most ``most`` of the items, over all sizes, since each is compared with every trajectory."""
     if len(items) <= most:
         return [int(item) for item in items]
     by_size = items[np.argsort(load_s[items], kind="stable")]
@@ -190,7 +191,7 @@ def _some(items: Ints, load_s: Floats, most: int = 24) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """``num_nodes`` nodes that are alike: GPUs for training, engines by TP degree, GPUs that are free."""
+    """``num_nodes`` equal nodes: GPUs for training, engines by TP degree, free GPUs."""
 
     num_nodes: int
     train_gpus: int
@@ -199,7 +200,7 @@ class NodeGroup:
 
 
 def placed(num_gpus: int, gpus_per_node: int, train_gpus: int, engines: Mapping[int, int]) -> tuple[NodeGroup, ...]:
-    """Nodes by content, the trainer's first; PlanError if there are too few GPUs, or a degree does not divide the node."""
+    """Nodes by content, the trainer's first; PlanError if engines or trainer do not fit."""
     wanted = train_gpus + sum(tp * number for tp, number in engines.items())
     if wanted > num_gpus:
         raise PlanError(

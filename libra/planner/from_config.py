@@ -1,8 +1,7 @@
-"""From a configuration to the planner's snapshot: section ``planner``, the batch and the trainer.
+"""The planner's snapshot from a configuration: section ``planner``, the batch and the trainer.
 
-With `planner.calibration` a run's own measurements replace the GPU's tables: engines have their measured
-seconds, degree by degree. Training keeps the cost model, which accounts for sharding, scaled by one factor:
-the seconds of the run's own steps over those that the model gives to its layout and its trajectories.
+With `planner.calibration`, measured engine times replace the GPU's tables for each measured TP
+degree. Training keeps the cost model, scaled by the ratio of measured to modelled step seconds.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ FIELD = "planner.calibration"
 
 
 def calibrated(snapshot: PlanningSnapshot, found: RunCalibration, config: RunConfig) -> tuple[PlanningSnapshot, str]:
-    """``snapshot`` with the calibration that `planner.calibration` names, and sentences on the source of its seconds.
+    """The snapshot with `planner.calibration`, and sentences on the source of its seconds.
 
-    Degrees that were not measured are left out; PlanError if none was, or not one that section `planner` names.
+    Unmeasured degrees are left out; PlanError if no degree remains, or none that section `planner`
+    names.
     """
     section = config.planner
     missing = [tp for tp in snapshot.tp if tp not in found.degrees]
@@ -81,7 +81,7 @@ def calibrated(snapshot: PlanningSnapshot, found: RunCalibration, config: RunCon
 
 
 def rests_on(path: Path, gpu: str) -> str:
-    """The source of the seconds of a plan with this calibration, in words; ``gpu`` is its datasheet's."""
+    """Source of the seconds in a plan with this calibration; ``gpu`` is the GPU of its datasheet."""
     engines = f"what {path} measured"
     if read_calibration(path, FIELD).trainer is not None:
         return engines
@@ -89,7 +89,7 @@ def rests_on(path: Path, gpu: str) -> str:
 
 
 def training_factor(snapshot: PlanningSnapshot, found: RunCalibration) -> float:
-    """Seconds of the run's optimizer steps over those that the cost model gives to its replicas; 1 if no trainer was fitted."""
+    """Measured over modelled seconds of the run's optimizer steps; 1 if no trainer was fitted."""
     if found.trainer is None:
         return 1.0
     tokens, gpus = snapshot.trained_tokens, found.train_gpus
@@ -100,7 +100,7 @@ def training_factor(snapshot: PlanningSnapshot, found: RunCalibration) -> float:
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-"""Bytes of one number of `model.dtype` and `model.master_dtype`."""
+"""Bytes per number of `model.dtype` and `model.master_dtype`."""
 
 
 DEFAULT_TP = (1, 2, 4, 8)
@@ -110,7 +110,7 @@ DEFAULT_GPU, DEFAULT_NUM_GPUS = "A800-80G", 8
 
 
 def planned_gpu(name: str | None) -> GPU:
-    """The datasheet that ``planner.gpu`` names, by default `DEFAULT_GPU`'s; ConfigError if unknown."""
+    """Datasheet of ``planner.gpu``, or of `DEFAULT_GPU`; ConfigError if unknown."""
     try:
         return load_gpu(name or DEFAULT_GPU)
     except ConfigError as error:
@@ -120,11 +120,11 @@ def planned_gpu(name: str | None) -> GPU:
 def snapshot_of(
     config: RunConfig, turns: TrajectoryTotals | None, what_if: bool, *, on_cores: bool = False
 ) -> tuple[PlanningSnapshot, str]:
-    """The snapshot of a configuration, and a sentence on what is left out of it, or empty.
+    """The snapshot of a configuration, and a sentence on what it leaves out (may be empty).
 
-    The batch is drawn from ``turns``, by default it has lengths as section ``planner`` gives them. With ``what_if`` degrees
-    are planned too that the engine of this configuration cannot run. ``on_cores``, or with `cluster.device` cpu, GPUs are
-    ranks on CPU cores.
+    The batch is drawn from ``turns``, else it has the lengths of section ``planner``. ``what_if``
+    also plans degrees that the configured engine cannot run. With ``on_cores`` or `cluster.device`
+    cpu, a "GPU" is a rank on CPU cores.
     """
     section = config.planner
     update_s = DEFAULT_UPDATE_S if section.update_s is None else section.update_s
@@ -165,7 +165,7 @@ def snapshot_of(
 
 
 def trainer_layout(config: RunConfig, workload: TrajectoryTotals) -> Layout:
-    """The trainer as `libra run` would start it with this configuration, for batches like ``workload``."""
+    """Training layout of `libra run` with this configuration, for batches like ``workload``."""
     trainer, model = config.trainer, config.model
     weight_bytes = DTYPE_BYTES[model.dtype]
     master_bytes = None if model.master_dtype is None else DTYPE_BYTES[model.master_dtype]
@@ -192,7 +192,7 @@ def trainer_layout(config: RunConfig, workload: TrajectoryTotals) -> Layout:
 
 
 def check_runnable(config: RunConfig) -> list[int]:
-    """TP degrees of `planner.tp` that `rollout.engine` can run; PlanError if section ``planner`` requires others."""
+    """Runnable TP degrees of `planner.tp`; PlanError if section ``planner`` requires others."""
     section, engine = config.planner, config.rollout.engine
     if engine == "vllm":
         return list(section.tp)
@@ -209,16 +209,16 @@ def check_runnable(config: RunConfig) -> list[int]:
 
 
 def shape_of(config: RunConfig) -> ModelShape:
-    """Sizes of the model that a configuration trains; ModelError if they are not known here."""
+    """Sizes of the trained model; ModelError if unknown here."""
     return known_shape(config.model.path)
 
 
 def known_shape(model: str, where: str = "") -> ModelShape:
-    """Sizes of a model, known or resolved to a directory; a ModelError begins with ``where``."""
+    """Sizes of a model name or directory; a ModelError begins with ``where``."""
     try:
         return load_shape(model)
     except ModelError:
-        pass  # not a known name, nor a directory as it stands
+        pass  # neither a known name nor a local directory
     try:
         return load_shape(resolve_model(model))
     except ModelError as error:
@@ -226,7 +226,7 @@ def known_shape(model: str, where: str = "") -> ModelShape:
 
 
 def digest_of(model: str) -> str:
-    """Digest of the sizes of a model; empty if they are not known here, or it is not a dense model."""
+    """Digest of a model's sizes; empty if unknown here, or not a dense model."""
     try:
         return shape_digest(known_shape(model))
     except (ModelError, ConfigError):
@@ -234,7 +234,7 @@ def digest_of(model: str) -> str:
 
 
 def configured_calibration(config: RunConfig) -> RunCalibration | None:
-    """The file of `planner.calibration`, if there is one; ConfigError if it cannot be read, or is of another model."""
+    """Calibration in `planner.calibration`, or None; ConfigError if unreadable, or of another model."""
     path = config.planner.calibration
     if path is None:
         return None
@@ -244,8 +244,7 @@ def configured_calibration(config: RunConfig) -> RunCalibration | None:
 
 
 def services_of(config: RunConfig, *, on_cores: bool = False) -> ServiceModels:
-    """The services with models, a teacher among them; ModelError if sizes of one are not known here. ``on_cores`` as of
-    `snapshot_of`."""
+    """Services with models, teacher included; ModelError for a model of unknown size."""
     teacher, path, asked = None, teacher_model(config), asked_models(config)
     if path is not None:
         weight_bytes, waits = DTYPE_BYTES[config.model.dtype], config.distil.wait_s > 0
@@ -270,7 +269,7 @@ def services_of(config: RunConfig, *, on_cores: bool = False) -> ServiceModels:
 
 
 def _number_bytes(model: str) -> int:
-    """Bytes of a number in a model's files by its config.json; 2 (bfloat16) if it has none."""
+    """Bytes per number in a model's files by its config.json; 2 (bfloat16) without an entry."""
     found = resolve_model(model)
     try:
         facts = {} if isinstance(found, str) else parsed_json((found / "config.json").read_text())
@@ -280,7 +279,7 @@ def _number_bytes(model: str) -> int:
 
 
 def _without_gpu(config: RunConfig) -> str:
-    """Why a teacher or services among jobs of Slurm do not have the GPU that a plan gives them; empty if they do."""
+    """Why Slurm jobs give a teacher or services no GPU, although a plan counts one; empty if they do."""
     teaches, models = config.distil.teacher is not None, service_models(config)
     if not (teaches or models):
         return ""
@@ -297,8 +296,7 @@ def _without_gpu(config: RunConfig) -> str:
 
 
 def batch_of(config: RunConfig, *, num: int, turns: int) -> tuple[TrajectoryTotals, str]:
-    """``num`` trajectories of ``turns`` turns with the lengths of section `planner`, cut at the limits of section `rollout`,
-    and a sentence on those that were cut."""
+    """``num`` trajectories as in section `planner`, and a sentence on those cut by `rollout` limits."""
     lengths, rollout = config.planner.lengths, config.rollout
     room = rollout.max_context_tokens - lengths["prompt_tokens"] - lengths["observation_tokens"]
     if room < 1:

@@ -1,14 +1,17 @@
-"""The planner's integer programs, solved by HiGHS through cvxpy; this module is imported where one is needed.
+"""The planner's integer programs, solved by HiGHS through cvxpy; imported only where needed.
 
 With u = 1/T and q = (share of a class on a kind)/T they are linear::
 
-    fluid    max u   over engines n_k (whole) and rates q_kc:   sum_c load_kc q_kc <= n_k,   sum_k q_kc = u,   sum_k tp_k n_k <= F
-    priced   max u   over engines n_k (whole):                  sum_k price_km n_k >= due_m u  for every cut m, same F
-    whole    min T   over engines and 0/1 assignments of single trajectories to single engines
+  fluid   max u  over whole engines n_k and rates q_kc:
+                 sum_c load_kc q_kc <= n_k,  sum_k q_kc = u,  sum_k tp_k n_k <= F
+  priced  max u  over whole engines n_k:
+                 sum_k price_km n_k >= due_m u  for every cut m,  sum_k tp_k n_k <= F
+  whole   min T  over engines and 0/1 assignments of single trajectories to single engines
 
-At prices p of an engine of each kind, trajectory i costs at least pi_i = min over its allowed kinds of p_k load_s[k, i] / T per
-second of rollout, on any engine. Hence p . engines >= (sum of pi_i) / T for every layout: a cut, which holds for the trajectories
-themselves. The classes only suggest p: they join trajectories with similar *ratios* of loads, which is exact for a fluid program.
+At engine prices p, trajectory i costs at least pi_i = min over its allowed kinds of p_k load_s[k,
+i] / T per second of rollout. Hence p . engines >= (sum of pi_i) / T for every layout: a cut that
+holds for single trajectories. Classes only suggest p: they join trajectories with similar load
+*ratios*, which is exact for a fluid program.
 """
 
 from __future__ import annotations
@@ -26,41 +29,41 @@ from libra.errors import PlanError
 from libra.planner.planning_problem import Floats, Ints, Problem
 
 MAX_NODES = 500
-"""Nodes of the program that chooses engines for classes: its solution suggests prices, and is not a bound."""
+"""Node limit of the program that chooses engines for classes, whose result is no bound."""
 WHOLE_LIMIT_S = 20.0
-"""Seconds after which HiGHS gives its best assignment of whole trajectories so far, if it has one."""
+"""Time limit of HiGHS for whole trajectories; its best assignment so far is used, if any."""
 RATIO_SPREAD = 2e-4
-"""Smallest width of a class, in the logarithm of its ratios."""
+"""Minimum width of a class, in the logarithm of its load ratios."""
 MAX_CLASSES = 100
-"""Classes of the program that chooses the engines. More classes improve the prices; the bounds hold with any number."""
+"""Classes in the program that chooses engines: more improve the prices; bounds hold with any number."""
 RATE_GAP = 1e-6
-"""Relative gap at which HiGHS stops; every bound taken from a program allows for it."""
+"""Relative gap at which HiGHS stops; bounds taken from a program allow for this gap."""
 
 
 class Pools(NamedTuple):
-    """Constraints on the engines of each kind (K,): GPUs of all together, and exact numbers of the degrees in ``fixed``."""
+    """Engine constraints by kind (K,): total GPUs, and exact counts of ``fixed`` degrees."""
 
     tp: Ints
     num_gpus: int
     fixed: Mapping[int, int]
 
     def rows(self, engines: Any) -> list[Any]:
-        """The constraints on a cvxpy expression ``engines`` (K,)."""
+        """The constraints on ``engines`` (K,), a cvxpy expression."""
         fixed = [(self.tp == tp).astype(float) @ engines == number for tp, number in self.fixed.items()]
         return [self.tp @ engines <= self.num_gpus, engines >= 0, *fixed]
 
 
 class Cut(NamedTuple):
-    """``price`` (K,) . engines >= ``due`` * u holds for every layout."""
+    """``price`` (K,) . engines >= ``due`` * u, which holds for every layout."""
 
     price: Floats
     due: float
 
 
 class Priced(NamedTuple):
-    """The solution over classes for given engines: a cut, and a kind for each trajectory (N,) that balances the engines.
+    """Class solution for given engines: a cut, and a balanced kind for each trajectory (N,).
 
-    ``binning_frac``: relative difference of the classes' time of these engines from the unbinned bound at the same prices.
+    ``binning_frac`` is the relative difference between the classes' time and the unbinned bound.
     """
 
     cut: Cut
@@ -69,13 +72,13 @@ class Priced(NamedTuple):
 
 
 def _solved(goal: Any, rows: list[Any], **options: Any) -> bool:
-    """Whether HiGHS proved its solution optimal; variables without a solution have no value. PlanError if it failed."""
+    """Whether HiGHS proved optimality; PlanError if it failed."""
     program = cp.Problem(goal, rows)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", UserWarning
-            )  # "may be inaccurate": a limit was reached, which callers expect
+            )  # "may be inaccurate": a limit was reached, which callers handle
             solve: Any = program.solve
             solve(solver=cp.HIGHS, **options)
     except cp.error.SolverError as error:
@@ -86,7 +89,7 @@ def _solved(goal: Any, rows: list[Any], **options: Any) -> bool:
 
 
 def _fluid(load: Floats, allowed: NDArray[np.bool_], engines: Any) -> tuple[Any, Any, list[Any]]:
-    """Rate, rates (K, C) and constraints of the fluid program; the first constraint is the engines' load."""
+    """Rate, rates (K, C) and constraints of the fluid program, the engines' load first."""
     rates, rate = cp.Variable(load.shape, nonneg=True), cp.Variable()
     shares = cp.sum(cp.multiply(allowed.astype(float), rates), axis=0) == rate
     return rate, rates, [cp.sum(cp.multiply(load, rates), axis=1) <= engines, shares]
@@ -94,9 +97,10 @@ def _fluid(load: Floats, allowed: NDArray[np.bool_], engines: Any) -> tuple[Any,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Classes:
-    """Trajectories grouped by the kinds they may run on within a threshold, and by ratio of loads.
+    """Trajectories grouped by the kinds allowed within a threshold and by load ratios.
 
-    ``load`` (K, N) is in the program's unit of time, 0 where not ``allowed``; ``class_load`` (K, C) sums it over each class.
+    ``load`` (K, N) is in the program's time unit, 0 where not ``allowed``; ``class_load`` (K, C)
+    sums it.
     """
 
     pools: Pools
@@ -108,7 +112,7 @@ class Classes:
 
     @classmethod
     def within(cls, problem: Problem, pools: Pools, theta_s: float, unit_s: float) -> Self | None:
-        """Classes for pairs that finish alone within ``theta_s``; None if some trajectory has no such pair."""
+        """Classes over pairs that finish alone within ``theta_s``; None if a trajectory has no such pair."""
         allowed = problem.least_s <= theta_s
         if not allowed.any(axis=0).all():
             return None
@@ -119,12 +123,12 @@ class Classes:
         return cls(pools, load, allowed, class_of, sums, allowed[:, first])
 
     def cut_at(self, price: Floats) -> Cut:
-        """The cut of these prices (K,), over the trajectories themselves."""
+        """Cut at these prices (K,), over single trajectories."""
         cost = np.where(self.allowed, price[:, None] * self.load, np.inf)
         return Cut(price, float(cost.min(axis=0).sum()))
 
     def first_cuts(self) -> list[Cut]:
-        """Cuts at the price of the GPUs: of all kinds, and of each set of kinds that is the only choice of some trajectories."""
+        """Cuts at GPU prices: over all kinds, and over the only kinds of some trajectories."""
         only = np.unique(self.class_allowed.T, axis=0)
         return [
             self.cut_at(self.pools.tp.astype(float)),
@@ -132,14 +136,14 @@ class Classes:
         ]
 
     def engines(self) -> Ints | None:
-        """Engines of each kind (K,) that suit the classes best; None if none do."""
+        """Best number of engines of each kind (K,) for the classes; None if infeasible."""
         engines = cp.Variable(len(self.pools.tp), integer=True)
         rate, _, rows = _fluid(self.class_load, self.class_allowed, engines)
         _solved(cp.Maximize(rate), rows + self.pools.rows(engines), mip_rel_gap=RATE_GAP * 10, mip_max_nodes=MAX_NODES)
         return None if rate.value is None or rate.value <= 0 else _whole(engines)
 
     def price(self, engines: Ints) -> Priced | None:
-        """Prices and a balanced assignment for these engines (K,); None if they cannot take every trajectory."""
+        """Prices and a balanced assignment for these engines (K,); None if infeasible."""
         have = engines > 0
         if not self.class_allowed[have].any(axis=0).all():
             return None
@@ -160,7 +164,7 @@ class Classes:
         return Priced(cut, abs(1 / (float(rate.value) * unbinned) - 1), self._apart(shares))
 
     def bound(self, cuts: Sequence[Cut]) -> tuple[float, Ints] | None:
-        """The largest rate that no cut excludes, an upper bound of every layout's, and engines (K,) that reach it."""
+        """Upper bound on the rate of every layout by all cuts, and engines (K,) that reach it."""
         engines, rate = cp.Variable(len(self.pools.tp), integer=True), cp.Variable()
         rows = [cut.price @ engines >= cut.due * rate for cut in cuts]
         _solved(cp.Maximize(rate), rows + self.pools.rows(engines), mip_rel_gap=RATE_GAP)
@@ -169,7 +173,7 @@ class Classes:
         return float(rate.value) * (1 + RATE_GAP), _whole(engines)
 
     def _apart(self, shares: Floats) -> Ints:
-        """A kind for each trajectory, so that about the shares (K, C) of each class's weight are on each kind."""
+        """A kind for each trajectory that approximates ``shares`` (K, C) of each class."""
         kinds = np.zeros(len(self.class_of), dtype=np.int64)
         for number, share in enumerate(shares.T):
             mine, on = np.flatnonzero(self.class_of == number), np.flatnonzero(share > 1e-9)
@@ -188,7 +192,7 @@ def _whole(engines: Any) -> Ints:
 
 
 def ratio_classes(load: Floats, allowed: NDArray[np.bool_]) -> Ints:
-    """Class of each trajectory (N,): one set of allowed kinds and similar ratios of loads, in about `MAX_CLASSES` classes."""
+    """(N,) class of each trajectory: equal allowed kinds, similar load ratios."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.where(allowed, np.log(np.maximum(load, 1e-300)), 0.0)
     ratios = np.where(allowed, logs - logs.sum(axis=0) / np.maximum(allowed.sum(axis=0), 1), 0.0)
@@ -202,7 +206,7 @@ def ratio_classes(load: Floats, allowed: NDArray[np.bool_]) -> Ints:
 
 
 class Whole(NamedTuple):
-    """Kind of each engine slot (E,), and slot of each trajectory (N,); ``proven``: optimal, else the best within the limit."""
+    """Kind of each engine slot (E,), slot of each trajectory (N,), and proof of optimality."""
 
     kind_of: Ints
     engine_of: Ints
@@ -210,7 +214,10 @@ class Whole(NamedTuple):
 
 
 def solve_whole(load: Floats, alone: Floats, pools: Pools, below: float) -> Whole | None:
-    """The best assignment of whole trajectories (K, N) to whole engines that ends before ``below``; None if there is none."""
+    """The best assignment of whole trajectories to engines that ends before ``below``, or None.
+
+    ``load`` and ``alone`` are (K, N).
+    """
     num_items, least = load.shape[1], np.maximum(load, alone)
     counts = [
         min(int(pools.num_gpus // tp), num_items) * bool((least[k] < below).any()) for k, tp in enumerate(pools.tp)
@@ -230,7 +237,7 @@ def solve_whole(load: Floats, alone: Floats, pools: Pools, below: float) -> Whol
         cp.sum(cp.multiply(np.where(allowed, load[kind_of], 0.0), on), axis=1) <= last,
         cp.sum(cp.multiply(np.where(allowed, least[kind_of], 0.0), on), axis=0) <= last,
         last <= below,
-        np.where(np.isin(tp, list(pools.fixed)), 0, tp) @ used <= free_gpus,  # fixed engines take theirs, used or not
+        np.where(np.isin(tp, list(pools.fixed)), 0, tp) @ used <= free_gpus,  # fixed engines count even if idle
         *((tp == degree).astype(float) @ used <= number for degree, number in pools.fixed.items() if degree in tp),
         *(used[j] <= used[j - 1] for j in np.flatnonzero(np.diff(kind_of, prepend=-1) == 0)),
     ]

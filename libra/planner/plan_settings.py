@@ -1,7 +1,9 @@
-"""Conversion between a plan and the settings that start it: training workers, engines, slots and micro-batches.
+"""Conversion between a plan and run settings: training workers, engines, slots and micro-batches.
 
-1. After `with_plan`, a configuration equals the plan in degrees, engines per degree, concurrency and training workers.
-2. A plan is for one model shape and one kind of hardware; `check_planned` refuses any other and names both.
+1. After `with_plan`, a configuration has the plan's degrees, engines per degree, concurrency and
+   training workers.
+2. A plan is for one model shape and one kind of hardware; `check_planned` refuses any other and
+   names both.
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ from libra.planner.search import Planner
 from libra.planner.snapshot import PlanningSnapshot
 
 CPU = "cpu"
-"""Name of hardware without a GPU: one rank of a worker counts as one GPU."""
+"""Hardware name without a GPU: each rank counts as one GPU."""
 ROUTED = "cmlfq"
-"""The policy that uses a plan's boundaries between degrees."""
+"""The policy that uses the plan's length boundaries between degrees."""
 LARGER_PAYS_FRAC = 0.02
-"""Share by which a larger micro-batch must shorten the optimizer step: smaller gains are within the cost model's error."""
+"""Minimum gain of a larger micro-batch: the cost model's error, as a share of the step."""
 SIZES = (1, 2, 4, 8)
-"""Factors on the configured micro-batch that are considered."""
+"""Tested multiples of the configured micro-batch."""
 
 
 def planned(snapshot: PlanningSnapshot, floor_tokens: int, *, may_grow: bool = True) -> tuple[Plan, int]:
-    """A plan, and the tokens of a micro-batch that go with it.
+    """A plan, and the tokens of its micro-batch.
 
-    A configured micro-batch that does not fit into the trainer's memory is halved until it does, down to ``floor_tokens``,
-    which a trajectory and a row take; a larger one that fits is used if it shortens the optimizer step, and if ``may_grow``
-    (False where the memory differs from the datasheet's). PlanError if nothing fits with any micro-batch.
+    A micro-batch that does not fit is halved down to ``floor_tokens``, the size of a trajectory and
+    a row. With ``may_grow`` (False if memory differs from the datasheet's), a larger one is used if
+    it fits and shortens the optimizer step. PlanError if no size fits.
     """
     configured, planner = snapshot.training.micro_batch_tokens, Planner()
 
@@ -57,7 +59,7 @@ def planned(snapshot: PlanningSnapshot, floor_tokens: int, *, may_grow: bool = T
 
 
 def _larger(snapshot: PlanningSnapshot, train_gpus: int) -> int:
-    """The configured micro-batch, or a larger one that the fullest GPU holds and that shortens the step."""
+    """The configured micro-batch, or a larger one that fits and shortens the step."""
     layout, tokens = snapshot.training, snapshot.trained_tokens
     sheet = replace(snapshot.gpu, gpus_per_node=snapshot.node_gpus)
     best, least_s = layout.micro_batch_tokens, None
@@ -70,8 +72,7 @@ def _larger(snapshot: PlanningSnapshot, train_gpus: int) -> int:
 
 
 def layout_of(plan: Plan, shape: ModelShape, micro_batch_tokens: int, gpu: str, rests_on: str) -> PlannedLayout:
-    """The part of a plan that a run needs in order to start it, on hardware ``gpu`` (`CPU` without a GPU); ``rests_on`` is the
-    source of the plan's seconds."""
+    """Settings of a plan for a start on ``gpu`` (or `CPU`); ``rests_on``: source of its seconds."""
     return PlannedLayout(
         model=shape.name,
         model_digest=shape_digest(shape),
@@ -90,7 +91,7 @@ def layout_of(plan: Plan, shape: ModelShape, micro_batch_tokens: int, gpu: str, 
 
 
 def with_plan(config: RunConfig, layout: PlannedLayout) -> RunConfig:
-    """``config`` with the settings that start ``layout``; ConfigError if they contradict other settings."""
+    """``config`` with the settings of ``layout``; ConfigError if they contradict other settings."""
     values = config.model_dump()
     engines = [{"tp": e.tp, "count": e.count, "slots": e.concurrency} for e in layout.engines]
     values["cluster"] |= {"train_workers": layout.train_gpus, "engines": engines, "rollout_workers": 1}
@@ -102,9 +103,9 @@ def with_plan(config: RunConfig, layout: PlannedLayout) -> RunConfig:
 
 
 def check_planned(layout: PlannedLayout, shape: ModelShape, gpu: str, num_gpus: int) -> None:
-    """PlanError if a plan is of another model than ``shape``, or of other hardware than ``num_gpus`` x ``gpu``.
+    """PlanError if a plan is for another model or other hardware (``num_gpus`` x ``gpu``).
 
-    Without a GPU (`CPU`) any number of ranks is accepted: they share the cores.
+    On `CPU`, any number of ranks is accepted: they share the cores.
     """
     again = "type libra plan CONFIG --write FILE for one that fits, or planner.planned=null to start these settings unplanned"
     if layout.model_digest != shape_digest(shape):
@@ -121,9 +122,9 @@ def check_planned(layout: PlannedLayout, shape: ModelShape, gpu: str, num_gpus: 
 
 
 def layout_lines(layout: PlannedLayout, policy: str = ROUTED) -> list[str]:
-    """The text of a plan that is started: the layout and its bottleneck, the source of its seconds, and the alternatives.
+    """Text of a started plan: layout, bottleneck, source of its seconds, and alternatives.
 
-    ``policy`` is `policy.name` of the run: only `ROUTED` uses the boundaries between degrees.
+    ``policy`` is the run's `policy.name`; only `ROUTED` uses the boundaries between degrees.
     """
     ranks = "ranks on CPU cores" if layout.gpu == CPU else f"x {layout.gpu}"
     starts = (0.0, *layout.boundaries_tokens)

@@ -1,24 +1,26 @@
-"""The planning problem in plain numbers: what each trajectory costs each kind of engine, and what a step costs the trainer.
+"""The planning problem in numbers: trajectory costs per kind of engine, and the trainer's step.
 
-The step that is planned is one batch: every trajectory of it is generated once, and trained on once. An engine of kind k
-that is given the set S of trajectories finishes after ``max(sum of load_s[k, S], max of alone_s[k, S])`` seconds: its
-capacity adds up, and no trajectory is faster than its own chain of generations and tool calls. The rollout ends when the
-last engine finishes.
+A planned step is one batch, generated and trained on once. An engine of kind k with the set S of
+trajectories finishes after ``max(sum of load_s[k, S], max of alone_s[k, S])`` seconds: loads add
+up, and no trajectory beats its own chain of generations and tool calls. The rollout ends with the
+last engine.
 
-    eta >= 1    steps overlap: step = max(rollout, training) + update      (Libra, arXiv:2606.03077 v2, with the weight update)
-    eta == 0    one after the other: step = rollout + training + update
+  eta >= 1   steps overlap:     step = max(rollout, training) + update  (Libra, arXiv:2606.03077 v2)
+  eta == 0   one after another: step = rollout + training + update
 
-At eta >= 1 a single training worker publishes beside its next step, which changes no weights before that
-(`libra.worker.training.publications`). Of the update only what exceeds the next step's training then counts, and engines wait for
-what is not published beside it; but ``eta + 1`` batches are under way at most: step >= (rollout + training + update) / (eta + 1).
+At eta >= 1, a single training worker publishes during its next step, before that step changes
+weights (`libra.worker.training.publications`). Only the part of the update that exceeds the next
+step's training then counts, and engines wait for the part outside it. At most ``eta + 1`` batches
+are in progress: step >= (rollout + training + update) / (eta + 1).
 
-1. Every array is float64 or int64, read-only, and finite but for ``inf``: this kind cannot take it.
-2. TP degrees divide one another and the node size. Then engines fit into whole nodes whenever their GPUs fit in number, if
-   training fills the partly filled node first: `libra.planner.engine_packing` builds that placement.
-3. `GpuSeconds` bounds the rollout's seconds on every number of GPUs, without binning. If the rollout is done after T seconds,
-   trajectory i ran on a kind k with ``least_s[k, i] <= T``, and took ``tp[k] load_s[k, i]`` GPU-seconds there, so that F T is at
-   least W(T) = sum over i of min over those k of tp[k] load_s[k, i], a falling step function. The smallest T with W(T) <= F T is
-   the linear relaxation over layouts and assignments.
+1. Every array is float64 or int64, read-only, and finite except ``inf`` for a kind that cannot run
+   a trajectory.
+2. TP degrees divide one another and the node size, so engines fit into nodes whenever their GPUs
+   fit in number (`libra.planner.engine_packing` places them).
+3. `GpuSeconds` bounds rollout on any number of GPUs, without binning. With rollout in T seconds,
+   trajectory i ran on a kind k with ``least_s[k, i] <= T`` and took ``tp[k] load_s[k, i]``
+   GPU-seconds; so F T >= W(T) = sum over i of min over those k of tp[k] load_s[k, i], a falling
+   step function. The smallest T with W(T) <= F T is the linear relaxation.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ Ints = NDArray[np.int64]
 
 
 class EngineClass(NamedTuple):
-    """An engine of ``tp`` GPUs that generates for at most ``concurrency`` trajectories at once."""
+    """An engine of ``tp`` GPUs that generates at most ``concurrency`` trajectories at once."""
 
     tp: int
     concurrency: int
@@ -51,20 +53,20 @@ class EngineClass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """K kinds of engines, N trajectories to place on them, and the trainer's step on M numbers of GPUs."""
+    """K kinds of engines, N trajectories to place, and the trainer's step on M numbers of GPUs."""
 
     num_gpus: int
     gpus_per_node: int  # the last node may be smaller
     kinds: tuple[EngineClass, ...]
-    load_s: Floats  # (K, N) engine-seconds on a full engine; loads of one engine add up; inf: it does not fit
-    alone_s: Floats  # (K, N) least seconds from first token to last tool return: a lower bound of the engine's time
-    train_gpus: Ints  # (M,) on which training can run, ascending
-    train_s: Floats  # (M,) of the optimizer step on each
+    load_s: Floats  # (K, N) engine-seconds on a full engine, which add up; inf: does not fit
+    alone_s: Floats  # (K, N) least seconds from first token to last tool return
+    train_gpus: Ints  # (M,) numbers of GPUs on which training can run, ascending
+    train_s: Floats  # (M,) seconds of the optimizer step
     eta: int = 1  # staleness bound; 0 is synchronous
-    update_s: float = 0.0  # from the end of a step until engines serve its weights, during which neither pool works
-    beside_s: float = 0.0  # of it, beside the next step if one GPU trains and eta is at least 1
+    update_s: float = 0.0  # from the end of a step until engines serve its weights; both pools wait
+    beside_s: float = 0.0  # part of ``update_s`` that overlaps the next step if one GPU trains and eta >= 1
     fixed_train_gpus: int | None = None
-    fixed_engines: Mapping[int, int] = field(default_factory=dict)  # exact number by TP degree; others are free
+    fixed_engines: Mapping[int, int] = field(default_factory=dict)  # exact count by TP degree; others are free
 
     def __post_init__(self) -> None:
         for name in ("load_s", "alone_s", "train_gpus", "train_s"):
@@ -76,7 +78,7 @@ class Problem:
 
     @property
     def num_trajectories(self) -> int:
-        """Trajectories of the batch (N)."""
+        """Trajectories of the batch, N."""
         return int(self.load_s.shape[1])
 
     @cached_property
@@ -86,24 +88,24 @@ class Problem:
 
     @cached_property
     def least_s(self) -> Floats:
-        """Minimum seconds of an engine of kind k that has trajectory i, (K, N): the larger of load and alone."""
+        """(K, N) least seconds of an engine of kind k with trajectory i: the larger of load and alone."""
         return np.maximum(self.load_s, self.alone_s)
 
     @cached_property
     def rollout_digest(self) -> str:
-        """Digest of everything the rollout side depends on: problems with equal digests share their rollout layouts."""
+        """Digest of all inputs of rollout: problems with equal digests share rollout layouts."""
         digest = hashlib.sha256(repr((self.kinds, sorted(self.fixed_engines.items()))).encode())
         digest.update(self.load_s.tobytes())
         digest.update(self.alone_s.tobytes())
         return digest.hexdigest()
 
     def beside(self, train_gpus: Ints | int) -> Floats:
-        """Seconds of an update that pass beside the next step, with these GPUs in training."""
+        """Seconds of an update that overlap the next step, with these GPUs in training."""
         alone = self.eta > 0 and self.beside_s > 0.0
         return np.where(np.asarray(train_gpus) == 1, self.beside_s if alone else 0.0, 0.0)
 
     def step_s(self, train_gpus: Ints | int, train_s: Floats | float, rollout_s: Floats | float) -> Floats:
-        """Seconds of a step from the seconds of its two sides; arrays of one shape, or numbers."""
+        """Step seconds from training and rollout seconds; numbers, or arrays of one shape."""
         if not self.eta:
             return np.asarray(np.add(rollout_s, train_s) + self.update_s)
         beside_s = self.beside(train_gpus)
@@ -113,7 +115,7 @@ class Problem:
         return np.asarray(np.maximum(np.maximum(trainer_s, engines_s), chain_s))
 
     def enough_s(self, train_gpus: int, train_s: float) -> float:
-        """Seconds of rollout below which a step is not shorter."""
+        """Rollout seconds below which the step gets no shorter."""
         if not self.eta:
             return 0.0
         beside_s = float(self.beside(train_gpus))
@@ -121,7 +123,7 @@ class Problem:
         return max(0.0, min(max(train_s, beside_s), (self.eta + 1) * trainer_s - train_s - self.update_s))
 
     def most_s(self, train_gpus: int, train_s: float, step_s: float) -> float:
-        """Seconds of rollout from which a step takes ``step_s`` or longer."""
+        """Rollout seconds from which a step takes at least ``step_s``."""
         if not self.eta:
             return step_s - self.update_s - train_s
         engines_s = step_s - self.update_s + float(self.beside(train_gpus))
@@ -148,9 +150,9 @@ def _check_degrees(problem: Problem) -> None:
 
 
 def splits_of(problem: Problem) -> Ints:
-    """Indices into ``Problem.train_gpus`` of the splits that may be chosen, ascending.
+    """Ascending indices into ``Problem.train_gpus`` of the possible splits.
 
-    PlanError if there is none: the message names the constraint to relax, and by how much.
+    PlanError if there is none; the message names the constraint to relax, and by how much.
     """
     takes = np.isfinite(problem.least_s)
     smallest = int(np.where(takes, problem.tp[:, None], problem.gpus_per_node).min(axis=0).max())
@@ -200,17 +202,17 @@ def splits_of(problem: Problem) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class GpuSeconds:
-    """W as steps: from ``at_s[j]`` on (until the next), at least ``gpu_s[j]`` GPU-seconds are needed. Before ``at_s[0]`` no
-    number is enough.
+    """W as steps: from ``at_s[j]`` until the next, at least ``gpu_s[j]`` GPU-seconds are needed.
 
-    ``at_s[0]`` is the longest trajectory's least time on its fastest kind: no number of GPUs is faster.
+    Before ``at_s[0]``, the least time of the longest trajectory on its fastest kind, no number of
+    GPUs suffices.
     """
 
     at_s: Floats
     gpu_s: Floats
 
     def lower_s(self, num_gpus: Ints) -> Floats:
-        """Lower bound of the rollout's seconds on each of ``num_gpus`` GPUs, any shape; ``inf`` on none."""
+        """Lower bound on rollout seconds for each of ``num_gpus``, of that shape; ``inf`` for 0 GPUs."""
         enough = self.gpu_s / np.maximum(self.at_s, 1e-300)  # GPUs that finish W(at_s) in time; falls with j
         first = np.searchsorted(-enough, -np.asarray(num_gpus, dtype=np.float64), side="left")
         before = self.gpu_s[np.maximum(first - 1, 0)] / np.maximum(num_gpus, 1e-300)

@@ -1,22 +1,20 @@
-"""Whether the gain of a better arrangement exceeds the cost of the change, after each iteration, from
-this run's own measurements: a pure decision with all its numbers, and bounded flapping.
+"""The decision, after each iteration, whether a better arrangement is worth its change. Pure.
 
-Options are (hybrids that train) x (engines of two workers of a node) x (slots), each predicted for the
-last batch (`libra.planner.arrangement_forecast`).
+Options are trainers x engines of two workers x slots, predicted for the last batch by
+`libra.planner.arrangement_forecast`. Deviates from Libra's code, which compares an assumed cost
+with one iteration's gain and has a cooldown of one iteration. The memory rule follows EARL
+(arXiv:2510.05943, parallelism selector), whose table depends on context length alone; here
+concurrency counts too.
 
-1. An option that would run out of KV memory is not chosen. If the present arrangement would, in an
-   iteration that a change can still affect, it is replaced at once, regardless of gain and cost.
-2. Else an option is accepted only if its gain over the remaining iterations exceeds the mean measured
-   cost of past changes by ``cost_factor``, and its gain per step exceeds ``least_gain_frac``.
-3. It must win ``confirmations`` comparisons in a row, and ``rest_iterations`` must have passed since the
-   last change: in n iterations at most 1 + n / max(confirmations, rest) changes, however the metrics change.
-4. Every comparison is a `libra.facts.PlanConsidered`, accepted or not. A change that would pay off but
-   is not possible is named (`SplitDecision.blocked`). No clock, no I/O.
-
-Differs from the published code of Libra, which compares the cost of a change with one iteration's gain,
-assumes that cost instead of measuring it, and has a cooldown of one iteration. The memory rule is that
-of EARL (arXiv:2510.05943, the parallelism selector), which looks rates up in a table measured before the
-run and chooses a degree by context length alone; here concurrency counts as much as length.
+1. An option that would run out of KV is never chosen; if the present arrangement would in the first
+   iteration that a change can affect, it is replaced at once, whatever gain and cost.
+2. Otherwise an option is accepted only if its gain over the remaining iterations exceeds
+   ``cost_factor`` times the mean measured cost of such changes, and its gain per step exceeds
+   ``least_gain_frac``.
+3. An option must win ``confirmations`` comparisons in a row, ``rest_iterations`` after the last
+   change, so that n iterations have at most 1 + n / max(confirmations, rest) changes.
+4. Every comparison is recorded as `libra.facts.PlanConsidered`, and useful but impossible changes
+   in `SplitDecision.blocked`.
 """
 
 from __future__ import annotations
@@ -41,23 +39,25 @@ from libra.planner.cost import TrajectoryTotals
 from libra.planner.step_forecast import ExpectedStep, StepForecast, TrainingForecast
 
 RAISED_DEMAND = 0.75
-"""Share up to which an engine may get more slots; below `MAX_DEMAND` (hysteresis)."""
+"""Maximum KV share of an engine after a slot increase; below `MAX_DEMAND` for hysteresis."""
 WATCHED = 8
-"""Number of iterations whose mean contexts give the trend."""
+"""Iterations whose mean contexts give the trend."""
 MIXED_MARGIN_FRAC = 0.25
-"""Share of a step that engines of several TP degrees must gain over engines of one degree.
+"""Extra gain, as a share of a step, required of engines with mixed TP degrees.
 
-A prediction places trajectories by lengths that it knows; a run places them before it knows the lengths,
-which costs nothing if engines are alike."""
+Predictions place trajectories by known lengths, which a run does not have; with equal engines that
+costs nothing.
+"""
 
 
 @dataclass(slots=True)
 class Replanner:
-    """Compares layouts with the present one; keeps the cost of changes and how often an option has won.
+    """Compares layouts with the present one; keeps costs of changes and the winning streak.
 
-    ``first_cost_s`` is assumed until a change of a kind was measured: 10.8 s from training to rollout and 8.0 s back (Libra,
-    arXiv:2606.03077 v2); the first change of slots is assumed to cost nothing. ``least_gain_frac`` is the least gain per step, as a
-    share of it, ``cost_factor`` the least gain over the remaining iterations, as a multiple of the cost.
+    ``first_cost_s`` is assumed until a change of its kind was measured: 10.8 s from training to
+    rollout and 8.0 s back (Libra, arXiv:2606.03077 v2); a first change of slots costs nothing.
+    ``least_gain_frac`` is the least gain per step, as its share; ``cost_factor`` the least gain
+    over the remaining iterations, as a multiple of the cost.
     """
 
     first_cost_s: float = 18.8
@@ -70,7 +70,7 @@ class Replanner:
     last_change: int | None = None
 
     def cost_s(self, kinds: Collection[str] = (ROLES,)) -> float:
-        """Expected cost of a change of these kinds: for each the mean of past ones, or the assumption for the first."""
+        """Expected seconds of a change: for each kind the mean past cost, or the assumption."""
         assumed = {SLOTS: 0.0}
         return sum(
             statistics.fmean(self.costs_s[kind]) if self.costs_s.get(kind) else assumed.get(kind, self.first_cost_s)
@@ -78,7 +78,7 @@ class Replanner:
         )
 
     def changed(self, cost_s: float, kind: str = ROLES) -> None:
-        """Record what the last accepted change of a kind cost, in seconds of the run."""
+        """Record the cost of the last accepted change of a kind, in seconds."""
         self.costs_s.setdefault(kind, []).append(cost_s)
 
     def weigh(
@@ -87,8 +87,9 @@ class Replanner:
     ) -> PlanConsidered:  # fmt: skip
         """Compare a layout with the present one; iterations rise from call to call.
 
-        Both steps are predicted by one model. Without ``kinds`` of change it is the present layout. A ``decisive`` reason
-        accepts it regardless of gain and cost. The caller adds the seconds of the iteration, and its contexts.
+        One model must predict both steps. Empty ``kinds`` means the present layout. A ``decisive``
+        reason accepts the layout whatever gain and cost. The caller adds the iteration's seconds
+        and contexts.
         """
         cost_s = self.cost_s(kinds or (ROLES,))
         gain_s = (current_step_s - step_s) * remaining
@@ -124,7 +125,7 @@ class Replanner:
 
 @dataclass(frozen=True, slots=True)
 class ContextTrend:
-    """Mean context at the end of an iteration's trajectories, extrapolated by a line through the last ones."""
+    """Linear trend of the mean context at the end of recent iterations' trajectories."""
 
     means: tuple[tuple[int, float], ...] = ()
 
@@ -133,7 +134,7 @@ class ContextTrend:
         return ContextTrend((*self.means, (iteration, mean_tokens))[-WATCHED:])
 
     def expected(self, iteration: int) -> float:
-        """Mean context expected of a later iteration, never less than the last one; 0: unknown."""
+        """Expected mean context of a later iteration, never below the last one; 0 if unknown."""
         if not self.means:
             return 0.0
         last = self.means[-1][1]
@@ -145,9 +146,9 @@ class ContextTrend:
 
 
 def oom_safe(now: ArrangementScore, options: Sequence[ArrangementScore]) -> ArrangementScore | None:
-    """The option to change to because ``now`` would run out of memory; None if it would not, or none needs less.
+    """The option that avoids running out of KV; None if ``now`` is safe, or no option needs less.
 
-    The fastest below `MAX_DEMAND`; if there is none, the one with the least demand.
+    The fastest option below `MAX_DEMAND`; without one, the option with the least demand.
     """
     if now.kv_demand <= MAX_DEMAND:
         return None
@@ -160,20 +161,21 @@ def oom_safe(now: ArrangementScore, options: Sequence[ArrangementScore]) -> Arra
 
 @dataclass(frozen=True, slots=True)
 class SplitDecision:
-    """A decision after an iteration; if nothing was accepted, ``chosen`` equals ``now`` and ``kinds`` is empty."""
+    """Decision after an iteration; without a change, ``chosen`` is ``now`` and ``kinds`` empty."""
 
-    considered: PlanConsidered  # without the seconds of the iteration and its contexts
+    considered: PlanConsidered  # without the iteration's seconds and contexts
     now: ArrangementScore
     chosen: ArrangementScore
-    context_tokens: float  # mean expected of the first iteration that a change made now can affect
+    context_tokens: float  # expected mean for the first iteration that this decision can affect
     kinds: tuple[str, ...]
-    boundaries_tokens: Mapping[str, float]  # of each degree except the largest; empty for one, or unknown lengths
-    blocked: tuple[tuple[ArrangementScore, float], ...]  # not possible, with the share of the step that they would gain
+    boundaries_tokens: Mapping[str, float]  # by degree, without the largest; empty if undefined
+    blocked: tuple[tuple[ArrangementScore, float], ...]  # impossible options, with their gain
 
     def facts(self, predicted_step_s: float | None, realised_step_s: float) -> tuple[Fact, ...]:
         """``plan_considered`` and, if accepted, ``plan_accepted``.
 
-        ``predicted_step_s`` was predicted before the iteration that took ``realised_step_s`` (None without a prediction).
+        ``predicted_step_s`` is the earlier prediction for the iteration that took
+        ``realised_step_s``, or None.
         """
         considered = replace(
             self.considered, predicted_step_s=predicted_step_s, realised_step_s=realised_step_s,
@@ -190,7 +192,7 @@ class SplitDecision:
 
 @dataclass(slots=True)
 class ArrangementLoop:
-    """The state of replanning between iterations."""
+    """State of replanning between iterations."""
 
     run: RunFacts
     replanner: Replanner = field(default_factory=Replanner)
@@ -198,19 +200,19 @@ class ArrangementLoop:
     trend: ContextTrend = field(default_factory=ContextTrend)
 
     def learn(self, ended: EndedIteration, replicas: int, train_s: float) -> None:
-        """Learn from the optimizer step of an iteration on ``replicas`` replicas."""
+        """Record the optimizer step of an iteration on ``replicas`` replicas."""
         self.trainings = self.trainings.after(ended.batch.trained_tokens, replicas, train_s)
 
     def learn_contexts(self, iteration: int, lengths: TrajectoryTotals | None) -> None:
-        """Learn the contexts that an iteration reached."""
+        """Record the final contexts of an iteration."""
         if lengths is not None:
             self.trend = self.trend.after(iteration, float(lengths.final_context_tokens.mean()))
 
     def weigh(self, forecast: StepForecast, ended: EndedIteration) -> SplitDecision | None:
-        """Compare every other arrangement with the present one; None while the present one's step cannot be predicted.
+        """Compare all arrangements with the present one; None while its step is unpredictable.
 
-        ``forecast`` has the iteration that ended. If memory decides, its seconds replace a step that cannot
-        be predicted yet.
+        ``forecast`` includes the ended iteration. If KV memory decides, measured step time replaces
+        a missing prediction.
         """
         context = self.expected_context(ended.iteration)
         judge = ArrangementForecast(self.run, ended, forecast, self.trainings, context)
@@ -236,22 +238,21 @@ class ArrangementLoop:
         return SplitDecision(considered, now, chosen, context, kinds, judge.boundaries(chosen.arrangement), impossible)
 
     def expected(self, forecast: StepForecast, ended: EndedIteration, option: Arrangement) -> ExpectedStep | None:
-        """The step of the batch in an arrangement, from the present facts about the workers; None if it cannot be
-        predicted."""
+        """Predicted step of the batch in an arrangement of the present workers, or None."""
         names = {seat.name for seat in ended.seats}
         if not {name for engine in option.engines for name in engine.workers} <= names:
-            return None  # one of its workers has left
+            return None  # a worker of this arrangement has left
         context = float(ended.lengths.final_context_tokens.mean()) if ended.lengths is not None else 0.0
         return ArrangementForecast(self.run, ended, forecast, self.trainings, context).expected(option)
 
     def expected_context(self, iteration: int) -> float:
-        """Mean context of the last iteration that may begin before a change made after ``iteration`` takes hold."""
+        """Mean context of the last iteration that may start before a change takes effect."""
         return min(self.trend.expected(iteration + 2 + self.run.overlap_steps), float(self.run.max_context_tokens))
 
     def _best(
         self, now: ArrangementScore, options: Sequence[ArrangementScore], context: float, iteration: int
     ) -> tuple[ArrangementScore, str]:
-        """The option to compare, and the reason to accept it regardless of gain; empty: there is none."""
+        """The option to compare, and the reason to accept it whatever its gain (empty: none)."""
         if (safe := oom_safe(now, options)) is not None:
             return safe, (
                 f"KV memory: {now.arrangement.shown} would need {now.kv_demand:.2f} of its KV at the {context:,.0f} tokens of "
@@ -273,7 +274,7 @@ class ArrangementLoop:
     def _impossible(
         self, judge: ArrangementForecast, now: ArrangementScore, best: ArrangementScore
     ) -> Iterator[tuple[ArrangementScore, float]]:
-        """Blocked arrangements that gain more than required over the best possible one, or hold contexts that it does not."""
+        """Blocked options that gain clearly more than the best one, or fit where it does not."""
         for option in map(judge.score, blocked(judge.ended.seats, self.run.may_have)):
             helps = best.kv_demand > MAX_DEMAND and option.kv_demand < best.kv_demand
             known = now.expected is not None and option.expected is not None

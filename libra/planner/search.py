@@ -1,23 +1,19 @@
-"""The split between training and rollout, and the rollout's layout on each number of GPUs, exactly.
+"""Search over splits between training and rollout, and rollout layouts on each number of GPUs.
 
-The outer search is best first over the trainer's GPU counts, by proven bounds:
+The outer search is best first over the trainer's GPU counts. A layout tries the closed-form bound
+of `libra.planner.planning_problem`, then the fluid program over classes, whose prices give cuts for
+single trajectories, then, for few trajectories, the program over single ones. Allowing only kinds
+that finish within theta makes programs linear: the best time is at least min(theta, the program's
+time), and a few rounds of lower theta reach it.
 
-1. Every split whose bound is below the best step found has been solved when the search ends, so that
-   ``lower_s`` holds for every split, every layout and every assignment of whole trajectories.
-2. ``lower_s <= step_s``; the search ends when they differ by at most ``gap_frac``, or when no other split
-   can be proven better.
-
-The layout on F GPUs comes with a proven bound:
-
-3. ``lower_s`` holds for every layout and every assignment of individual trajectories, without binning.
+1. Every split whose bound is below the best step has been solved at the end, so that ``lower_s``
+   holds for every split, layout and assignment of whole trajectories.
+2. ``lower_s <= step_s``; the search ends within ``gap_frac``, or when no other split can be proven
+   better.
+3. The ``lower_s`` of a layout on F GPUs holds for every layout and assignment of single
+   trajectories, without binning.
 4. ``layout`` places whole trajectories on whole engines; ``time_s >= lower_s``.
-5. Each F is solved once (`Rollouts` is the memo), and a bound at F holds for every smaller one.
-
-In order of cost: the closed-form bound of `libra.planner.planning_problem` and a layout that meets it; else
-the fluid program over classes, whose prices become cuts that hold for the unbinned trajectories; else, if
-there are few, the program over single trajectories. The threshold "only kinds that finish within theta"
-makes the programs linear: the best time is at least min(theta, the program's time), and lowering theta to
-it takes only a few rounds.
+5. Each F is solved once (`Rollouts` is the memo), and a bound at F holds for every smaller number.
 """
 
 from __future__ import annotations
@@ -32,30 +28,30 @@ from libra.planner.engine_packing import Placement, improved, pack, placement_of
 from libra.planner.planning_problem import Floats, GpuSeconds, Ints, Problem, gpu_seconds, splits_of
 
 MAX_ROUNDS = 4
-"""Maximum cuts per threshold before the remaining gap is reported."""
+"""Maximum cuts per threshold; the remaining gap is reported."""
 MAX_THRESHOLDS = 8
 """Thresholds tried per number of GPUs."""
 WHOLE_CELLS = 300
-"""Trajectories x engines up to which single trajectories are assigned by a program: above it, a program takes minutes."""
+"""Maximum trajectories x engines for the program over single trajectories."""
 GAP_FRAC = 5e-4
-"""Default gap at which a search stops: half of the 0.1 % that a plan promises."""
+"""Default gap at which a search stops: half of the 0.1 % that plans promise."""
 
 
 @dataclass(slots=True)
 class RolloutLayout:
-    """The best layout found on ``num_gpus`` GPUs, and the proven bound: no layout is faster than ``lower_s``."""
+    """The best layout found on ``num_gpus`` GPUs; no layout is faster than the proven ``lower_s``."""
 
     problem: Problem
     bound: GpuSeconds
     gap_frac: float
     num_gpus: int
     lower_s: float
-    layout: Placement | None = None  # None: nothing satisfies the fixed parts
-    time_s: float = np.inf  # of the layout
-    binning_frac: float = 0.0  # largest difference of the program over classes from its unbinned bound at one layout
+    layout: Placement | None = None  # None: no layout satisfies the fixed engines
+    time_s: float = np.inf  # of ``layout``
+    binning_frac: float = 0.0  # largest relative error of the class program against its unbinned bound
     num_programs: int = 0
-    enough_s: float = 0.0  # a shorter time has no benefit
-    hopeless_s: float = np.inf  # the search stops when the bound passes it
+    enough_s: float = 0.0  # a shorter rollout does not shorten the step
+    hopeless_s: float = np.inf  # the search stops when the bound exceeds this
 
     def offer(self, layout: Placement | None) -> None:
         """Keep a layout if it is faster than the best so far."""
@@ -63,21 +59,21 @@ class RolloutLayout:
             self.layout, self.time_s = layout, layout.time_s
 
     def prove(self, lower_s: float) -> None:
-        """Record a bound; rounding never raises it above an existing layout."""
+        """Record a bound; rounding never raises it above the time of a known layout."""
         self.lower_s = max(self.lower_s, min(lower_s, self.time_s))
 
     @property
     def goal_s(self) -> float:
-        """A layout this fast ends the search."""
+        """Layout time that ends the search."""
         return max(self.enough_s, self.lower_s * (1 + self.gap_frac))
 
     @property
     def done(self) -> bool:
-        """Whether the gap is small enough, or the bound hopeless."""
+        """Whether the gap is small enough, or the bound exceeds ``hopeless_s``."""
         return self.time_s <= self.goal_s or self.lower_s >= self.hopeless_s
 
     def improve(self) -> None:
-        """Search until `done`, by packing, programs over classes, and the program over single trajectories."""
+        """Search until `done`: packing, programs over classes, the program over single trajectories."""
         if not self.done and not self.problem.fixed_engines:
             self._pack()
         if not self.done:
@@ -104,8 +100,8 @@ class RolloutLayout:
             self.offer(improved(self.problem, self.layout, self.goal_s, max_changes=100))
 
     def _programs(self) -> None:
-        """A layout that finishes in T uses only pairs that finish alone within T, so that for every theta its T is at least
-        min(theta, best time over pairs done within theta); theta rises until the two meet."""
+        """For every theta, T >= min(theta, best time over pairs within theta); theta rises until
+        they meet."""
         theta_s = max(self.goal_s, float(self.bound.at_s[0]))
         longest_s = float(self.problem.least_s[np.isfinite(self.problem.least_s)].max())
         for _ in range(MAX_THRESHOLDS):
@@ -117,7 +113,7 @@ class RolloutLayout:
             theta_s = min(longest_s, value_s, max(theta_s * 2, self.time_s if self.layout else 0.0))
 
     def _within(self, theta_s: float) -> float:
-        """A lower bound of every layout that uses only pairs that finish alone within ``theta_s``; offers the layouts it finds."""
+        """Lower bound over pairs that finish alone within ``theta_s``; offers the layouts that it finds."""
         from libra.planner.integer_programs import Classes, Pools
 
         pools, unit_s = Pools(self.problem.tp, self.num_gpus, self.problem.fixed_engines), max(self.lower_s, 1e-9)
@@ -156,9 +152,9 @@ class RolloutLayout:
         whole = solve_whole(problem.load_s / unit_s, problem.alone_s / unit_s, pools, below)
         if whole is None:
             return
-        slots, engine_of = np.unique(whole.engine_of, return_inverse=True)  # without slots that have no trajectory
+        slots, engine_of = np.unique(whole.engine_of, return_inverse=True)  # drop slots without trajectories
         kinds = whole.kind_of[slots].tolist()
-        for degree, number in problem.fixed_engines.items():  # with the fixed engines that are idle
+        for degree, number in problem.fixed_engines.items():  # add fixed engines that are idle
             kind = int(np.flatnonzero(problem.tp == degree)[0])
             kinds += [kind] * (number - int((problem.tp[kinds] == degree).sum()))
         self.offer(placement_of(problem, np.array(kinds, dtype=np.int64), engine_of.reshape(-1)))
@@ -167,7 +163,7 @@ class RolloutLayout:
 
 
 class Rollouts:
-    """Memo of rollout layouts of one problem by number of GPUs; a layout within ``gap_frac`` of its bound is good enough."""
+    """Memo of rollout layouts by number of GPUs, each solved to within ``gap_frac`` of its bound."""
 
     def __init__(self, problem: Problem, gap_frac: float) -> None:
         self.problem, self.gap_frac, self.bound = problem, gap_frac, gpu_seconds(problem)
@@ -179,14 +175,14 @@ class Rollouts:
         return sum(layout.num_programs for layout in self.found.values())
 
     def lower_s(self, num_gpus: Ints) -> Floats:
-        """Best bound known for each of ``num_gpus``: in closed form, and from searches on more GPUs."""
+        """Best known bound for each of ``num_gpus``: the closed form, and searches on more GPUs."""
         bound = self.bound.lower_s(num_gpus)
         for known in self.found.values():
             bound = np.maximum(bound, np.where(num_gpus <= known.num_gpus, known.lower_s, 0.0))
         return bound
 
     def solve(self, num_gpus: int, enough_s: float, hopeless_s: float) -> RolloutLayout:
-        """The fastest layout on ``num_gpus`` GPUs; see `RolloutLayout` for ``enough_s`` and ``hopeless_s``."""
+        """The fastest layout on ``num_gpus`` GPUs; ``enough_s`` and ``hopeless_s`` as in `RolloutLayout`."""
         state = self.found.get(num_gpus)
         if state is None:
             lower_s = float(self.lower_s(np.array([num_gpus]))[0])
@@ -202,31 +198,31 @@ class Found:
 
     train_gpus: int
     rollout_gpus: int
-    layout: Placement  # it may use fewer than ``rollout_gpus``: the rest would gain nothing
+    layout: Placement  # may use fewer than ``rollout_gpus`` if more gain nothing
     train_s: float
     rollout_s: float
     step_s: float
     lower_s: float  # no plan has a shorter step
-    longest_s: float  # the longest trajectory alone on its best kind: no number of GPUs makes the rollout shorter
-    binning_frac: float  # largest error of the programs over classes, against the trajectories themselves
+    longest_s: float  # longest trajectory alone on its best kind: no number of GPUs is faster
+    binning_frac: float  # largest error of the class programs against single trajectories
     num_splits: int  # solved
     num_programs: int  # integer and linear programs solved
 
     @property
     def gap_frac(self) -> float:
-        """Proven: the best step of all is at most this much shorter, relatively."""
+        """Proven relative gap: the optimum is at most this much shorter."""
         return self.step_s / self.lower_s - 1 if self.lower_s > 0 else float("inf")
 
 
 @dataclass(slots=True)
 class Planner:
-    """Searches with a memo of the rollout layouts of the last workloads; a step within ``gap_frac`` of its bound is good enough."""
+    """A search to within ``gap_frac`` of the bound, with rollout layouts of recent workloads in a memo."""
 
     gap_frac: float = GAP_FRAC
     memo: dict[str, Rollouts] = field(default_factory=dict)
 
     def search(self, problem: Problem) -> Found:
-        """The best split and layout; PlanError, which names the constraint, if nothing fits."""
+        """The best split and layout; PlanError names the constraint if nothing fits."""
         splits, digest = splits_of(problem), problem.rollout_digest
         if digest not in self.memo:
             self.memo = {**dict(list(self.memo.items())[-7:]), digest: Rollouts(problem, self.gap_frac)}
@@ -234,7 +230,7 @@ class Planner:
 
 
 def search(problem: Problem, gap_frac: float = GAP_FRAC) -> Found:
-    """The best split and layout of a problem, within ``gap_frac`` of the proven bound if that can be proven."""
+    """The best split and layout, within ``gap_frac`` of the bound if provable."""
     return Planner(gap_frac).search(problem)
 
 

@@ -1,12 +1,10 @@
-"""Services with models in a plan: where they compute, as `libra.cluster.local` starts them, and what they take there.
+"""Services with models in a plan: where they compute, and their cost.
 
-Rewards and tools ask services on the tool workers. A teacher (``distil.teacher``) is a service with
-function ``teach`` on the first of them, or has a worker and a GPU of its own. The tool workers have a GPU
-if engines and training leave one, else they share a training worker's; on CPU cores they take theirs,
-for which no rank is counted.
-
-A plan assumes that each service is asked once for each trajectory of a batch, about all of its tokens. Restoring weights that
-others evicted takes no time.
+Rewards and tools call services on tool workers. A teacher (``distil.teacher``) is a service with
+function ``teach`` on the first tool worker, or has a worker and GPU of its own. Tool workers have a
+GPU if engines and training leave one, else share a training worker's; on CPU cores no rank is
+counted for them. A plan assumes one call per service and trajectory over all its tokens, and
+instant restores of evicted weights.
 """
 
 from __future__ import annotations
@@ -20,65 +18,64 @@ from libra.planner.cost import Layout, TrajectoryTotals
 from libra.planner.cost.training_cost import sequences_s
 
 PASSES = {"judge": 2, "logprob": 1, "score": 1, "embed": 1, "teach": 1}
-"""Passes over a trajectory of each function of Libra's. Of a user's own nothing is known."""
+"""Forward passes over a trajectory of each of Libra's service functions; unknown for users' own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceModel:
     """One service with a model."""
 
-    name: str  # empty: a teacher with a worker of its own
+    name: str  # empty: a teacher with its own worker
     shape: ModelShape
-    passes: int = 1  # forward passes of an answer; 0 if unknown
+    passes: int = 1  # forward passes per answer; 0 if unknown
     weight_bytes: int = 2
-    waits: bool = True  # a trajectory has no reward, or no scores, before it has answered
+    waits: bool = True  # whether reward or teacher scores of a trajectory wait for its answer
 
     @property
     def num_bytes(self) -> float:
-        """Of its weights."""
+        """Bytes of the model's weights."""
         return float(self.shape.num_params * self.weight_bytes)
 
     def batch_s(self, gpu: GPU, workload: TrajectoryTotals, training: Layout) -> float:
-        """Seconds of its device for the trajectories of a batch."""
+        """Device seconds for the trajectories of a batch."""
         return self.passes * float(sequences_s(gpu, self.shape, workload.final_context_tokens, training).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceModels:
-    """The services of a run that have models: those that rewards and tools ask, and a teacher."""
+    """A run's services with models: those that rewards and tools call, and the teacher."""
 
     models: tuple[ServiceModel, ...] = ()
     teacher: ServiceModel | None = None
-    room_bytes: float | None = None  # of weights on the device of one worker (``services.device_gib``, if configured)
-    workers: int = 1  # tool workers that share the device, each with copies of its own
-    of_others: int = 2  # the fewest GPUs that engines, training and a teacher of its own take
+    room_bytes: float | None = None  # for weights on one worker's device (``services.device_gib``, if configured)
+    workers: int = 1  # tool workers that share the device, each with its own copies
+    of_others: int = 2  # fewest GPUs for engines, training and a teacher with its own worker
     on_cores: bool = False
 
     @property
     def teaches(self) -> bool:
-        """Whether the teacher shares the device of the others."""
+        """Whether the teacher shares the device of the other services."""
         return self.teacher is not None and bool(self.teacher.name)
 
     def place(self, num_gpus: int) -> Place:
-        """Where they compute in a run on ``num_gpus`` GPUs, or ranks."""
+        """Where the services compute in a run on ``num_gpus`` GPUs (or ranks)."""
         return place_of_services(num_gpus, self.of_others, on_cores=self.on_cores) or Place.TRAINING
 
     def gpus(self, num_gpus: int) -> tuple[int, int]:
-        """GPUs that a teacher takes from engines and training, and those that the others take beside it."""
+        """GPUs that a teacher takes from engines and training, and those of other services."""
         shared = self.place(num_gpus).gpus
         if self.teaches:
             return shared, 0
         return int(self.teacher is not None), shared if self.models else 0
 
     def resident_bytes(self) -> float:
-        """The most that weights take of the device; a teacher's are on the first worker alone."""
+        """Maximum bytes of weights on the device; a teacher's are on the first worker only."""
         room, mine = self.room_bytes or float("inf"), sum(model.num_bytes for model in self.models)
         taught = self.teacher.num_bytes if self.teacher is not None and self.teaches else 0.0
         return min(room, mine + taught) + (self.workers - 1) * min(room, mine)
 
     def check(self, gpu: GPU, num_gpus: int) -> None:
-        """PlanError if a model does not fit into its room, all that may be there do not fit on the device, or a teacher
-        of its own takes one GPU too many."""
+        """PlanError if a model or all models exceed their memory, or a teacher needs a GPU too many."""
         place, many = self.place(num_gpus), self.workers > 1
         if self.teacher is not None:
             self._check_teacher(self.teacher, gpu, num_gpus, on_gpu=not self.teaches or place is not Place.CORES)
@@ -130,7 +127,7 @@ class ServiceModels:
             )
 
     def teacher_on(self, num_gpus: int) -> str:
-        """Where the teacher computes, and what a plan assumes of that, in words; empty for a worker of its own."""
+        """Text: where the teacher computes, and what a plan assumes of it; empty if on its own worker."""
         if self.teacher is None or not self.teaches:
             return ""
         many = "services" if len(self.models) > 1 else "service"
@@ -138,7 +135,7 @@ class ServiceModels:
         return f"service {self.teacher.name}, {self._where(num_gpus, 'the first tool worker', 'its')}{more}"
 
     def services_on(self, num_gpus: int) -> str:
-        """Where the others compute, and what a plan assumes of that, in words; empty without any."""
+        """Text: where other services compute, and what a plan assumes of them; empty without services."""
         if not self.models:
             return ""
         unknown = [model.name for model in self.models if not model.passes]
@@ -160,12 +157,12 @@ class ServiceModels:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The seconds and bytes of a teacher and services beside engines and training."""
+    """Seconds and bytes of a teacher and services, in addition to engines and training."""
 
-    teacher_s: float = 0.0  # of its device for a batch
-    services_s: float = 0.0  # likewise
+    teacher_s: float = 0.0  # device seconds per batch
+    services_s: float = 0.0  # device seconds per batch
     waited_s: float = 0.0  # no rollout ends earlier
-    waited_for: str = ""  # because of the ``teacher`` or the ``services``
+    waited_for: str = ""  # ``teacher`` or ``services``
     trainer_s: float = 0.0  # taken from a training worker's GPU
     trainer_bytes: float = 0.0
 
@@ -173,14 +170,14 @@ class Beside:
 def beside(
     services: ServiceModels, gpu: GPU, num_gpus: int, workload: TrajectoryTotals, training: Layout, factor: float
 ) -> Beside:
-    """What the services take, a teacher's seconds times ``factor``; PlanError if they do not fit."""
+    """Cost of the services, with the teacher's seconds times ``factor``; PlanError if they do not fit."""
     services.check(gpu, num_gpus)
     teacher, models = services.teacher, services.models
     teacher_s = 0.0 if teacher is None else factor * teacher.batch_s(gpu, workload, training)
     services_s = sum(model.batch_s(gpu, workload, training) for model in models)
     scored_s = teacher_s if teacher is not None and teacher.waits else 0.0
     judged_s = services_s if any(model.waits for model in models) else 0.0
-    if services.teaches and models and (scored_s or judged_s):  # batches of one device, in the order of asking
+    if services.teaches and models and (scored_s or judged_s):  # batches on one device, in call order
         scored_s = judged_s = teacher_s + services_s
     on_trainer = bool(models or services.teaches) and services.place(num_gpus) is Place.TRAINING
     by_teacher = scored_s > judged_s or (scored_s == judged_s and teacher_s >= services_s)

@@ -1,8 +1,8 @@
-"""The input of a plan, and the numeric problem formulated from it.
+"""The planner's input, and the numeric problem formulated from it.
 
-Each TP degree is one kind of engine, at the concurrency its KV memory allows: a trajectory takes its share of the engine
-(`RolloutCost.engine_s`, which adds up), and never less than its time alone. `libra.planner.drain` has the final concurrency
-of an engine of the chosen layout, and its seconds with draining.
+Each TP degree is one kind of engine at the concurrency that KV memory allows. A trajectory takes
+its share of the engine (`RolloutCost.engine_s`, which adds up), and at least its time alone.
+`libra.planner.drain` finds the final concurrency, and the seconds with draining.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from libra.planner.services import Beside, ServiceModels, beside
 
 @dataclass(frozen=True, slots=True)
 class PlanningSnapshot:
-    """Hardware, model, the trajectories of one step, and the constraints; more fields are explained at `Problem`."""
+    """Hardware, model, trajectories of one step, and constraints; see also `Problem`."""
 
     gpu: GPU
     shape: ModelShape
     num_gpus: int
     workload: TrajectoryTotals
-    tp: tuple[int, ...] = (1, 2, 4, 8)  # degrees that do not divide or do not hold the model are left out
-    gpus_per_node: int | None = None  # by default as in the GPU's datasheet
+    tp: tuple[int, ...] = (1, 2, 4, 8)  # degrees that do not divide or hold the model are left out
+    gpus_per_node: int | None = None  # default: the GPU's datasheet
     training: Layout = field(default_factory=Layout)
     eta: int = 1
     update_s: float = 0.0
     beside_s: float = 0.0
     fixed_train_gpus: int | None = None
     fixed_engines: Mapping[int, int] = field(default_factory=dict)
-    max_concurrency: int = 256  # trajectories that generate at once on one engine
-    training_factor: float = 1.0  # on the modelled seconds of the trainer
-    engines: Mapping[int, EngineSeconds] | None = None  # measured ones instead of the datasheet's
-    trained_frac: float = 1.0  # of the trajectories carry a gradient; the others are only generated
-    services: ServiceModels = field(default_factory=ServiceModels)  # a teacher among them; they may take GPUs
+    max_concurrency: int = 256  # trajectories per engine
+    training_factor: float = 1.0  # multiplies the trainer's modelled seconds
+    engines: Mapping[int, EngineSeconds] | None = None  # measured engines in place of the datasheet's
+    trained_frac: float = 1.0  # share of trajectories with a gradient
+    services: ServiceModels = field(default_factory=ServiceModels)  # including a teacher; may take GPUs
 
     @property
     def trained_tokens(self) -> Floats:
-        """(m,) tokens of the trajectories that are trained on, of all lengths alike."""
+        """(m,) lengths of the trajectories that carry a gradient: an even sample over all lengths."""
         if self.trained_frac >= 1.0:
             return self.workload.final_context_tokens
         tokens: Floats = np.sort(self.workload.final_context_tokens)
@@ -52,7 +52,7 @@ class PlanningSnapshot:
 
     @property
     def node_gpus(self) -> int:
-        """GPUs of a node."""
+        """GPUs per node."""
         return self.gpus_per_node or self.gpu.gpus_per_node
 
 
@@ -62,19 +62,19 @@ class Formulation:
 
     problem: Problem
     engines: Mapping[int, EngineSeconds]  # by TP degree, in the order of ``Problem.kinds``
-    training: Mapping[int, TrainingCost]  # by GPU count, also if it does not fit
-    left_out: Mapping[int, str]  # requested degrees that are not possible, with the reason
-    alone_s: Floats  # (K, N) without the wait for a teacher or services
+    training: Mapping[int, TrainingCost]  # by GPU count, including steps that do not fit
+    left_out: Mapping[int, str]  # impossible degrees of the request, with reasons
+    alone_s: Floats  # (K, N) without waits for a teacher or services
     beside: Beside
 
     @property
     def longest_s(self) -> float:
-        """The longest trajectory alone on its best engine."""
+        """Seconds of the longest trajectory alone on its best engine."""
         return float(np.maximum(self.problem.load_s, self.alone_s).min(axis=0).max())
 
 
 def formulate(snapshot: PlanningSnapshot) -> Formulation:
-    """The problem of a snapshot; PlanError if no degree holds the model, or no GPU the teacher or a service."""
+    """The problem of a snapshot; PlanError if no degree holds the model, or no GPU a teacher or service."""
     engines, left_out = _engines(snapshot)
     if not engines:
         reasons = "; ".join(f"TP{tp}: {reason}" for tp, reason in left_out.items())
@@ -101,7 +101,7 @@ def formulate(snapshot: PlanningSnapshot) -> Formulation:
         load_s=np.stack(loads),
         alone_s=np.maximum(np.stack(alones), others.waited_s),
         train_gpus=np.array(list(training), dtype=np.int64),
-        # Without overlapping steps the trainer idles while services use its GPU.
+        # With eta 0 the trainer idles while services use its GPU.
         train_s=steps_s * snapshot.training_factor + (others.trainer_s if snapshot.eta else 0.0),
         eta=snapshot.eta,
         update_s=snapshot.update_s,
@@ -129,7 +129,7 @@ def _engines(snapshot: PlanningSnapshot) -> tuple[dict[int, EngineSeconds], dict
 
 
 def _kind(snapshot: PlanningSnapshot, tp: int, engine: EngineSeconds) -> tuple[EngineClass, Floats, Floats]:
-    """The kind of this degree, at the concurrency of most throughput: loads (N,) and critical paths (N,), in seconds."""
+    """This degree at its best throughput: engine class, loads (N,) and critical paths (N,), in seconds."""
     workload = snapshot.workload
     most = rollout_cost(workload, engine, max_sequences=snapshot.max_concurrency).max_concurrency
     concurrency = max(int(most), 1)
@@ -139,7 +139,7 @@ def _kind(snapshot: PlanningSnapshot, tp: int, engine: EngineSeconds) -> tuple[E
 
 
 def _training(snapshot: PlanningSnapshot) -> dict[int, TrainingCost]:
-    """Training on every number of GPUs that fills a part of one node evenly, or whole nodes."""
+    """Training cost for each number of GPUs that divides a node evenly or fills whole nodes."""
     node, tokens = snapshot.node_gpus, snapshot.trained_tokens
     sheet = snapshot.gpu if snapshot.gpu.gpus_per_node == node else replace(snapshot.gpu, gpus_per_node=node)
     counts = [*range(1, min(node, snapshot.num_gpus)), *range(node, snapshot.num_gpus + 1, node)]

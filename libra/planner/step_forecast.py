@@ -1,18 +1,16 @@
-"""Seconds of a run's next step, predicted from what its own engines and trainer have measured. Pure.
+"""Seconds of a run's next step, predicted from its own measurements. Pure.
 
-Engines of a run may differ: every kind has its own tokens per second, measured over the seconds in which batches were generated.
-The tokens of the next batch are predicted from the lengths of its questions, which are known before it begins. Training follows the
-tokens that carry a gradient, predicted likewise: groups with equal rewards have none, and those tend to have short questions. The
-rest of a step (publishing, as far as it is not beside the next step) is predicted unchanged.
+Each kind of engine has its own tokens per second. The next batch's tokens, and those with a
+gradient, are predicted from the known lengths of its questions (groups with equal rewards carry
+none, and tend to have short questions). The rest of a step stays as measured. For other splits,
+`TrainingForecast` fits step seconds over tokens per replica. Deviates from Libra (arXiv:2606.03077
+v2), whose planner fits both sides before the run.
 
 1. A prediction uses only iterations that have ended.
-2. There is none before the first iteration: nothing is assumed.
-3. Evaluations are excluded from all numbers; the first iteration, a warm-up, counts less than later ones.
-
-Other splits between training and rollout are predicted from a line through the seconds of steps over the
-tokens of one replica (`TrainingForecast`). While every step had equally many tokens per replica the line
-goes through the origin: twice the replicas take half the time until this run has measured otherwise.
-Differs from Libra (arXiv:2606.03077 v2), whose planner predicts both sides from fits made before the run.
+2. Before the first iteration there is no prediction.
+3. Evaluations are excluded from all numbers, and the first iteration, a warm-up, counts less.
+4. While every step had equally many tokens per replica, the training line goes through the origin:
+   twice the replicas take half the time.
 """
 
 from __future__ import annotations
@@ -22,21 +20,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 HALF_LIFE_STEPS = 3.0
-"""Iterations after which an observation counts half: lengths change within ten iterations, a shared machine faster."""
+"""Iterations after which the weight of an observation halves."""
 FIRST_WEIGHT = 0.3
-"""Weight of a run's first iteration where later ones count 1: allocations, caches and first calls are in its seconds."""
+"""Weight of a run's first iteration, which includes allocations and cold caches; later ones count 1."""
 PRIOR_LOG2 = 0.04
-"""Weight of the prior that rollout's seconds are proportional to its tokens: as one observation whose tokens differ by 20
-%."""
+"""Prior that rollout time is proportional to tokens, as an observation 20 % off in tokens."""
 PRIOR_TRAINING = 0.04
-"""Likewise for training's seconds and the tokens that carry a gradient."""
+"""Prior that training time is proportional to tokens with a gradient, likewise."""
 PRIOR_QUESTIONS = 2.0
-"""Weight of the prior that tokens do not depend on a question's length: as this many questions of ordinary spread."""
+"""Weight of the prior that tokens do not depend on question length, in questions of ordinary spread."""
 
 
 @dataclass(frozen=True, slots=True)
 class RealisedStep:
-    """Seconds that an iteration took: until its last trajectory ended, its optimizer step, and from step to step."""
+    """Seconds of an iteration: to its last trajectory, in its optimizer step, step to step."""
 
     rollout_s: float
     training_s: float
@@ -45,20 +42,20 @@ class RealisedStep:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Seconds and tokens of an iteration."""
+    """Measured seconds and tokens of an iteration."""
 
-    rollout_s: float  # from the weights that its batch waited for until it was complete, without waits for training
+    rollout_s: float  # from the arrival of the batch's weights to its last trajectory, less waits for training
     train_s: float
-    rest_s: float  # publishing, or the part of it that exceeds the next step's training where it runs beside that
-    step_s: float  # from the end of the iteration before to its own end, less evaluations
-    tokens: Mapping[str, int]  # generated for its batch, by kind of engine
-    questions: Sequence[tuple[float, float]]  # by group: length of its question, and tokens generated for it
-    trained: Sequence[tuple[float, float]] = ()  # by group: length of its question, and tokens that carry a gradient
+    rest_s: float  # publishing, or the part of it that exceeds an overlapping next step
+    step_s: float  # end of the previous iteration to the end of this one, less evaluations
+    tokens: Mapping[str, int]  # generated for the batch, by kind of engine
+    questions: Sequence[tuple[float, float]]  # by group: question length, tokens generated
+    trained: Sequence[tuple[float, float]] = ()  # by group: question length, tokens with a gradient
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedStep:
-    """A predicted step, in seconds; ``tokens`` are those its batch is predicted to generate."""
+    """Predicted seconds of a step; ``tokens`` are the predicted tokens of its batch."""
 
     tokens: float
     rollout_s: float
@@ -68,14 +65,14 @@ class ExpectedStep:
 
     @classmethod
     def of(cls, tokens: float, rollout_s: float, train_s: float, rest_s: float, overlap: bool) -> ExpectedStep:
-        """A step of these parts; with ``overlap`` its batch is generated while the step before is taken."""
+        """A step from its parts; ``overlap``: its batch is generated during the previous step."""
         waits_s = train_s + rest_s
         return cls(tokens, rollout_s, train_s, rest_s, max(rollout_s, waits_s) if overlap else rollout_s + waits_s)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLine:
-    """Decayed sums of a weighted line y over x; a prior stabilizes its slope. (scipy fits no line from decayed sums.)"""
+    """Decayed sums for a weighted line y over x with a prior on the slope. (scipy has no such fit.)"""
 
     n: float = 0.0
     x: float = 0.0
@@ -84,7 +81,7 @@ class TokenLine:
     xy: float = 0.0
 
     def after(self, points: Sequence[tuple[float, float]], keep: float, weight: float) -> TokenLine:
-        """The line with more (x, y) of this weight, and the weight of older ones reduced."""
+        """The line with more (x, y) points of this weight; older ones are multiplied by ``keep``."""
         added = [sum(column) for column in zip(*((1.0, x, y, x * x, x * y) for x, y in points), strict=True)]
         before = (self.n, self.x, self.y, self.xx, self.xy)
         return TokenLine(*(keep * old + weight * new for old, new in zip(before, added or [0.0] * 5, strict=True)))
@@ -95,16 +92,16 @@ class TokenLine:
         return self.x / self.n, self.y / self.n
 
     def slope(self, prior: float, strength: float) -> float:
-        """Of y over x; ``prior`` counts as points whose squared deviations of x add up to ``strength``."""
+        """Slope of y over x; the ``prior`` slope has squared x deviations that sum to ``strength``."""
         mean_x, mean_y = self.mean
         spread, together = max(self.xx - self.n * mean_x**2, 0.0), self.xy - self.n * mean_x * mean_y
         return (together + strength * prior) / (spread + strength) if spread + strength > 0 else prior
 
 
 def capacity_of(engines: Mapping[str, int], engine_s: Mapping[str, tuple[float, float]]) -> float:
-    """Throughput of engines, in engines of the first known kind; those that have not generated yet do not count.
+    """Throughput in engines of the first measured kind; unmeasured kinds are left out.
 
-    A ratio: a batch that leaves all engines half empty does not change it.
+    A ratio, which a batch that leaves all engines half empty does not change.
     """
     speeds = {kind: tokens / spent_s for kind, (tokens, spent_s) in engine_s.items() if tokens > 0 < spent_s}
     if not speeds:
@@ -122,12 +119,12 @@ class StepForecast:
     rest_s: float = 0.0
     engine_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # decayed (tokens, seconds) by kind
     questions: TokenLine = field(default_factory=TokenLine)
-    rollouts: TokenLine = field(default_factory=TokenLine)  # log seconds of a first kind's engine over log tokens
-    gradients: TokenLine = field(default_factory=TokenLine)  # tokens with a gradient over the length of a question
-    trainings: TokenLine = field(default_factory=TokenLine)  # seconds of a training step over those tokens
+    rollouts: TokenLine = field(default_factory=TokenLine)  # log engine-seconds of rollout over log tokens
+    gradients: TokenLine = field(default_factory=TokenLine)  # tokens with a gradient over question length
+    trainings: TokenLine = field(default_factory=TokenLine)  # seconds of a training step over tokens with a gradient
 
     def after(self, taken: Taken, engines: Mapping[str, int]) -> StepForecast:
-        """The forecast with one more finished iteration, for which ``engines`` of each kind generated."""
+        """The forecast with one more iteration, generated on ``engines`` of each kind."""
         keep, weight = 0.5 ** (1.0 / HALF_LIFE_STEPS), 1.0 if self.num_steps else FIRST_WEIGHT
         sums = {kind: (keep * tokens, keep * spent_s) for kind, (tokens, spent_s) in self.engine_s.items()}
         for kind, number in engines.items():
@@ -150,7 +147,7 @@ class StepForecast:
         )
 
     def tokens_per_s(self) -> dict[str, float]:
-        """Tokens per second of one engine of each kind while a batch is generated."""
+        """Tokens per second of one engine of each kind during rollout."""
         return {kind: tokens / spent_s for kind, (tokens, spent_s) in self.engine_s.items() if spent_s > 0}
 
     def expected(
@@ -160,11 +157,11 @@ class StepForecast:
         overlap: bool,
         tokens: float | None = None,
     ) -> ExpectedStep | None:
-        """The next step; None while nothing is measured, or if no engine has generated before.
+        """The next step; None if no present kind of engine has been measured.
 
-        ``engines`` by kind: one that has not generated yet is left out, since its speed is unknown. ``questions`` are the
-        lengths of the batch's questions (by default the mean), from which ``tokens`` are predicted if they are not given.
-        With ``overlap`` the batch is generated while the step before is taken.
+        ``engines`` counts by kind; unmeasured kinds are left out. ``questions`` are question
+        lengths (default: the mean), which predict ``tokens`` if not given. ``overlap``: the batch
+        is generated during the previous step.
         """
         capacity = capacity_of(engines, self.engine_s)
         if not (self.rollouts.n and capacity > 0):
@@ -172,7 +169,7 @@ class StepForecast:
         usual, usual_s = (math.exp(value) for value in self.rollouts.mean)
         if tokens is None:
             tokens = self._tokens(questions) if questions else usual
-        # Twice the tokens are seldom twice the seconds: they fill the batch, and the longest trajectory is not twice as long.
+        # Twice the tokens seldom take twice the time: they fill the engines, and the longest trajectory hardly grows.
         power = min(max(self.rollouts.slope(1.0, PRIOR_LOG2), 0.0), 1.0)
         rollout_s = usual_s / capacity * (max(tokens, 1.0) / usual) ** power
         train_s, rest_s = self._train_s(questions), self.rest_s / self.weight
@@ -195,47 +192,46 @@ class StepForecast:
 
 
 def expected_of(line: TokenLine, lengths: Sequence[float]) -> float:
-    """The sum of a line's predictions for these lengths of questions."""
+    """Sum of a line's predictions for these question lengths."""
     mean_length, mean = line.mean
     spread = max(line.xx / line.n - mean_length**2, 0.0)
     slope = line.slope(0.0, PRIOR_QUESTIONS * spread)
-    # Each has at least a tenth of the mean: far from the data a line is not a prediction.
+    # At least a tenth of the mean each: far from the data a line predicts nothing.
     return sum(max(mean + slope * (length - mean_length), 0.1 * mean) for length in lengths)
 
 
 PRIOR_TOKENS = 0.25
-"""Weight of the prior that training's seconds are proportional to a replica's tokens: as steps whose tokens differ by a
-half."""
+"""Prior that training time is proportional to tokens, as steps 50 % off in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingForecast:
-    """Seconds of an optimizer step over the tokens of one replica, as a line; newer steps count more."""
+    """Optimizer step seconds over tokens per replica, as a line; newer steps count more."""
 
     line: TokenLine = field(default_factory=TokenLine)
     num_steps: int = 0
 
     def after(self, tokens: float, replicas: int, train_s: float) -> TrainingForecast:
-        """The line with a step of ``tokens`` tokens on ``replicas`` replicas; a step without tokens changes nothing."""
+        """The line with one more step on ``replicas`` replicas; a step without tokens changes nothing."""
         if tokens <= 0:
             return self
         keep, weight = 0.5 ** (1.0 / HALF_LIFE_STEPS), 1.0 if self.num_steps else FIRST_WEIGHT
         return TrainingForecast(self.line.after([(tokens / replicas, train_s)], keep, weight), self.num_steps + 1)
 
     def expected_s(self, tokens: float, replicas: int) -> float:
-        """Seconds of a step of ``tokens`` tokens on ``replicas`` replicas; 0 while nothing is measured."""
+        """Seconds of a step of ``tokens`` tokens on ``replicas`` replicas; 0 while unmeasured."""
         if not self.line.n:
             return 0.0
         mean_tokens, mean_s = self.line.mean
         proportional = mean_s / mean_tokens
         slope = self.line.slope(proportional, PRIOR_TOKENS * self.line.n * mean_tokens**2)
-        slope = min(max(slope, 0.0), proportional)  # a step has fixed costs, and they are not negative
+        slope = min(max(slope, 0.0), proportional)  # a step has fixed costs, which are not negative
         return mean_s + slope * (tokens / replicas - mean_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The last batch: tokens generated for it, tokens that its step trained on."""
+    """The last batch: tokens generated for it, and tokens trained on."""
 
     generated_tokens: float
     trained_tokens: float

@@ -1,1 +1,1 @@
-"""The system in virtual time, under the same policy objects as the live one: discrete events, seeded, no clock."""
+"""Simulation in virtual time under the live policy objects: seeded discrete events."""

@@ -1,4 +1,4 @@
-"""A simulation as the configuration describes it, or of a past run with typed settings in place of its own."""
+"""Simulations from a configuration, or from a past run with typed settings."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ from libra.types import NO_TOOL, ToolStatus
 from libra.user_orderings import ordering_of
 
 LAYOUT = Layout()
-"""Training of the cost model, with gradient checkpointing."""
+"""Training layout for the cost model, with gradient checkpointing."""
 PASSES = 4.0
-"""Forward passes that gradients cost: forward, forward again because of checkpointing, and backward, twice as long."""
+"""Gradients in forward passes: forward, recomputed forward, backward (two)."""
 LAYOUT_SETTINGS = frozenset({"cluster.engines", "cluster.rollout_workers", "rollout.tp"})
 REPLACED = LAYOUT_SETTINGS | {
     "model.path", "planner.gpu", "planner.calibration", "policy.name", "policy.objective", "policy.patience", "run.eta",
     "run.seed", "rollout.chunk_tokens", "staleness.over_age", "staleness.window",
     "simulation.train_s", "simulation.load_s", "simulation.tool_slots", "simulation.noise",
 }  # fmt: skip
-"""Settings that replace those of a simulated run where they are typed; others have no effect on it."""
+"""Typed settings that replace those of a simulated run; other settings have no effect on it."""
 
 
 def drawn_workload(config: RunConfig) -> Workload:
-    """The workload of ``config``: drawn from its traces, or of the lengths that `libra plan` expects; the same seed
-    draws the same."""
+    """Workload sampled from traces, or with the lengths of `libra plan`; fixed by the seed."""
     section, trainer, seed = config.simulation, config.trainer, config.run.seed
     if config.planner.trace is None:
         return expected_workload(config)
@@ -55,9 +54,10 @@ def drawn_workload(config: RunConfig) -> Workload:
 
 
 def expected_workload(config: RunConfig) -> Workload:
-    """Trajectories of the lengths in section `planner`, within the limits of section `rollout`, in an order by the seed.
+    """Trajectories with the lengths of section `planner`, within the limits of section `rollout`.
 
-    Each has `planner.lengths.turns` turns of equal length, `rollout.max_turns` at most.
+    Each has `planner.lengths.turns` equal turns, at most `rollout.max_turns`; the seed sets their
+    order.
     """
     trainer, tool_s = config.trainer, config.planner.lengths["tool_s"]
     turns = min(config.planner.lengths["turns"], config.rollout.max_turns)
@@ -85,7 +85,7 @@ def _parts(total: int, number: int) -> list[int]:
 
 
 def layout_of(config: RunConfig) -> dict[int, int]:
-    """Engines of a configuration by TP degree."""
+    """Number of engines by TP degree."""
     cluster, counts = config.cluster, Counter[int]()
     for group in cluster.engines:
         counts[group.tp] += group.count
@@ -93,7 +93,7 @@ def layout_of(config: RunConfig) -> dict[int, int]:
 
 
 def configured_ordering(config: RunConfig) -> Ordering:
-    """A new object of the policy of a configuration."""
+    """A new policy object from a configuration."""
     policy = config.policy
     if policy.name == Fifo.name:
         return Fifo()
@@ -105,9 +105,9 @@ def configured_ordering(config: RunConfig) -> Ordering:
 def simulated_engines(
     config: RunConfig, layout: Mapping[int, int], workload: Workload, measured: RunCalibration | None
 ) -> tuple[EngineSpec, ...]:
-    """Engines of a layout as fast as measured ones, or by a GPU's tables; ConfigError for a degree that was not measured.
+    """Engines by measured times, else GPU tables; ConfigError for an unmeasured degree.
 
-    Slots are as `cluster.engines` has them, else those of the measured engine, or as many as fit at mean length.
+    Slots come from `cluster.engines`, else the measured engine, else as many as fit at mean length.
     """
     slots = {group.tp: group.slots for group in config.cluster.engines if group.slots is not None}
     if measured is not None:
@@ -126,7 +126,8 @@ def simulated_engines(
 def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulator:
     """The simulation that ``config`` describes, of a drawn workload or of the given one.
 
-    ConfigError if, among others, the calibration is of another model than ``model.path``.
+    ConfigError for invalid settings, for example a calibration of another model than
+    ``model.path``.
     """
     section, measured = config.simulation, configured_calibration(config)
     workload = drawn_workload(config) if workload is None else workload
@@ -140,7 +141,7 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
         iterations = 1 + max(plan.iteration for plan in workload.trajectories)
         tokens = sum(plan.final_tokens for plan in workload.trajectories) / iterations
         step_s = 0.0 if measured.trainer is None else measured.trainer.step_s(tokens)
-        beside = config.cluster.train_workers == 1 and config.run.eta > 0  # it publishes beside its next step
+        beside = config.cluster.train_workers == 1 and config.run.eta > 0  # the update overlaps the next step
         options = replace(
             options,
             train_s=step_s if beside else step_s + measured.update_s,
@@ -156,7 +157,6 @@ def simulator_of(config: RunConfig, workload: Workload | None = None) -> Simulat
 
 
 def _with_section(options: SimulationOptions, section: SimulationSection) -> SimulationOptions:
-    """``options`` with the seconds and the noise that section `simulation` has."""
     if section.train_s is not None:
         options = replace(options, train_s=section.train_s, publish_s=0.0, steps_s=())
     if section.load_s is not None:
@@ -167,9 +167,9 @@ def _with_section(options: SimulationOptions, section: SimulationSection) -> Sim
 def simulator_of_run(
     setting: RunSetting, config: RunConfig | None = None, typed: Set[str] = frozenset()
 ) -> tuple[Simulator, bool]:
-    """The simulation of a run, and whether its engines are as the run measured them.
+    """The simulation of a run, and whether its engines have the run's measured times.
 
-    ``typed`` are the dotted names that were given on the command line: those of `REPLACED` are taken from ``config``.
+    ``typed`` are dotted names from the command line; those in `REPLACED` are taken from ``config``.
     """
     own = setting.record.config
     planner = own.planner.model_copy(update={"calibration": None})
@@ -193,10 +193,10 @@ def simulator_of_run(
 
 
 def expected_teacher_token_s(config: RunConfig, measured: RunCalibration | None, workload: Workload) -> float:
-    """Seconds of a teacher's forward pass per token; 0 without one that batches wait for.
+    """Seconds of a teacher's forward pass per token; 0 without a teacher that batches wait for.
 
-    By the cost model; with a calibration the seconds of its trainer per token, by the parameters of both models and the passes of a
-    gradient, or 0 if it has none. ModelError if the teacher's sizes are not known here.
+    From the cost model; with a calibration, from its trainer's seconds per token, scaled by
+    parameters and passes (0 without a trainer). ModelError if the teacher's sizes are unknown here.
     """
     named = teacher_model(config)
     if named is None or not config.distil.wait_s:
@@ -209,5 +209,5 @@ def expected_teacher_token_s(config: RunConfig, measured: RunCalibration | None,
     if measured.trainer is None:
         return 0.0
     student = known_shape(config.model.path, "model.path")
-    passes = PASSES if config.trainer.gradient_checkpointing else PASSES - 1  # which is a forward pass again
+    passes = PASSES if config.trainer.gradient_checkpointing else PASSES - 1  # checkpointing repeats the forward pass
     return measured.trainer.step_s(total) / total / passes * teacher.num_params / student.num_params

@@ -1,8 +1,8 @@
-"""Measured hardware of a run: seconds of its engines, tools and trainer, and of everything between them.
+"""Measured hardware of a run: seconds of engines, tools, trainer, and everything in between.
 
-A quantum is dispatched, sent to a worker, waits there for the end of a pass, is generated, decoded and recorded, and is
-reported. The log has its beginning, its end and the worker's share; the store has the engine's. Held-out questions are left
-out.
+The life of a quantum: dispatched, sent to a worker, waiting there for the end of a pass, generated,
+decoded, recorded, reported. The log has start, end and worker seconds; the store has engine
+seconds. Held-out questions are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from libra.types import Phase, StepSeconds
 Array = NDArray[np.float64]
 Columns = Mapping[str, NDArray[Any]]
 SECONDS = ("fixed_s", "sequence_s", "context_token_s", "prefill_token_s", "num_steps", "error_frac")
-"""Fields of `libra.facts.EngineDeclared` that are measured."""
+"""Measured fields of `libra.facts.EngineDeclared`."""
 
 
 def calibration_of(record: RunRecord) -> RunCalibration:
@@ -46,7 +46,7 @@ def calibration_of(record: RunRecord) -> RunCalibration:
         whole, turns = store.columns(), store.columns("turn")
     stored = _stored(whole)
     tools = [quantum for quantum in record.quanta if quantum.phase is Phase.TOOL]
-    called = {  # seconds of actions in order; tools within generations are left out
+    called = {  # action seconds in order; tools within generations are left out
         place: [
             float(turns["tool_s"][at])
             for at in rows
@@ -81,7 +81,6 @@ def calibration_of(record: RunRecord) -> RunCalibration:
 
 
 def _stored(whole: Columns) -> list[tuple[Place, int, range]]:
-    """Place, attempt and rows of turns of each stored training trajectory."""
     names = ("split", "iteration", "group", "sample", "attempt", "turn_offset", "num_turns")
     rows = zip(*(whole[name].tolist() for name in names), strict=True)
     return [
@@ -92,7 +91,7 @@ def _stored(whole: Columns) -> list[tuple[Place, int, range]]:
 
 
 def _declared(record: RunRecord) -> dict[str, EngineDeclared]:
-    """What each engine declared last; after too few passes it has the seconds of its bucket's best measured engine."""
+    """Last declaration of each engine; with few passes, its bucket's best-measured times."""
     facts = [fact for _, fact in record.of(EngineDeclared)]
     measured = {fact.worker: fact for fact in facts if fact.fixed_s is not None}
     known = list(measured.values())
@@ -126,7 +125,6 @@ def _engines(
 
 
 def _overhead(record: RunRecord, quanta: Sequence[Quantum], worker_s: tuple[float, ...]) -> QuantumOverhead:
-    """The overhead of these quanta, by the number that were in flight when each was dispatched."""
     sent = [quantum for quantum in quanta if quantum.dispatched]
     spent = np.array([quantum.transport_s for quantum in sent])
     if len(sent) < 2:
@@ -142,7 +140,6 @@ def _overhead(record: RunRecord, quanta: Sequence[Quantum], worker_s: tuple[floa
 
 
 def _turns(record: RunRecord, stored: Sequence[tuple[Place, int, range]], turns: Columns) -> dict[str, TurnsTaken]:
-    """Generations of the last attempt of each stored trajectory, by worker."""
     generated: dict[Place, list[Quantum]] = {}
     for quantum in record.quanta:
         if quantum.phase is Phase.ROLLOUT and quantum.tokens > 0:
@@ -162,13 +159,12 @@ def _turns(record: RunRecord, stored: Sequence[tuple[Place, int, range]], turns:
                         float(turns["tool_s"][at]) if part.inline is not None else 0.0, float(part.tokens), context, computed,
                     )
                 )  # fmt: skip
-                context, computed = context + part.tokens, 1.0  # the KV of the parts before is there
+                context, computed = context + part.tokens, 1.0  # KV of earlier parts is cached
     return {worker: TurnsTaken(*np.asarray(mine, float).T) for worker, mine in rows.items()}
 
 
 def _parts_of_turns(quanta: Sequence[Quantum], lengths: Sequence[int]) -> list[list[Quantum]]:
-    """The quanta of each turn of a trajectory's last attempt, by the tokens of its turns: several with
-    `rollout.chunk_tokens`. Empty if the quanta do not add up to the turns."""
+    """Quanta of each turn of the last attempt, matched by turn lengths; empty without a match."""
     found: list[list[Quantum]] = []
     end = len(quanta)
     for length in reversed(lengths):
@@ -186,25 +182,27 @@ def _parts_of_turns(quanta: Sequence[Quantum], lengths: Sequence[int]) -> list[l
 # ---------------------------------------------------------------- distributions
 
 BINS = 16
-"""Numbers that represent a distribution: each is the mean of equally many of its values."""
+"""Numbers that represent a distribution: the means of equally large bins."""
 
 
 def binned(values: ArrayLike) -> tuple[float, ...]:
-    """Up to `BINS` numbers to draw from, with the mean of ``values``; (0,) without values.
+    """Up to `BINS` numbers to sample from, with the mean of ``values``; (0,) without values.
 
-    Negative values count as 0: clocks of two processes differ by microseconds.
+    Negative values, from clock skew of microseconds between processes, count as 0.
     """
     found = np.sort(np.maximum(np.asarray(values, float), 0.0))
     if not len(found):
         return (0.0,)
-    # Interpolating the cumulative sum gives each bin equally many values, and keeps the mean.
+    # Interpolating the cumulative sum gives equally large bins and keeps the mean.
     total = np.interp(np.linspace(0, len(found), BINS + 1), np.arange(len(found) + 1), np.r_[0.0, np.cumsum(found)])
     return tuple(round(float(value), 9) for value in np.diff(total) * BINS / len(found))
 
 
 class TurnsTaken(NamedTuple):
-    """Generations of one engine, each array (n,): seconds of the report, on the worker, in the engine's queue, in its passes and in
-    tools that ran within them; tokens generated, tokens of context, and the computed tokens among those.
+    """Generations of one engine, each array (n,).
+
+    Seconds: report, on the worker, in the engine's queue, in its passes, in tools within those
+    passes. Tokens: generated, context, and computed context.
     """
 
     reported_s: Array
@@ -217,29 +215,29 @@ class TurnsTaken(NamedTuple):
     computed: Array
 
     def worker_s(self) -> tuple[float, ...]:
-        """Seconds on the worker outside passes, tools and waits for KV memory, to draw from.
+        """Samples of worker seconds outside passes, tools and waits for KV memory.
 
-        A wait in the queue that is longer than a pass is for KV memory.
+        Queue time beyond one pass counts as waiting for KV memory.
         """
         passes_s = np.minimum(self.queued_s, self.busy_s / np.maximum(self.tokens, 1.0))
         return binned(self.latency_s - self.busy_s - self.inline_s - self.queued_s + passes_s)
 
     def wall_over_passes(self, steps: StepSeconds) -> float:
-        """Wall seconds of these turns over those by passes of ``steps``, given the turns that ran beside them."""
+        """Wall seconds of these turns over those predicted by ``steps``, given concurrent turns."""
         start, stop = self.reported_s - self.busy_s, self.reported_s
         beside, order = running_beside(start, stop), np.argsort(start)
         begun, computed = start[order], np.concatenate([[0.0], np.cumsum(self.computed[order])])
-        # Every prefill during a turn delays it, its own included.
+        # Every prefill during a turn delays it, including its own.
         held = computed[np.searchsorted(begun, stop, "right")] - computed[np.searchsorted(begun, start, "left")]
         context = self.context + 0.5 * self.tokens
         step_s = steps.fixed_s + beside * (steps.sequence_s + steps.context_token_s * context)
-        # Turns that run at once share the engine's seconds.
+        # Concurrent turns share the engine's seconds.
         explained = float(((self.tokens * step_s + steps.prefill_token_s * held) / beside).sum())
         return float((self.busy_s / beside).sum()) / explained if explained > 0.0 else 1.0
 
 
 def running_beside(start_s: Array, stop_s: Array) -> Array:
-    """(n,) mean number of intervals, itself included, that run while each does."""
+    """(n,) mean number of concurrent intervals during each interval, itself included."""
     times = np.concatenate([start_s, stop_s])
     change = np.concatenate([np.ones(len(start_s)), -np.ones(len(stop_s))])
     order = np.argsort(times, kind="stable")

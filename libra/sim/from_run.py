@@ -1,4 +1,4 @@
-"""The simulation of a past run: its trajectories as its store holds them, turn by turn, on its own engines."""
+"""The simulation of a past run: its stored trajectories, turn by turn, on its measured engines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from libra.types import Phase, tool_outcome
 
 @dataclass(frozen=True, eq=False)
 class RunSetting:
-    """A run as a simulation reads it: its training trajectories, its hardware, and its own seconds (None if it was resumed)."""
+    """A run's training trajectories, hardware, and measured times (None if it was resumed)."""
 
     record: RunRecord
     workload: Workload
@@ -40,7 +40,7 @@ class RunSetting:
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
-        """Its own, by the names of their workers; the policy receives the same events about them as in the run."""
+        """Engines under their workers' names, with the facts that the policy received."""
         return tuple(
             engine_spec(engine, engine.worker, announced=self.record.announced(engine.worker))
             for engine in self.calibration.engines
@@ -50,7 +50,8 @@ class RunSetting:
 def run_setting(run_dir: Path) -> RunSetting:
     """Everything that a simulation needs of a run.
 
-    RunDirectoryError if it is not one, or stored nothing; ConfigError if none of its engines declared its seconds.
+    RunDirectoryError if not a run, or nothing is stored; ConfigError if no engine declared its
+    seconds.
     """
     record = RunRecord.read(run_dir)
     workload = workload_of_run(run_dir, family=record.family, arrivals_s=record.arrivals_s())
@@ -61,7 +62,7 @@ def run_setting(run_dir: Path) -> RunSetting:
 def engine_spec(
     engine: EngineOfRun, name: str, *, slots: int | None = None, announced: tuple[Announced, ...] = ()
 ) -> EngineSpec:
-    """An engine of a simulation as fast as ``engine``."""
+    """A simulated engine with the measured times of ``engine``."""
     tables = EngineTables(engine.seconds, grain_tokens=1, max_contexts=engine.max_contexts)
     return EngineSpec(name, engine.tp, slots or engine.slots, tables, engine.bucket, engine.overhead, announced)
 
@@ -97,9 +98,10 @@ def run_options(setting: RunSetting, config: RunConfig) -> SimulationOptions:
 
 
 def host_pool(record: RunRecord) -> HostPool | None:
-    """KV that the run's engines kept in host memory and sent each other; None if they did not.
+    """Host-memory KV pool of the run's engines; None if they had none.
 
-    The price is from the run's own transfers, or the policy's assumption (`PRIOR_BYTES_PER_S`) before one was measured.
+    Fetch prices come from the run's transfers, else from the policy's assumption
+    (`PRIOR_BYTES_PER_S`).
     """
     gib = record.config.rollout.kv_host_gib
     sizes = [declared[-1].kv_token_bytes for declared in record.capacities.values()]
@@ -119,7 +121,7 @@ def host_pool(record: RunRecord) -> HostPool | None:
 
 
 def left_out(config: RunConfig) -> str:
-    """Parts of a run that its simulation does not have, or repeats from its log, in one line; empty: none."""
+    """Parts of a run that its simulation omits or repeats from the log, in one line."""
     trainer, rolls = config.trainer, config.planner.replan == "apply"
     absent = {
         "engines that keep a version (staleness.versions=one)": config.run.eta > 0
@@ -136,7 +138,7 @@ def left_out(config: RunConfig) -> str:
 
 
 def measured_teacher_token_s(record: RunRecord, workload: Workload) -> float:
-    """Seconds of a run's teacher per token, as it took for its groups; 0 without one that batches wait for."""
+    """Measured seconds of a run's teacher per token; 0 without a teacher that batches wait for."""
     scored = [score_s for _, score_s in record.scores().values()]
     groups = len({(plan.iteration, plan.group) for plan in workload.trajectories})
     tokens = sum(plan.final_tokens for plan in workload.trajectories)
@@ -146,11 +148,12 @@ def measured_teacher_token_s(record: RunRecord, workload: Workload) -> float:
 def workload_of_run(
     run_dir: Path, *, family: str = "", arrivals_s: Mapping[tuple[int, ...], float] | None = None
 ) -> Workload:
-    """Training trajectories of ``run_dir`` with their own tokens and tool seconds; RunDirectoryError if it has none.
+    """Stored training trajectories of a run; RunDirectoryError if there are none.
 
-    Trajectories of one iteration stand in the order of ``arrivals_s``, by (iteration, group, sample), by default of group and
-    sample: all arrive at one instant, and with long tails their order matters. Iterations and groups are renumbered so that all
-    iterations have as many groups as the first one, without a last, incomplete iteration. Repeated prompts keep their names.
+    All trajectories of an iteration arrive at once, so their order matters: ``arrivals_s`` by
+    (iteration, group, sample) gives it, default (group, sample). Iterations and groups are
+    renumbered so that each iteration has as many groups as the first; an incomplete last iteration
+    is dropped. Repeated prompts keep their names.
     """
     path = run_dir / "trajectories.zarr"
     if not path.is_dir():
@@ -187,7 +190,7 @@ def workload_of_run(
                 str(names[row]) if repeats[names[row]] > 1 else "", tuple(contexts),
             )  # fmt: skip
             plans.append(((iteration, (arrivals_s or {}).get((*place, sample), math.inf)), plan))
-    plans.sort(key=lambda each: each[0])  # stable: by group and sample without recorded arrivals
+    plans.sort(key=lambda each: each[0])  # stable: (group, sample) order without recorded arrivals
     return checked(Workload(SIMULATED, tuple(plan for _, plan in plans)), str(path))
 
 
@@ -199,7 +202,7 @@ def _turn_plan(path: Path, turns: Mapping[str, NDArray[Any]], row: int) -> TurnP
         raise StoreError(f"{path}, row {row} of the turns: {error}; use the Libra that wrote it") from error
     return TurnPlan(
         max(1, int(turns["generated_tokens"][row])),
-        str(turns["tool"][row]) if word else "",  # a last turn's call was not run
+        str(turns["tool"][row]) if word else "",  # the call of a last turn was not run
         status,
         max(0, int(turns["observation_tokens"][row])),
         max(0.0, float(turns["tool_s"][row])) if word else 0.0,

@@ -1,4 +1,4 @@
-"""One run directory, read once: configuration, event log, metrics and the turns of its training trajectories."""
+"""One run directory, read once: configuration, event log, metrics, training turns."""
 
 from __future__ import annotations
 
@@ -54,33 +54,33 @@ READ = {
         VersionServed, WorkerCapacity, WorkerWithdrawn,
     )
 }  # fmt: skip
-"""Names of the facts that a simulation needs of a log."""
+"""Names of the facts that a simulation reads from a log."""
 
 
 class Quantum(NamedTuple):
-    """A committed generation or action of a training trajectory; seconds are the log's."""
+    """A committed generation or action of a training trajectory, in log seconds."""
 
     place: Place
     phase: Phase
     worker: str
-    begun_s: float  # its dispatch, or its beginning in the slot of the quantum before
+    begun_s: float  # dispatch, or start in the slot of the previous quantum
     reported_s: float
     dispatched: bool
     latency_s: float  # on the worker
     tokens: int
-    inline: str | None  # tool that ran within a generation; empty: a malformed call
+    inline: str | None  # tool within a generation; empty: malformed call
 
     @property
     def transport_s(self) -> float:
-        """Seconds of the round trip between scheduler and worker."""
+        """Round-trip seconds between scheduler and worker."""
         return self.reported_s - self.begun_s - self.latency_s
 
 
 class RealisedRun(NamedTuple):
-    """The measured times of a run, for comparison with its simulation.
+    """Measured times of a run, for comparison with its simulation.
 
-    ``rollout_s`` are seconds of each iteration from gate to last trajectory; ``makespan_s`` is from the first gate to the last
-    trajectory, less the time until the driver submitted an iteration that could have begun (held-out questions).
+    ``rollout_s``: seconds of each iteration from gate to last trajectory. ``makespan_s``: first
+    gate to last trajectory, less the driver's delays in submitting iterations (held-out questions).
     """
 
     makespan_s: float
@@ -89,14 +89,14 @@ class RealisedRun(NamedTuple):
 
 
 def place_of(key: str) -> Place | None:
-    """The place of a training trajectory; None if ``key`` is another one's."""
+    """Place of a training trajectory; None for any other ``key``."""
     parsed = keys.parse(key)
     return parsed.indices if parsed is not None and parsed.split == "train" else None
 
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """One run directory. Lines are of its last start that generated anything: resuming a finished run does not."""
+    """One run directory; ``lines`` are of its last start that generated anything."""
 
     directory: Path
     config: RunConfig
@@ -106,7 +106,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
-        """RunDirectoryError if it is not a run with an event log, StoreError if a line is not of this Libra."""
+        """Read a run; RunDirectoryError without an event log, StoreError for a foreign line."""
         for name, what in (("config.resolved.yaml", "a run"), ("events.jsonl", "a run with an event log")):
             if not (directory / name).is_file():
                 raise RunDirectoryError(f"{directory}: holds no {name}; name the directory of {what}")
@@ -126,7 +126,7 @@ class RunRecord:
         return found
 
     def of(self, kind: type[F]) -> list[tuple[float, F]]:
-        """Facts of this kind with their seconds, in order."""
+        """Facts of one kind with their seconds, in order."""
         return self._by_kind.get(kind, [])  # type: ignore[return-value]
 
     @cached_property
@@ -146,7 +146,7 @@ class RunRecord:
 
     @cached_property
     def capacities(self) -> dict[str, list[WorkerCapacity]]:
-        """The facts about each worker that the policy received, in order."""
+        """Facts about each worker that the policy received, in order."""
         found: dict[str, list[WorkerCapacity]] = {}
         for _, fact in self.of(WorkerCapacity):
             found.setdefault(fact.worker, []).append(fact)
@@ -154,7 +154,7 @@ class RunRecord:
 
     @property
     def tool_slots(self) -> int:
-        """Actions at once, on all workers together."""
+        """Concurrent actions over all workers."""
         return sum(declared[-1].tool_slots for declared in self.capacities.values())
 
     @property
@@ -164,20 +164,20 @@ class RunRecord:
 
     @property
     def family(self) -> str:
-        """Environment of its trajectories: the policy's family."""
+        """Environment of the trajectories: the policy's family."""
         return next((fact.family for _, fact in self.of(RunStarted)), "")
 
     def gates_s(self) -> dict[int, float]:
-        """When each iteration's gate opened."""
+        """Seconds at which each iteration's gate opened."""
         return {fact.iteration: t_s for t_s, fact in self.of(OpenGate)}
 
     def ends_s(self) -> dict[Place, float]:
-        """When each training trajectory ended."""
+        """Seconds at which each training trajectory ended."""
         parsed = ((place_of(fact.key), t_s) for t_s, fact in self.of(TrajectoryEnded))
         return {place: t_s for place, t_s in parsed if place is not None}
 
     def arrivals_s(self) -> dict[Place, float]:
-        """When training trajectories were parked first, in this order: policies break ties by it."""
+        """First parking times of training trajectories, in the order that breaks policy ties."""
         found: dict[Place, float] = {}
         for t_s, fact in self.of(TrajectoryParked):
             if (place := place_of(fact.key)) is not None:
@@ -185,18 +185,17 @@ class RunRecord:
         return found
 
     def committed_s(self) -> dict[Place, float]:
-        """When the record of each training group, (iteration, group), was written."""
+        """Seconds at which each training group, (iteration, group), was committed."""
         return {(fact.iteration, fact.group): t_s for t_s, fact in self.of(GroupCommitted) if fact.split == "train"}
 
     def published_s(self) -> dict[int, float]:
-        """When each version was published."""
+        """Seconds at which each version was published."""
         return {fact.version: t_s for t_s, fact in self.of(VersionPublished)}
 
     def steps_s(self) -> tuple[float, ...]:
-        """Seconds of each batch from its last group, or the last score that it awaited, until its weights were published;
-        where that was beside the next step, until its step ended.
+        """Seconds of each batch, from its last group or awaited score to publication or step end.
 
-        A streamed batch opens when its last wave does: its last group may be complete before.
+        A streamed batch starts with its last wave, since its last group may be complete earlier.
         """
         over = {version - 1: t_s for version, t_s in self.published_s().items()} | self._ended_s()
         committed, scored, found = self.committed_s(), self.scores(), list[float]()
@@ -210,24 +209,23 @@ class RunRecord:
         return tuple(found)
 
     def scores(self) -> dict[Place, tuple[float, float]]:
-        """When the teacher had scored each group that a batch waits for, and in how many seconds, by (iteration, group)."""
+        """By (iteration, group): end and seconds of each teacher score that a batch awaits."""
         if not self.config.distil.wait_s:
             return {}
         return {(fact.iteration, fact.group): (t_s, fact.score_s) for t_s, fact in self.of(GroupScored)}
 
     def publish_s(self) -> float:
-        """Mean seconds in which a version was published beside the next step; 0: none was."""
+        """Mean seconds of publications that overlapped the next step; 0 without any."""
         published = self.published_s()
         return mean_s([published[step + 1] - t_s for step, t_s in self._ended_s().items() if step + 1 in published])
 
     def _ended_s(self) -> dict[int, float]:
-        """When the steps ended beside which nothing waits for their publication."""
         if not self.config.run.eta:
             return {}
         return {fact.step: t_s for t_s, fact in self.of(StepFinished) if fact.beside}
 
     def realised(self, iterations: int) -> RealisedRun | None:
-        """The measured times of its first iterations; None if the run was resumed, or has finished fewer."""
+        """Measured times of the first iterations; None if the run was resumed, or finished fewer."""
         gates, ends = self.gates_s(), self.ends_s()
         last = {k: max((t_s for place, t_s in ends.items() if place[0] == k), default=None) for k in range(iterations)}
         if self.starts > 1 or any(k not in gates or last[k] is None for k in range(iterations)):
@@ -250,8 +248,11 @@ class RunRecord:
         return sum(one != other for each in workers.values() for one, other in pairwise(each))
 
     def announced(self, worker: str) -> tuple[Announced, ...]:
-        """The facts about an engine that the policy received, its absences included: those before the first gate as the last
-        of them, then each with the iteration that had begun last."""
+        """Facts about an engine, absences included, as the policy received them.
+
+        Facts before the first gate become the last of them; each later fact has the iteration that
+        started last.
+        """
         gates = sorted((t_s, iteration) for iteration, t_s in self.gates_s().items())
         first_s = gates[0][0] if gates else 0.0
         before, later = tuple[Announced, ...](), list[Announced]()
@@ -269,5 +270,5 @@ class RunRecord:
 
 
 def mean_s(values: Sequence[float]) -> float:
-    """The mean; 0 of nothing."""
+    """Mean of ``values``; 0 if empty."""
     return float(np.mean(values)) if values else 0.0

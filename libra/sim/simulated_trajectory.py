@@ -1,4 +1,4 @@
-"""State of a simulation: its agenda, trajectories that have begun, groups that wait for theirs, and the teacher."""
+"""State of a simulation: agenda, open trajectories, waiting groups, and the teacher."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from libra.types import Phase
 
 @dataclass(slots=True)
 class Agenda:
-    """Future events by their time, and the virtual time."""
+    """Future events by time, and the virtual time."""
 
     now_s: float = 0.0
     entries: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = field(default_factory=list)
     added: int = 0
 
     def at(self, at_s: float, happens: Callable[..., None], *what: object) -> None:
-        """Call ``happens`` at a time; in order of insertion if times are equal."""
+        """Schedule a call; calls at equal times run in order of insertion."""
         self.added += 1
         heapq.heappush(self.entries, (at_s, self.added, happens, what))
 
     def advance(self) -> int:
-        """Call everything of the next instant; returns how many."""
+        """Make all calls of the next instant; returns their number."""
         entries, called = self.entries, 0
         now_s = self.now_s = entries[0][0]
         while entries and entries[0][0] == now_s:
@@ -39,10 +39,11 @@ class Agenda:
 
 @dataclass(slots=True)
 class SimulatedTrajectory:
-    """A trajectory that has begun and not ended.
+    """An open trajectory.
 
-    ``attempt`` counts its quanta begun: an event of an earlier attempt is ignored. ``generated`` are the tokens that
-    its turn has: of earlier parts of the turn, and those that an engine generated before it handed the trajectory over.
+    ``attempt`` counts started quanta, so that events of earlier attempts are ignored. ``generated``
+    are the tokens of the present turn so far: from earlier parts, and from an engine that handed
+    the trajectory over.
     """
 
     key: str
@@ -59,17 +60,17 @@ class SimulatedTrajectory:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its iteration and group."""
+        """Iteration and group."""
         return self.plan.iteration, self.plan.group
 
     @property
     def turn_plan(self) -> TurnPlan:
-        """The turn that it is at."""
+        """The present turn."""
         return self.plan.turns[self.turn]
 
 
 class WorkloadGroups:
-    """Groups of a workload by iteration: trajectories that have not ended, and the version that the first one began with."""
+    """Groups of a workload by iteration: open trajectories, and the first one's version."""
 
     def __init__(self, workload: Workload) -> None:
         self.plans: dict[int, list[TrajectoryPlan]] = {}
@@ -84,7 +85,7 @@ class WorkloadGroups:
 
 
 class TeacherQueue:
-    """The teacher of a simulated run: it scores finished groups one after the other, ``token_s`` per token of a trajectory."""
+    """The teacher of a simulated run: it scores finished groups one by one, ``token_s`` per token."""
 
     def __init__(self, token_s: float, plans: Iterable[TrajectoryPlan]) -> None:
         self._group_s: dict[GroupId, float] = {}
@@ -95,9 +96,9 @@ class TeacherQueue:
         self._free_s = 0.0
 
     def committed(self, place: GroupId, now_s: float) -> None:
-        """A group is complete, and waits for the teacher."""
+        """Queue a complete group for the teacher."""
         self._free_s = self._scored_s[place] = max(self._free_s, now_s) + self._group_s.get(place, 0.0)
 
     def scored_s(self, places: Iterable[GroupId], now_s: float) -> float:
-        """When all of these groups have their scores, not before ``now_s``."""
+        """Seconds at which all of these groups are scored, at least ``now_s``."""
         return max([now_s, *(self._scored_s[place] for place in places)])

@@ -1,4 +1,4 @@
-"""Engines and settings of a simulation, and its result: times, tokens, moves, and every dispatch in order."""
+"""Engines, settings and results of a simulation: times, tokens, moves, and every dispatch in order."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from libra.sim.workload import TrajectoryPlan, Workload
 from libra.types import Phase
 
 MAX_SLOTS = 256
-"""Maximum concurrent generations of an engine, as inference engines are usually configured."""
+"""Maximum concurrent generations per engine: a common setting of inference engines."""
 
 
 class Announced(NamedTuple):
-    """A fact about an engine, ``after_s`` seconds after the gate of ``iteration`` opened."""
+    """A fact about an engine, ``after_s`` seconds after the gate of ``iteration``."""
 
     iteration: int
     after_s: float
@@ -31,10 +31,10 @@ class Announced(NamedTuple):
 
 
 class EngineSpec(NamedTuple):
-    """One engine of a simulation; without a ``bucket_name`` all engines of one degree are a capacity class.
+    """One engine of a simulation; its capacity class is ``bucket_name``, else the TP degree.
 
-    ``announced`` are the facts that the policy receives about it, the first one at once; while it is withdrawn it generates
-    nothing. Empty: its tables, from the beginning.
+    ``announced``: facts about the engine for the policy, the first at once; a withdrawn engine
+    generates nothing. Without them, the policy receives the tables' capacity at the start.
     """
 
     name: str
@@ -47,19 +47,18 @@ class EngineSpec(NamedTuple):
 
     @property
     def bucket(self) -> str:
-        """Its capacity class."""
+        """Capacity class."""
         return self.bucket_name or f"tp{self.tp}"
 
     def joined(self, context_tokens: int) -> WorkerCapacity:
-        """The first event about it that the policy receives; without ``announced``, from its tables at contexts of this
-        many tokens."""
+        """First event about the engine: announced, else the tables' at ``context_tokens``."""
         if self.announced and isinstance(first := self.announced[0].fact, WorkerCapacity):
             return first
         return joined_of(self.name, self.bucket, self.tables.capacity(self.slots, context_tokens))
 
 
 def typical_context(plans: Iterable[TrajectoryPlan]) -> int:
-    """Mean context at the beginning of a turn, over the turns of ``plans``; 1 without a turn."""
+    """Mean context at the start of a turn over all ``plans``; 1 without turns."""
     contexts = list[int]()
     for plan in plans:
         grown = accumulate((turn.new_tokens + turn.payload_tokens for turn in plan.turns), initial=plan.prompt_tokens)
@@ -68,14 +67,14 @@ def typical_context(plans: Iterable[TrajectoryPlan]) -> int:
 
 
 def slots_of(tables: EngineTables, context_tokens: int) -> int:
-    """Concurrent generations such that contexts of this size fit into the KV memory; at least 1, at most `MAX_SLOTS`."""
+    """Concurrent generations whose contexts of this size fit into KV, between 1 and `MAX_SLOTS`."""
     return max(1, min(MAX_SLOTS, tables.kv_capacity_tokens // max(1, context_tokens)))
 
 
 def fleet(
     layout: Mapping[int, int], tables: Mapping[int, EngineTables], slots: Mapping[int, int]
 ) -> tuple[EngineSpec, ...]:
-    """Engines of a layout (engines by degree); ConfigError if it has none, or a degree has no seconds."""
+    """Engines of a layout (count by degree); ConfigError if empty, or a degree has no tables."""
     missing = sorted(tp for tp, count in layout.items() if count > 0 and tp not in tables)
     if missing or not any(count > 0 for count in layout.values()):
         raise ConfigError(f"layout {dict(layout)}: degrees {missing or 'none'}; seconds are known for {sorted(tables)}")
@@ -88,40 +87,40 @@ def fleet(
 class SimulationOptions:
     """Settings of a simulation besides workload, engines and policy."""
 
-    eta: int = 0  # this and ``over_age``, ``window``, ``in_flight`` are the `StalenessPolicy`
-    train_s: float = 0.0  # of an optimizer step with its weight update, beyond the first steps with ``steps_s``
-    load_s: float = 0.0  # of an engine's change to new weights
-    publish_s: float = 0.0  # of a publication beside the next step, which does not end before
+    eta: int = 0  # this, ``over_age``, ``window`` and ``in_flight`` form the `StalenessPolicy`
+    train_s: float = 0.0  # optimizer step with weight update, for steps beyond ``steps_s``
+    load_s: float = 0.0  # an engine's weight load
+    publish_s: float = 0.0  # publication during the next step, which ends no earlier
     steps_s: tuple[float, ...] = ()
-    tool_slots: int | None = None  # actions at once; without a limit actions do not wait in the scheduler
-    inline_tools: frozenset[str] = frozenset()  # run within the generation's slot; malformed calls have the empty name
+    tool_slots: int | None = None  # concurrent actions; None: actions never wait in the scheduler
+    inline_tools: frozenset[str] = frozenset()  # run in the generation's slot; malformed calls have the empty name
     tool_overhead: QuantumOverhead = NO_OVERHEAD  # of actions, if they have slots
     gate_s: float = 0.0  # from a gate to its first trajectory
-    commit_s: float = 0.0  # from a group's last end to its record
-    reserve: tuple[int, int] | None = None  # KV reserved for a turn: most generated, most context tokens
-    residuals: Residuals | None = None  # ratios of measured to predicted seconds, from which noise is drawn
-    chunk_tokens: int | None = None  # most tokens of one quantum: a longer turn has several
-    boundaries: tuple[tuple[int, float], ...] = ()  # TP degree, tokens
-    host: HostPool | None = None  # KV in host memory; without it a trajectory that changes engines is computed again
-    preempts: bool = False  # engines do not reserve KV for whole turns (`libra.hardware.virtual_engine`, invariant 3)
-    keeps_kv: bool = False  # KV stays over a change of weights
+    commit_s: float = 0.0  # from the end of a group's last trajectory to its record
+    reserve: tuple[int, int] | None = None  # KV reserved for a turn: maximum generated and context tokens
+    residuals: Residuals | None = None  # measured over predicted seconds, from which noise is drawn
+    chunk_tokens: int | None = None  # maximum tokens per quantum: a longer turn has several quanta
+    boundaries: tuple[tuple[int, float], ...] = ()  # (TP degree, tokens)
+    host: HostPool | None = None  # host-memory KV pool; None: a trajectory that changes engines is recomputed
+    preempts: bool = False  # engines do not reserve KV for whole turns (`libra.hardware.virtual_engine`)
+    keeps_kv: bool = False  # KV survives a change of weights
     over_age: Verdict = Verdict.WAIT
     window: int | None = None
     in_flight: int | None = None
-    teacher_token_s: float = 0.0  # of the teacher per token of a trajectory; a step waits for its groups' scores
+    teacher_token_s: float = 0.0  # teacher seconds per token; a step waits for its groups' scores
 
     @property
     def staleness(self) -> StalenessPolicy:
-        """How old what a step consumes may be."""
+        """Staleness bound and related limits."""
         return StalenessPolicy(self.eta, self.over_age, self.window, self.in_flight)
 
     def step_s(self, batch: int) -> float:
-        """Seconds of step ``batch`` with its weight update, as far as that is not ``publish_s``."""
+        """Seconds of step ``batch`` with its weight update, without the overlapping ``publish_s``."""
         return self.steps_s[batch] if batch < len(self.steps_s) else self.train_s
 
 
 class Dispatched(NamedTuple):
-    """One dispatch: a slot given to a trajectory."""
+    """A dispatch: a trajectory received a slot."""
 
     at_s: float
     phase: Phase
@@ -133,7 +132,7 @@ class Dispatched(NamedTuple):
 
 @dataclass(slots=True)
 class SimulationRecord:
-    """Dispatches of a simulation, and when gates opened and trajectories, groups, rollouts and iterations ended."""
+    """Dispatches, and times of gates, trajectories, groups, rollouts and iterations."""
 
     dispatched: list[Dispatched] = field(default_factory=list)
     ended_s: dict[str, float] = field(default_factory=dict)
@@ -146,7 +145,7 @@ class SimulationRecord:
     def result(
         self, workload: Workload, counters: Sequence[tuple[str, Counters]], engines: int, end_s: float
     ) -> SimulationResult:
-        """The result; an engine that stopped and came back has counters of each time."""
+        """The result; an engine that stopped and came back has counters for each period."""
         makespan_s, gate_s, done = max(self.ended_s.values()), self.gate_s, [each for _, each in counters]
         peaks = Counter[str]()
         for name, each in counters:
@@ -172,32 +171,32 @@ class SimulationRecord:
 
 
 class SimulationResult(NamedTuple):
-    """Result of one simulation; seconds of iterations are from their gates."""
+    """Result of one simulation; iteration times count from the gate."""
 
     makespan_s: float  # from the first gate to the end of the last trajectory
-    group_completion_s: float  # mean over groups, from its iteration's gate to its last trajectory's end
-    iteration_s: tuple[float, ...]  # to the end of training
-    rollout_s: tuple[float, ...]  # to the end of its last trajectory
+    group_completion_s: float  # mean over groups, from gate to the group's last trajectory
+    iteration_s: tuple[float, ...]  # from gate to the end of training
+    rollout_s: tuple[float, ...]  # from gate to the last trajectory
     trajectories: int
     turns: int
     generated_tokens: int
     prefilled_tokens: int  # context computed
-    cached_tokens: int  # context whose KV was cached
-    recomputed_tokens: int  # computed context that some engine had computed before
-    moves: int  # turns that began on another engine than the previous turn
-    busy_frac: float  # of the engines' seconds, up to the last trajectory's end
+    cached_tokens: int  # context found in the KV cache
+    recomputed_tokens: int  # computed context that an engine had computed before
+    moves: int  # turns on another engine than the previous turn
+    busy_frac: float  # share of engine seconds up to the end of the last trajectory
     peak_kv_tokens: dict[str, int]
     dispatched: tuple[Dispatched, ...]
     preempted: int = 0
     fetched_tokens: int = 0  # KV from host memory
 
     def digest(self) -> str:
-        """Hash of every dispatch with its time and place: equal for equal simulations."""
+        """Hash over all dispatches with time and place: equal for equal simulations."""
         text = "\n".join(f"{d.at_s!r} {d.phase} {d.key} {d.quantum} {d.worker}" for d in self.dispatched)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def row(self) -> dict[str, Any]:
-        """The figures as JSON-able values, without the list of dispatches."""
+        """The figures as JSON-able values, without the dispatches."""
         values = self._asdict()
         del values["dispatched"], values["peak_kv_tokens"]
         tokens_per_s = self.generated_tokens / self.makespan_s if self.makespan_s else 0.0

@@ -1,15 +1,15 @@
-"""The whole system in virtual time: gates, trajectories, engines, tools, batches, weight updates and lost workers.
+"""The system in virtual time: gates, trajectories, engines, tools, batches, weight updates.
 
-The same policy objects decide as in the live plugin: `Admission` opens gates and batches, an `Ordering` sets priorities, the
-`Dispatcher` gives slots. The simulator carries out their commands, and sends them the events.
+The live plugin's policy objects decide: `Admission` opens gates and batches, an `Ordering` sets
+priorities, the `Dispatcher` gives slots. The simulator executes their commands, and sends them the
+events.
 
-Invariants
-----------
 1. Virtual time never runs backwards, and no wall clock is read.
-2. The same workload, engines, ordering and seed give the same events: the agenda breaks ties by insertion.
-3. Every trajectory of the workload ends exactly once; each of its quanta is generated exactly once, one that was lost with its
-   engine again from its beginning, one that its engine handed over from where it was. A quantum is a turn, or up to
-   ``chunk_tokens`` of one.
+2. The same workload, engines, ordering and seed give the same events: the agenda breaks ties by
+   insertion.
+3. Every trajectory ends exactly once, and each quantum (a turn, or ``chunk_tokens`` of a turn) is
+   generated exactly once: from its start again if lost with its engine, from its last token if
+   handed over.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from libra.sim.workload import TurnPlan, Workload, prompts_of
 from libra.types import NO_TOOL, Phase
 
 TOOLS = "tools"
-"""Name of the one worker that runs all tools."""
+"""Name of the single worker that runs all tools."""
 
 
 class Simulator:
@@ -84,34 +84,34 @@ class Simulator:
         self._running: dict[str, SimulatedTrajectory] = {}
         self._home: dict[str, str] = {}
         self._host = None if self.options.host is None else HostKv(self.options.host)
-        pool = self.options.host  # its price is per token; prices of moves are per byte
+        pool = self.options.host  # prices of a pool are per token, prices of moves per byte
         self._kv_token_bytes = 0 if pool is None else max(1, round(pool.token_s * PRIOR_BYTES_PER_S))
         self._groups = WorkloadGroups(workload)
         self._teacher = TeacherQueue(self.options.teacher_token_s, workload.trajectories)
         self._typical_context = typical_context(workload.trajectories)
         self._admission = Admission(self.options.staleness, self._groups.per_iteration)
-        self._published_s = 0.0  # when the newest version that is being published, or was, can be pulled
+        self._published_s = 0.0  # when the newest published version can be pulled
         self._learner, self._learned_ended = (ordering if isinstance(ordering, OnlineLearner) else None), 0
-        self._in_transit: dict[str, str] = {}  # keys that hold a slot of an engine without being in it
-        self._ahead: Priority | None = None  # rank of the best waiting generation, as of the last dispatch
-        self._priorities: dict[str, Priority] = {}  # as last set; engines serve their queues by it, as live
-        self._out_of_date = 0  # events of this instant that no longer hold
+        self._in_transit: dict[str, str] = {}  # keys that hold an engine's slot without being in the engine
+        self._ahead: Priority | None = None  # rank of the best waiting generation at the last dispatch
+        self._priorities: dict[str, Priority] = {}  # last priorities; engine queues follow them, as live
+        self._out_of_date = 0  # obsolete events of this instant
         self._counters: list[tuple[str, Counters]] = []  # of engines that handed their trajectories over
-        self._keeps_dispatches = True  # in its record; they are most of the memory of a long simulation
+        self._keeps_dispatches = True  # False saves most of a long simulation's memory
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
-        """Its engines."""
+        """Engines in use."""
         return tuple(self._specs.values())
 
     def run(self) -> SimulationResult:
-        """Everything from the first gate to the last batch."""
+        """Run from the first gate to the last batch."""
         self.play()
         found = self.record.result(self._workload, self._all_counters(), len(self._specs), self.agenda.now_s)
         return found if self._host is None else found._replace(fetched_tokens=self._host.fetched_tokens)
 
     def play(self) -> None:
-        """Everything from the first gate to the last batch, without a result."""
+        """Run from the first gate to the last batch, without a result."""
         options, workload, iterations = self.options, self._workload, len(self._groups.plans)
         for spec in self._specs.values():
             self._join(spec)
@@ -133,11 +133,10 @@ class Simulator:
             )
 
     def _all_counters(self) -> list[tuple[str, Counters]]:
-        """Of all engines, also of those that stopped; one that came back has several."""
+        """Counters of all engines, stopped ones included; an engine that came back has several."""
         return [*self._counters, *((name, engine.counters) for name, engine in self.running_engines.items())]
 
     def _open(self, iterations: int) -> None:
-        """Publish version 0; every iteration waits at its gate, and every step for its batch."""
         self._carry_out(self._admission.version_published(0))
         for iteration in range(iterations):
             self._carry_out(self._admission.gate_parked(iteration))
@@ -167,19 +166,18 @@ class Simulator:
         self._announce(declared or spec.joined(self._typical_context))
 
     def _announce(self, fact: WorkerCapacity | WorkerWithdrawn) -> None:
-        """An engine declares itself, stops, or generates again."""
         if isinstance(fact, WorkerWithdrawn):
             if fact.worker in self.running_engines and len(self.running_engines) > 1:
                 self.hand_over(fact.worker)
         elif fact.worker not in self.running_engines:
             self._join(self._specs[fact.worker], fact)
-        else:  # without a pool they exchange no KV
+        else:  # without a pool, engines exchange no KV
             self.notify(msgspec.structs.replace(fact, kv_token_bytes=self._kv_token_bytes))
 
     def hand_over(self, worker: str) -> None:
-        """The engine of ``worker`` stops; its trajectories keep the tokens that they have, and go on on other engines.
+        """Stop ``worker``'s engine; its trajectories continue elsewhere with their tokens.
 
-        Quanta on their way to or from the engine are lost, and generated again.
+        Quanta in transit to or from the engine are lost, and generated again.
         """
         engine = self.running_engines.pop(worker)
         self.notify(WorkerWithdrawn(worker))
@@ -214,7 +212,6 @@ class Simulator:
                     self.agenda.at(max(at_s, self._published_s), self._step_ended, batch)
 
     def _after(self, seconds: float, happens: Callable[..., None], *what: object) -> None:
-        """Call ``happens`` later; at once if it takes no time."""
         if seconds:
             self.agenda.at(self.agenda.now_s + seconds, happens, *what)
         else:
@@ -229,7 +226,6 @@ class Simulator:
             self._park(self._running[key])
 
     def _step_ended(self, batch: int) -> None:
-        """The trainer has new weights: it publishes them beside its next step, or before it."""
         if not self.options.publish_s:
             self._trained(batch)
             return
@@ -246,7 +242,6 @@ class Simulator:
         self._carry_out(self._admission.version_published(version))
 
     def _take_new_weights(self) -> None:
-        """All engines stop for them; without ``keeps_kv`` they drop the KV of older ones."""
         if self._host is not None and not self.options.keeps_kv:
             self._host.clear()
         for engine in self.running_engines.values():
@@ -290,7 +285,6 @@ class Simulator:
         self._ahead = self._dispatcher.ahead()
 
     def _drawn(self, overhead: QuantumOverhead, samples_s: tuple[float, ...]) -> float:
-        """One of the samples of an overhead, with as many quanta in flight as now."""
         one_s = samples_s[0] if len(samples_s) == 1 else samples_s[int(self._draws.integers(len(samples_s)))]
         return one_s if overhead.idle_frac == 1.0 else one_s * overhead.factor(self._dispatcher.num_running)
 
@@ -324,19 +318,18 @@ class Simulator:
         )  # fmt: skip
         engine.submit(self.agenda.now_s, request, self._priorities.get(one.key, ()))
         if self._host is not None:
-            for tokens, seconds in self._host.fetches():  # as a live worker reports what a transfer took
+            for tokens, seconds in self._host.fetches():  # a live worker reports transfer times likewise
                 num_bytes = tokens * self._kv_token_bytes
                 self.notify(HomeChanged(one.key, "", worker, tokens, 0.0, seconds, True, seconds, num_bytes, ""))
         return engine
 
     def _schedule_next(self, engine: VirtualEngine) -> None:
-        """Schedule the end of the engine's next request."""
         at_s = engine.next_finish_s()
         if at_s is not None:
             self.agenda.at(at_s, self._generated, engine, engine.changes)
 
     def _generated(self, engine: VirtualEngine, changes: int) -> None:
-        if engine.changes != changes:  # the engine's batch has changed since, or the engine was lost
+        if engine.changes != changes:  # the batch has changed since, or the engine was lost
             self._out_of_date += 1
             return
         overhead = self._specs[engine.name].overhead
@@ -351,7 +344,6 @@ class Simulator:
         self._schedule_next(engine)
 
     def _reported(self, one: SimulatedTrajectory, attempt: int, worker: str) -> None:
-        """The scheduler receives the report of a generation, and of the tools that ran within it."""
         if one.attempt != attempt:
             return
         self._in_transit.pop(one.key, None)
@@ -366,14 +358,14 @@ class Simulator:
         tools_s = turn.tool_s if inline else 0.0
         one.quanta += 2 if inline else 1
         one.context_tokens += payload
-        latency_s = round(self.agenda.now_s - one.started_s, 6)  # as the live log keeps it
+        latency_s = round(self.agenda.now_s - one.started_s, 6)  # rounded as in the live log
         self.notify(QuantumFinished(one.key, Phase.ROLLOUT, new_tokens, tool, status, latency_s, payload, tools_s))
         one.turn += inline
         if ends and (one.turn == len(one.plan.turns) or turn.status == NO_TOOL):
             self._end(one)
         elif (inline or not ends) and leaves_slot(self._priorities.get(one.key, ()), self._ahead):
             self._park(one)
-        elif inline or not ends:  # no better one waits: the next quantum begins in the slot at once
+        elif inline or not ends:  # no better trajectory waits: the next quantum starts in the slot at once
             self.notify(QuantumContinued(one.key, Phase.ROLLOUT, worker, one.quanta))
             if worker in self.running_engines:
                 self._schedule_next(self.generate(one, worker))
@@ -385,7 +377,6 @@ class Simulator:
             self._park(one)
 
     def _part_tokens(self, one: SimulatedTrajectory) -> int:
-        """Tokens of its next quantum, or of the one that it is in."""
         left = one.turn_plan.new_tokens - one.generated
         return min(left, self.options.chunk_tokens or left)
 
@@ -409,7 +400,7 @@ class Simulator:
         one.context_tokens += turn.payload_tokens
         one.quanta += 1
         one.turn += 1
-        latency_s = round(self.agenda.now_s - one.started_s, 6)  # as the live log keeps it
+        latency_s = round(self.agenda.now_s - one.started_s, 6)  # rounded as in the live log
         self.notify(QuantumFinished(one.key, Phase.TOOL, 0, turn.tool, turn.status, latency_s, turn.payload_tokens))
         if one.turn == len(one.plan.turns):
             self._end(one)

@@ -1,7 +1,7 @@
-"""Workloads: trajectories as lists of turns with their tokens and tool seconds, drawn from traces with a seed.
+"""Workloads: trajectories as turns with tokens and tool seconds, sampled from traces with a seed.
 
-The simulator runs it in virtual time, emulated engines run it on a real Dask cluster, and both see the same
-keys, so that their dispatch orders can be compared. As a file it is JSON; the same seed gives the same bytes.
+The simulator and the engines emulated on a real Dask cluster run the same keys, so that dispatch
+orders can be compared. A workload file is JSON; equal seeds give equal bytes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from libra.planner.agent_turns import AgentTurn, read_agent_turns
 from libra.types import NO_TOOL, ToolOutcome, ToolStatus, tool_outcome
 
 SIMULATED = "sim"
-"""Name of the run of a simulated workload."""
+"""Run name of a simulated workload."""
 SCHEMA = 1
-"""Layout of a workload file."""
+"""Version of the workload file format."""
 
 
 class TurnPlan(NamedTuple):
-    """One generation, and the tool call that follows it."""
+    """One generation and its tool call."""
 
     new_tokens: int  # generated, >= 1
-    tool: str  # empty if none comes back, and where a malformed call named none
-    status: ToolOutcome  # NO_TOOL: no tool ran, the trajectory ends here
-    payload_tokens: int  # tokens that the tool adds to the context
+    tool: str  # empty if no tool runs, or a malformed call named none
+    status: ToolOutcome  # NO_TOOL: the trajectory ends here
+    payload_tokens: int  # added to the context by the tool
     tool_s: float
 
 
@@ -45,51 +45,51 @@ class TrajectoryPlan(NamedTuple):
     prompt_tokens: int
     turns: tuple[TurnPlan, ...]
     family: str = ""
-    prompt: str = ""  # its name, if it occurs in more than one iteration
+    prompt: str = ""  # name of the prompt if several iterations use it
     contexts: tuple[int, ...] = ()  # before each turn; equal numbers are equal tokens. Empty: only prompts are shared
 
     @property
     def new_tokens(self) -> int:
-        """Tokens it generates in all its turns."""
+        """Tokens generated over all turns."""
         return sum(turn.new_tokens for turn in self.turns)
 
     @property
     def final_tokens(self) -> int:
-        """Its context at the end."""
+        """Context tokens at the end."""
         return self.prompt_tokens + sum(turn.new_tokens + turn.payload_tokens for turn in self.turns)
 
 
 class Workload(NamedTuple):
-    """Trajectories of one or more iterations, and the name of their run."""
+    """Trajectories of one or more iterations, and their run's name."""
 
     name: str
     trajectories: tuple[TrajectoryPlan, ...]
 
     def key(self, plan: TrajectoryPlan) -> str:
-        """The Dask key it would have."""
+        """The trajectory's Dask key."""
         return keys.make("trajectory", (plan.iteration, plan.group, plan.sample), epoch=0, run=self.name)
 
     def group_key(self, plan: TrajectoryPlan) -> str:
-        """Name of its group in events."""
+        """The group's name in events."""
         return f"{plan.iteration}-{plan.group}"
 
     def totals(self) -> dict[str, int]:
-        """Generated tokens by key: the lengths that an oracle uses."""
+        """Generated tokens by key, for an oracle of lengths."""
         return {self.key(plan): plan.new_tokens for plan in self.trajectories}
 
     @property
     def num_turns(self) -> int:
-        """Turns of all trajectories."""
+        """Total turns of all trajectories."""
         return sum(len(plan.turns) for plan in self.trajectories)
 
     def to_json(self) -> str:
-        """One JSON object; see `from_json`."""
+        """One JSON object, read by `from_json`."""
         rows = [(*plan[:4], plan.family, plan.turns, plan.prompt, plan.contexts) for plan in self.trajectories]
         return msgspec.json.encode({"schema": SCHEMA, "name": self.name, "trajectories": rows}).decode()
 
     @classmethod
     def from_json(cls, text: str, where: str = "workload") -> Workload:
-        """The workload a text describes; ConfigError if it is none, or breaks a rule of `checked`."""
+        """The workload in ``text``; ConfigError if malformed, or if it breaks a rule of `checked`."""
         again = "write one with libra simulate ... --save-workload FILE"
         try:
             file = msgspec.json.decode(text, type=_File)
@@ -134,9 +134,9 @@ class _File(msgspec.Struct):
 
 
 def checked(workload: Workload, where: str) -> Workload:
-    """``workload`` itself; ConfigError if two trajectories have one place, or a turn cannot be run.
+    """``workload``; ConfigError if two trajectories share a place, or a turn cannot be run.
 
-    It has a tool whenever another turn follows; the last turn may have one too, whose result no turn reads.
+    A turn needs a tool if another turn follows; no turn reads the result of the last turn's tool.
     """
     seen = set()
     for plan in workload.trajectories:
@@ -166,7 +166,7 @@ def checked(workload: Workload, where: str) -> Workload:
 
 
 def load_workload(path: Path) -> Workload:
-    """Read a workload file; ConfigError if it is none."""
+    """Read a workload file; ConfigError if invalid."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -177,7 +177,7 @@ def load_workload(path: Path) -> Workload:
 
 
 class Trace(NamedTuple):
-    """A recorded trajectory that workloads are drawn from."""
+    """A recorded trajectory from which workloads are sampled."""
 
     task: str
     prompt_tokens: int
@@ -186,7 +186,7 @@ class Trace(NamedTuple):
 
 
 def draw(traces: Sequence[Trace], *, num_groups: int, group_size: int, seed: int, iterations: int = 1) -> Workload:
-    """A workload of ``iterations`` x ``num_groups`` groups drawn from traces (`groups_of`)."""
+    """A workload of ``iterations`` x ``num_groups`` groups sampled from traces (`groups_of`)."""
     groups = groups_of(traces, group_size, seed)
     return workload_of_groups(groups, num_groups=num_groups, iterations=iterations, name=SIMULATED)
 
@@ -204,10 +204,11 @@ def workload_of_groups(groups: Iterator[list[Trace]], *, num_groups: int, iterat
 
 
 def groups_of(traces: Sequence[Trace], group_size: int, seed: int) -> Iterator[list[Trace]]:
-    """Groups without end, each of samples of one task that was recorded at least ``group_size`` times.
+    """Endless groups, each of samples of one task recorded at least ``group_size`` times.
 
-    If no task was, a group has different tasks: its samples are independent, the worst case for a policy that learns from
-    siblings. Every task, or trace, comes once before any repeats. ConfigError without traces.
+    Without such a task, a group mixes tasks: independent samples, the worst case for a policy that
+    learns from siblings. Every task (or trace) occurs once before any repeats. ConfigError without
+    traces.
     """
     if not traces:
         raise ConfigError("traces: none to draw from; name a directory with agent_turns/*.csv")
@@ -230,27 +231,27 @@ def _of_one_task(repeated: list[list[Trace]], group_size: int, rng: np.random.Ge
 
 
 def prompts_of(workload: Workload, plans: Sequence[TrajectoryPlan]) -> PromptsNamed:
-    """The prompts of the groups of ``plans``, if prompts repeat."""
+    """Prompts of the groups of ``plans``, if prompts repeat."""
     return PromptsNamed(tuple({workload.group_key(plan): plan.prompt for plan in plans if plan.prompt}.items()))
 
 
 REQUIRED = ("task", "turn", "tool", "status", "completion_tokens")
-"""Columns of a file of agents' turns."""
+"""Required columns of an agent trace file."""
 
 
 def tool_seconds(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Seconds of tool calls of a coding agent: three quarters are file tools (0.04 s), the rest tests and installs (mean 10 s).
+    """Tool call seconds of a coding agent: 3/4 file tools (0.04 s), else mean 10 s.
 
-    Shaped after what was measured on agentcgroup's runs: median 0.04 s, P90 9.1 s, P99 21 s; their timeouts are left out.
+    Shaped after agentcgroup's runs without timeouts: median 0.04 s, P90 9.1 s, P99 21 s.
     """
     return np.where(rng.random(count) < 0.75, 0.04, np.minimum(rng.gamma(2.0, 5.0, count), 60.0))
 
 
 def load_traces(path: Path, *, seed: int = 0) -> list[Trace]:
-    """Trajectories of one file, in its order; one source and model form a family.
+    """Trajectories of one file, in file order; each pair of source and model is a family.
 
-    Seconds of tools that were not timed are drawn (`tool_seconds`). ConfigError if columns are missing, or a field is not a
-    number or not a status.
+    Untimed tool calls get drawn seconds (`tool_seconds`). ConfigError for a missing column, or a
+    field that is not a number or status.
     """
     rng = np.random.default_rng([seed, 0x7001])
     return [
@@ -272,7 +273,7 @@ def _trace(task: str, source: str, recorded: tuple[AgentTurn, ...], rng: np.rand
         tool_s = float(drawn[i]) if turn.tool_s is None else turn.tool_s
         turns.append(
             TurnPlan(new[i], "", NO_TOOL, 0, 0.0)
-            if last  # no turn reads what its tool returned
+            if last  # no turn reads the tool's result
             else TurnPlan(new[i], turn.tool or "tool", turn.status, payload, tool_s)
         )
     return Trace(task, next((prompt for prompt in prompts if prompt), 1), tuple(turns), source)

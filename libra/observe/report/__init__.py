@@ -1,9 +1,9 @@
-"""`libra report`: one HTML file of one run or several, which needs nothing but a browser.
+"""`libra report`: one HTML file about one or several runs, which needs only a browser.
 
-1. The file makes no request: scripts and styles are in it.
+1. The file makes no request: it contains scripts and styles.
 2. A part without data is a sentence with the reason, never an empty frame.
-3. Text of models, tools and users reaches it through the templates of `libra.observe.html` only.
-4. Worker time has the numbers of `libra.observe.timeline.states`, as on the live page.
+3. Text of models, tools and users reaches it only through templates of `libra.observe.html`.
+4. Worker time is from `libra.observe.timeline.states`, as on the live page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECTIONS: Final[tuple[Callable[[Sequence[ReportedRun]], Section], ...]] = (
 def write_report(
     directories: Sequence[Path], output: Path, prices: Prices, *, gpu: str | None = None
 ) -> list[ReportedRun]:
-    """Write the report of these runs to ``output``, and return them; ConfigError if it cannot be."""
+    """Write the report of these runs to ``output``, and return them; ConfigError if impossible."""
     runs = [
         ReportedRun(directory, prices, name=name, place=place, gpu=gpu)
         for place, (directory, name) in enumerate(zip(directories, _names(directories), strict=True))
@@ -66,7 +66,7 @@ def report_html(runs: Sequence[ReportedRun]) -> str:
 
 
 def figures_of(run: ReportedRun) -> dict[str, tuple[str, str, str]]:
-    """The figures at the head of a run: name -> (title, value, remark)."""
+    """Figures at the head of a run: name -> (title, value, remark)."""
     _, rewards = run.series("reward")
     held = [result.get("reward") for _, result in sorted(run.evaluations.items())]
     seen, shares, failed = run.timeline, Counter(run.time.shares), run.failures

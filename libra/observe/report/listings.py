@@ -1,4 +1,4 @@
-"""Sections of the report made of tables and texts: decisions, waves, failures, samples, settings."""
+"""Report sections of tables and texts: decisions, waves, failures, samples, settings."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from libra.observe.trajectory_view import headline, load_decode
 from libra.untrusted import shown_line
 
 Part = Any
-"""HTML as `Markup`, or a model of Bokeh."""
+"""HTML as `Markup`, or a Bokeh model."""
 
 
 class Section(NamedTuple):
-    """A section: ``what`` explains it in one line; ``parts`` stand side by side in a wide window."""
+    """A section: ``what`` explains it in one line; ``parts`` are side by side in a wide window."""
 
     anchor: str
     title: str
@@ -38,7 +38,7 @@ class Section(NamedTuple):
 def per_run(
     anchor: str, title: str, what: str, make: Callable[[ReportedRun], Sequence[Part]]
 ) -> Callable[[Sequence[ReportedRun]], Section]:
-    """A section with the parts of every run, under its name where there are several."""
+    """A section with every run's parts, under the run's name if there are several."""
 
     def section(runs: Sequence[ReportedRun]) -> Section:
         parts: list[Part] = []
@@ -54,7 +54,7 @@ def per_run(
 
 
 def label(runs: Sequence[ReportedRun], run: ReportedRun, what: str) -> str:
-    """Label of a curve, with the run's name where there are several."""
+    """Curve label, with the run's name if there are several."""
     return f"{plain(run.name)}: {what}" if len(runs) > 1 else what
 
 
@@ -170,7 +170,7 @@ failures = per_run(
 
 
 def chosen_rows(columns: Mapping[str, Any]) -> dict[int, str]:
-    """Rows of the store to show, each with its description."""
+    """Store rows to show, with descriptions."""
     chosen: dict[int, str] = {}
     train = np.flatnonzero(columns["split"] == "train")
     if not len(train):
@@ -213,7 +213,7 @@ samples = per_run(
 
 
 def settings(runs: Sequence[ReportedRun]) -> Section:
-    """Settings of one run; of several, those that differ."""
+    """Settings of one run, or those that differ between runs."""
     if len(runs) == 1:
         dump = yaml.safe_dump(runs[0].config, sort_keys=False, allow_unicode=True)
         there = piece("details", "all settings", dump)

@@ -1,4 +1,4 @@
-"""Sections of the report made of plots: worker time and curves over iterations."""
+"""Report sections of plots: worker time and curves over iterations."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from libra.observe.timeline.states import STATES
 
 ALL: Final = "all engines and training workers"
 MAX_SPANS: Final = 4000
-"""Bars of one plot: fewer than the pixels of a wide screen."""
+"""Maximum bars per plot: fewer than the pixels of a wide screen."""
 MAX_ROWS: Final = 64
-"""Trajectories drawn of one iteration."""
+"""Maximum trajectories drawn per iteration."""
 
 
 def _time_of(run: ReportedRun) -> list[Part]:
@@ -111,9 +111,9 @@ def _workers_plot(run: ReportedRun) -> Any:
 def coarse(
     by_worker: Mapping[str, Sequence[tuple[float, float, str]]], most: int
 ) -> list[tuple[str, float, float, str]]:
-    """(worker, start, stop, state) of about ``most`` bars, of equal cells where there are more.
+    """(worker, start, stop, state) of about ``most`` bars, merged into equal cells beyond that.
 
-    A cell has the state with most time in it.
+    A cell has the state with the most time in it.
     """
     if sum(len(found) for found in by_worker.values()) <= most:
         return [(name, *each) for name, found in by_worker.items() for each in found]
@@ -181,7 +181,7 @@ SECONDS: Final = (
     ("iteration_s", "iteration", "solid"), ("train_s", "training step", "dashed"), ("store_s", "storing", "dotted"),
 )  # fmt: skip
 LENGTHS: Final = ((0.5, "median", "solid"), (0.9, "9 of 10 are shorter", "dashed"), (1.0, "longest", "dotted"))
-"""Quantiles of lengths."""
+"""Quantiles of trajectory lengths."""
 LAG: Final = (("lag", "mean lag", "solid"), ("lag_max", "largest lag", "dotted"))
 MAX_DOTS: Final = 2000
 
@@ -242,7 +242,7 @@ def _bins(run: ReportedRun) -> Any:
 
 
 def seconds(runs: Sequence[ReportedRun]) -> Section:
-    """Seconds and tokens per second of iterations."""
+    """Seconds and tokens per second by iteration."""
     times, rates = plot("", "iteration", "seconds"), plot("", "iteration", "generated tokens/s")
     _draw(times, runs, SECONDS)
     drawn = _draw(rates, runs, [("tokens_per_s", "tokens/s", "solid")])

@@ -1,2 +1,1 @@
-"""The timeline of a run, folded from its facts, for page, report, trace, Prometheus and step
-measures."""
+"""The timeline of a run's facts, for page, report, trace, Prometheus and step measures."""

@@ -1,14 +1,16 @@
-"""Predicted against realised gain of the decisions of planner, roles and limits. Pure.
+"""Predicted against realised gain of decisions of planner, roles and limits. Pure.
 
 An interval lasts from the end of one iteration to the end of the next; its figure is seconds per
-generated token, because batches differ in length. The realised gain of a change is 1 - after /
-before, over at most `WINDOW` intervals on each side. It compares different batches under weights
-that have learned in between, so it is not an experiment.
+generated token, because batch lengths differ. The realised gain of a change is 1 - after / before,
+over at most `WINDOW` intervals on each side. Batches and weights differ between the sides, so this
+is not an experiment.
 
-1. An interval counts on neither side if the arrangement changed, a role change was under way, a
-   worker joined or left, or held-out questions were answered in it; nor does the first of a start.
-2. No interval beyond another change counts. Changes without one between them share one outcome.
-3. A gain that no comparable interval shows is None, with the reason in words.
+1. An interval counts on neither side if it is the first of a start, or if in it the arrangement
+   changed, a role change was in progress, a worker joined or left, or held-out questions were
+   answered.
+2. No interval beyond another change counts. Changes without an interval between them share one
+   outcome.
+3. Without comparable intervals the gain is None, with a reason.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from libra import facts, keys
 from libra.facts import Fact, Line
 
 WINDOW: Final = 3
-"""Most intervals on each side of a change."""
+"""Maximum intervals on each side of a change."""
 NOT_KNOWN: Final = "not known"
 NOT_CARRIED_OUT: Final = "not carried out"
 _CHANGES: Final = (
@@ -39,8 +41,8 @@ _DECISIONS: Final = (
 class Outcome(NamedTuple):
     """Prediction and result of one decision, as shares of a step.
 
-    A layout at a run's start has seconds of a step instead. ``before`` and ``after`` count intervals.
-    ``why`` is the reason for a missing result, else empty.
+    A layout at a run's start has step seconds instead. ``before`` and ``after`` count intervals;
+    ``why`` explains a missing result, else empty.
     """
 
     event: Fact
@@ -55,7 +57,7 @@ class Outcome(NamedTuple):
 
     @property
     def realised_words(self) -> str:
-        """The result for a table, or the reason why there is none."""
+        """Result for a table, or why there is none."""
         if self.realised_s is not None:
             return f"{self.realised_s:,.1f} s ({self.after} iterations)"
         if self.realised_frac is None:
@@ -64,7 +66,7 @@ class Outcome(NamedTuple):
 
     @property
     def predicted_words(self) -> str:
-        """The prediction for a table; empty: there was none."""
+        """Prediction for a table; empty without one."""
         if self.predicted_s is not None:
             return f"{self.predicted_s:,.1f} s"
         return "" if self.predicted_frac is None else f"{100 * self.predicted_frac:.1f} %"
@@ -89,12 +91,12 @@ class _Decision:
     event: Fact
     interval: int
     t_s: float
-    # Generations of the role changes that carried it out, None for slots:
+    # Generations of the role changes that executed it; None for slots:
     commands: list[int | None] = field(default_factory=list)
 
 
 class DecisionOutcomes:
-    """Follows a log event by event; `outcomes` can be asked at any time."""
+    """Follows a log event by event; `outcomes` may be read at any time."""
 
     def __init__(self) -> None:
         self._intervals = [_Interval(None, changed=True)]
@@ -103,7 +105,7 @@ class DecisionOutcomes:
         self._failed: set[int] = set()
 
     def add(self, line: Line) -> int | None:
-        """Take the next line of the log; the index of its decision in `outcomes`, or None."""
+        """Process the next log line; returns the index of its decision in `outcomes`, or None."""
         now, t_s, event = self._intervals[-1], line.t_s, line.fact
         match event:
             case facts.RunStarted():
@@ -122,7 +124,7 @@ class DecisionOutcomes:
         return self._decided(t_s, event) if isinstance(event, _DECISIONS) else None
 
     def outcomes(self) -> list[Outcome]:
-        """One for each decision so far, in their order."""
+        """One outcome per decision so far, in order."""
         return [self._outcome(decision)._replace(t_s=decision.t_s) for decision in self._decisions]
 
     def _follow_roles(self, event: Fact) -> None:
@@ -187,7 +189,7 @@ def _pace_s(intervals: Sequence[_Interval]) -> float:
 
 
 def forecast_results(lines: Iterable[tuple[int, Fact]], key: str) -> dict[int, str]:
-    """By log line of each forecast: the tokens that its trajectory generated from there to its end."""
+    """Tokens that each trajectory generated after its forecast, by the log line of the forecast."""
     results, open_, tokens = dict[int, str](), dict[int, int](), 0
     for line, event in lines:
         if getattr(event, "key", None) != key:

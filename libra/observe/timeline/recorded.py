@@ -1,6 +1,6 @@
-"""The timeline of an event log, read once, with turns, forecasts, decisions and troubles.
+"""Timeline of an event log, read once, with turns, forecasts, decisions and failures.
 
-Memory does not grow with the number of quanta: only turns of the newest iteration are kept.
+Only turns of the newest iteration are kept, so memory does not grow with the number of quanta.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_TROUBLES: Final = 200
 
 
 class TurnSpan(NamedTuple):
-    """One quantum, from its dispatch or the previous quantum in its slot to the report of its end."""
+    """One quantum, from its dispatch or the previous quantum in its slot to its report."""
 
     key: str
     phase: str
@@ -38,7 +38,7 @@ class TurnSpan(NamedTuple):
 
 
 class ForecastPair(NamedTuple):
-    """Forecasts of a trajectory's total tokens, at first and half way, and the tokens it generated."""
+    """Forecasts of a trajectory's total tokens, at the start and half way, and the actual tokens."""
 
     first: float
     half: float
@@ -54,7 +54,7 @@ class Logged(NamedTuple):
 
 
 class RecordedTimeline(Timeline):
-    """The timeline of an event log, with details for the report; `read_on` fills it.
+    """Timeline of an event log with details for the report, filled by `read_on`.
 
     ``turns`` are of iteration ``turns_of``, the newest in which a training trajectory ended.
     ``forecasts`` are of trajectories that ended by themselves. ``failed_attempts`` counts by
@@ -75,7 +75,7 @@ class RecordedTimeline(Timeline):
         self._turns: dict[int, list[TurnSpan]] = {}
 
     def add(self, line: Line) -> None:
-        """Take the next line of the log."""
+        """Process the next log line."""
         self.num_facts += 1
         fact = line.fact
         before = self.places.open.get(getattr(fact, "key", ""))
@@ -122,7 +122,7 @@ class RecordedTimeline(Timeline):
             self.forecasts.append(ForecastPair(totals[0][1], half[1], tokens))
 
     def read_on(self, path: Path) -> str:
-        """Take the events not read yet, up to a damage; returns the reason for an early end, or ""."""
+        """Read new events up to any damage; returns why reading ended early, or ""."""
         if not path.is_file():
             return f"there is no event log ({path.name}): the run has not started"
         try:
@@ -134,7 +134,7 @@ class RecordedTimeline(Timeline):
 
 
 def read_log(path: Path, line: int = 1) -> Iterator[Line]:
-    """The facts of a log from this line on, without a torn last one; StoreError names a bad line."""
+    """Facts of a log from a line on, without a torn last line; StoreError names a bad line."""
     for number, values in EventReader(path, line=line):
         try:
             yield facts.from_dict(values)

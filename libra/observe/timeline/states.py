@@ -1,7 +1,7 @@
-"""States of a worker with the seconds in each, and the slots that trajectories have or wait for.
+"""Worker states with the seconds in each, and the slots that trajectories have or await.
 
-1. Segments of a `WorkerClock` are in the order of time without gaps; folding changes no total.
-2. A trajectory has at most one slot and waits for at most one; counts by phase and level agree.
+1. Segments of a `WorkerClock` are in time order without gaps; folding changes no total.
+2. A trajectory has at most one slot and awaits at most one; counts by phase and level agree.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ IDLE: Final[Mapping[str, str]] = {
     "lent": "its GPU belongs to another worker's engine",
     "nothing": "nothing is submitted: the driver prepares, or the run is about to end",
 }
-"""Idle states, and the cause in words."""
+"""Idle states and their causes as text."""
 STATES: Final[Mapping[str, str]] = {**BUSY, **IDLE}
 AWAY: Final = ""
-"""State of a worker that is not there; that time counts nowhere."""
+"""State of an absent worker, whose time counts nowhere."""
 
 
 class Segment(NamedTuple):
-    """A state from ``start_s`` to the start of the next segment; ``gpus`` then belong to the worker."""
+    """A state until the next segment's start; ``gpus`` is the worker's GPU count meanwhile."""
 
     start_s: float
     state: str
@@ -59,7 +59,7 @@ class Segment(NamedTuple):
 
 
 def shares_of(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Share of time by state; they sum to 1. Empty without time."""
+    """Share of time by state, summing to 1; empty without time."""
     total = sum(seconds.values())
     return {state: value / total for state, value in seconds.items()} if total > 0 else {}
 
@@ -72,9 +72,9 @@ def busy_frac(seconds: Mapping[str, float]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTime:
-    """One worker: seconds and GPU-seconds by state (worker-seconds on a CPU).
+    """Seconds and GPU-seconds of one worker by state (worker-seconds on a CPU).
 
-    ``slots_used_frac``: mean use of its slots; None for a worker without slots.
+    ``slots_used_frac`` is the mean share of slots in use; None without slots.
     """
 
     worker: str
@@ -85,12 +85,12 @@ class WorkerTime:
 
     @property
     def total_s(self) -> float:
-        """Seconds of its presence."""
+        """Seconds of the worker's presence."""
         return sum(self.seconds.values())
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of its time by state."""
+        """Share of the worker's time by state."""
         return shares_of(self.seconds)
 
 
@@ -104,7 +104,7 @@ class RunTime:
 
     @property
     def gpu_s(self) -> dict[str, float]:
-        """GPU-seconds by state of engines and training workers, without pure tool workers."""
+        """GPU-seconds by state of engines and training workers; pure tool workers are left out."""
         total: Counter[str] = Counter()
         for worker in self.workers:
             if worker.kind != "tools":
@@ -128,7 +128,7 @@ def _start_of(segment: Segment) -> float:
 
 @dataclass(slots=True)
 class WorkerClock:
-    """The time of one worker; ``folded`` and ``folded_gpu`` are totals of dropped segments."""
+    """Time of one worker; ``folded`` and ``folded_gpu`` are totals of dropped segments."""
 
     kind: Kind
     segments: list[Segment] = field(default_factory=list)
@@ -144,13 +144,13 @@ class WorkerClock:
     served: bool = False
     away: bool = False
     quarantined: bool = False
-    changing: str = ""  # the state of a change that is under way
-    hybrid: bool = False  # an engine that is switched, or has switched, to training for the open step
-    ready_s: float = math.inf  # since when it has the weights that waves are computed with
+    changing: str = ""  # state during a role change
+    hybrid: bool = False  # an engine that switches, or has switched, to training for the open step
+    ready_s: float = math.inf  # since when it has the weights for computing waves
     lent: bool = False
 
     def enter(self, t_s: float, state: str) -> None:
-        """Be in ``state`` from ``t_s`` on."""
+        """Enter ``state`` at ``t_s``."""
         last = self.segments[-1] if self.segments else None
         if last is not None and last.state == state and last.gpus == self.gpus:
             return
@@ -160,7 +160,7 @@ class WorkerClock:
         self.segments.append(Segment(t_s, state, self.gpus))
 
     def relabel(self, start_s: float, stop_s: float, state: str, but: Collection[str]) -> None:
-        """Set the state between these times, except where it is in ``but``, and in folded segments."""
+        """Set the state between two times, except in folded segments and in states of ``but``."""
         if not self.segments or stop_s <= start_s:
             return
         first, stop = self._cut(start_s), self._cut(stop_s)
@@ -178,7 +178,7 @@ class WorkerClock:
         return index
 
     def count_slots(self, t_s: float) -> None:
-        """Add slot-seconds up to ``t_s``; call it before running trajectories or slots change."""
+        """Add slot-seconds up to ``t_s``; call before running trajectories or slots change."""
         self.slot_s, self.room_s = self._slot_time(t_s)
         self.slot_at_s = max(t_s, self.slot_at_s)
 
@@ -194,7 +194,7 @@ class WorkerClock:
         return self.slot_s + elapsed * used, self.room_s + elapsed * self.num_slots
 
     def totals(self, since_s: float, until_s: float) -> tuple[Counter[str], Counter[str]]:
-        """Seconds and GPU-seconds by state; folded ones count if ``since_s <= 0``."""
+        """Seconds and GPU-seconds by state; folded segments count if ``since_s <= 0``."""
         seconds, gpu_s = (self.folded.copy(), self.folded_gpu.copy()) if since_s <= 0 else (Counter(), Counter())
         first = max(0, bisect_left(self.segments, since_s, key=_start_of) - 1)
         for index, segment in enumerate(self.segments[first:], first):
@@ -206,7 +206,7 @@ class WorkerClock:
         return seconds, gpu_s
 
     def fold(self, keep: int) -> None:
-        """Keep the newest segments only; the totals stay."""
+        """Keep only the newest segments; totals do not change."""
         rest = self.segments[-keep:]
         self.segments = self.segments[: 1 - keep or None]
         seconds, gpu_s = self.totals(1e-300, rest[0].start_s)
@@ -216,7 +216,7 @@ class WorkerClock:
 
 
 class Slot(NamedTuple):
-    """A slot that a trajectory has since ``since_s``."""
+    """A trajectory's slot, held since ``since_s``."""
 
     worker: str
     phase: Phase
@@ -225,7 +225,7 @@ class Slot(NamedTuple):
 
 @dataclass(slots=True)
 class Trajectory:
-    """An open trajectory; ``waits``: phase and policy level of the slot that it waits for."""
+    """An open trajectory; ``waits`` is the phase and policy level of the awaited slot."""
 
     slot: Slot | None = None
     waits: tuple[Phase, int] | None = None
@@ -233,20 +233,19 @@ class Trajectory:
 
 
 class Places:
-    """Open trajectories by key, waiting ones counted in ``levels`` by phase and level, ``used``
-    slots by phase."""
+    """Open trajectories by key, with counts of waiting ones (``levels``) and slots (``used``)."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing runs or waits."""
+        """Remove all running and waiting trajectories."""
         self.open: dict[str, Trajectory] = {}
         self.levels: dict[Phase, Counter[int]] = {phase: Counter() for phase in Phase}
         self.used = dict.fromkeys(Phase, 0)
 
     def waits(self, key: str, where: tuple[Phase, int] | None) -> None:
-        """The trajectory waits for a slot at (phase, level), or for none."""
+        """Record that a trajectory awaits a slot at (phase, level), or none."""
         found = self.open.get(key)
         if found is None:
             if where is None:
@@ -264,12 +263,12 @@ class Places:
             self.levels[where[0]][where[1]] += 1
 
     def ranked(self, key: str, priority: Sequence[Any]) -> None:
-        """Rank a trajectory by (deadline, level, order); a policy without levels has level 0."""
+        """Rank a trajectory by (deadline, level, order); the level is 0 if the policy has none."""
         if (found := self.open.get(key)) is not None and found.waits is not None:
             self.waits(key, (found.waits[0], int(priority[1]) if len(priority) > 1 else 0))
 
     def started(self, key: str, slot: Slot) -> None:
-        """The trajectory has a slot, and waits no longer."""
+        """Record that a trajectory received a slot and no longer waits."""
         self.waits(key, None)
         if (found := self.open.get(key)) is None:
             found = self.open[key] = Trajectory()
@@ -277,7 +276,7 @@ class Places:
         self.used[slot.phase] += 1
 
     def stopped(self, key: str) -> Slot | None:
-        """Take its slot from the trajectory; None if it has none."""
+        """Release a trajectory's slot; returns it, or None."""
         found = self.open.get(key)
         if found is None or found.slot is None:
             return None
@@ -286,10 +285,10 @@ class Places:
         return slot
 
     def ended(self, key: str) -> None:
-        """The trajectory has ended, and has no slot any more."""
+        """Remove an ended trajectory and its slot."""
         self.waits(key, None)
         self.open.pop(key, None)
 
     def on(self, worker: str) -> list[str]:
-        """Keys of the trajectories that have a slot of this worker."""
+        """Keys of trajectories with a slot of this worker."""
         return [key for key, each in self.open.items() if each.slot is not None and each.slot.worker == worker]

@@ -1,7 +1,7 @@
-"""The steps of a run: waves, role switches of engines to training and back, and measures of steps.
+"""Steps of a run: waves, engines' role switches to training and back, and measures of steps.
 
 A wave that a later start trains again counts once. A step is measured once, and only if its gate,
-all its groups and its waves are of this start.
+all its groups and its waves belong to this start.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from libra.policy.tail import ASSUMED_LOADS, price_s
 from libra.types import Phase
 
 MAX_STEPS: Final = 60
-"""Steps whose waves are kept."""
+"""Steps with kept waves."""
 MAX_SWITCHES: Final = 400
 _OF_ENGINES: Final = frozenset({"generating", "turned", "wave"})
 
 
 @dataclass(slots=True)
 class Wave:
-    """A wave; ``others`` of its ``groups`` are of other iterations than the step's.
+    """A wave of ``groups`` groups, of which ``others`` are from other iterations than the step's.
 
-    ``train_s`` is None until it is trained, at ``trained_s``, by the trainers and ``hybrids`` engines.
+    ``train_s`` is None until trainers and ``hybrids`` engines have trained it, at ``trained_s``.
     """
 
     groups: int
@@ -38,9 +38,10 @@ class Wave:
 
 @dataclass(slots=True)
 class EngineSwitch:
-    """A switch of the engine of ``worker`` to training or rollout, requested at ``t_s``.
+    """A switch of ``worker``'s engine to training or rollout, requested at ``t_s``.
 
-    ``generation`` names its role change (None before it starts); ``seconds`` is None before its end.
+    ``generation`` identifies its role change (None before the start); ``seconds`` is None before
+    the end.
     """
 
     t_s: float
@@ -54,7 +55,7 @@ class EngineSwitch:
 
 @dataclass(slots=True)
 class StepMode:
-    """The mode of steps (``way``) from ``t_s`` on, first in the step after ``step``, and the reason."""
+    """The mode of steps (``way``), set at ``t_s`` from the step after ``step`` on, and the reason."""
 
     t_s: float
     step: int
@@ -63,16 +64,16 @@ class StepMode:
 
 
 def groups_text(groups: int, others: int) -> str:
-    """Groups of a wave, and how many belong to other iterations than its step."""
+    """Text: groups of a wave, and how many are from other iterations."""
     return f"{groups:,}" + (f" ({others:,} of other iterations)" if others else "")
 
 
 class Steps:
     """Waves, role switches and measures of a run.
 
-    ``waves`` are by step and number, of the newest steps; ``switches`` and ``modes`` the newest ones,
-    the oldest first. ``train_gpus`` counts GPUs that always train; 0 turns measures off. ``since_s``
-    is the time of the previous publication.
+    ``waves`` are by step and number, for the newest steps; ``switches`` and ``modes`` are the
+    newest ones, oldest first. ``train_gpus`` counts permanent training GPUs; 0 disables measures.
+    ``since_s`` is the time of the previous publication.
     """
 
     def __init__(self) -> None:
@@ -80,19 +81,19 @@ class Steps:
         self.switches: deque[EngineSwitch] = deque(maxlen=MAX_SWITCHES)
         self.modes: deque[StepMode] = deque(maxlen=MAX_SWITCHES)
         self._groups, self._taken = 0, -1
-        self._open: dict[str, EngineSwitch] = {}  # by worker, switches without a result
+        self._open: dict[str, EngineSwitch] = {}  # switches without a result, by worker
         self.train_gpus, self.since_s = 0, 0.0
         self._gates_s: dict[int, float] = {}
         self._complete_s: defaultdict[int, list[float]] = defaultdict(list)
-        self._ended_s: dict[int, float] = {}  # of steps whose publication the next one does not wait for
-        self._alone_s: dict[str, float] = {}  # seconds of an engine's token
-        self._path_s: defaultdict[str, float] = defaultdict(float)  # by open trajectory, its seconds had it been alone
+        self._ended_s: dict[int, float] = {}  # steps whose publication the next step does not wait for
+        self._alone_s: dict[str, float] = {}  # seconds per token of an engine
+        self._path_s: defaultdict[str, float] = defaultdict(float)  # seconds of each open trajectory, had it been alone
         self._longest_s: dict[int, float] = {}
         self._changes: dict[str, list[float]] = {"train": [], "rollout": []}
-        self._load_s = 0.0  # of the newest version that an engine loaded
+        self._load_s = 0.0  # load of the newest version by an engine
 
     def is_switching(self, generation: int) -> bool:
-        """Whether this role change is an engine's switch that is under way."""
+        """Whether this role change is an engine switch in progress."""
         return any(switch.generation == generation for switch in self._open.values())
 
     def is_taken(self, step: int) -> bool:
@@ -102,7 +103,7 @@ class Steps:
     def open_step(self) -> dict[str, Any] | None:
         """The open streamed step, else the last one, JSON-able; None before the first wave.
 
-        ``groups`` is the size of its batch; ``trained``, ``in_wave`` and ``missing`` count them;
+        ``groups`` is the batch size; ``trained``, ``in_wave`` and ``missing`` count groups;
         ``taken`` is a bool. ``waves``: [{"wave", "groups", "others", "train_s" (None in training),
         "hybrids"}, ...].
         """
@@ -122,7 +123,7 @@ class Steps:
         }  # fmt: skip
 
     def add(self, fact: Fact, now_s: float) -> None:
-        """Take a fact, at ``now_s`` over all starts of the run."""
+        """Process a fact at ``now_s``, which counts over all starts of the run."""
         match fact:
             case facts.RunStarted():
                 self._groups = fact.groups_per_batch
@@ -179,7 +180,7 @@ class Steps:
     # ---------------------------------------------------------------- measures
 
     def measure(self, fact: Fact, now_s: float) -> None:
-        """Take a fact for the measures of steps, if there are any."""
+        """Process a fact for the measures of steps, if enabled."""
         if not self.train_gpus:
             return
         match fact:
@@ -206,7 +207,7 @@ class Steps:
                 self._changes[fact.to_role].append(price_s(fact.stage_s))
 
     def measured(self, step: int, now_s: float, time: RunTime) -> StepMeasured | None:
-        """A step published at ``now_s`` with the ``time`` since the last; None if partly unseen."""
+        """A step published at ``now_s`` after the period ``time``; None if partly unseen."""
         self.since_s = time.until_s
         gate_s, complete_s = self._gates_s.get(step), sorted(self._complete_s.get(step, ()))
         trained = [wave for _, wave in sorted(self.waves.get(step, {}).items()) if wave.train_s is not None]

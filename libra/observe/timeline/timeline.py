@@ -1,8 +1,9 @@
-"""One timeline of a run, from its facts: live in the scheduler or from the log, with one result.
+"""The timeline of a run from its facts, the same live in the scheduler and from the log.
 
-1. Nothing here reads a clock: time comes with the facts, and with `Timeline.sample`.
-2. ``history`` has at most ``MAX_SAMPLES`` evenly spaced rows: when full, every second row goes.
-3. An iteration that a resumed run repeats is counted once: curves are by iteration.
+1. Nothing here reads a clock: time comes with facts and with `Timeline.sample`.
+2. ``history`` has at most ``MAX_SAMPLES`` evenly spaced rows: when full, every second row is
+   dropped.
+3. An iteration that a resumed run repeats counts once: curves are by iteration.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ TROUBLES: Final = (
     facts.GangLost, facts.RoleMemberFailed, facts.MismatchFound,
 )  # fmt: skip
 BUSY_WINDOW_S: Final = 60.0
-"""Seconds of the figure of busy worker time "now"."""
+"""Window in seconds for the "now" figure of busy worker time."""
 NOTED: Final = (*DECISIONS, facts.Turn, facts.TurnRefused, *TROUBLES)
-"""Facts among the page's last decisions, beside opened gates, batches and dispatches."""
+"""Facts listed among the page's last decisions, beside gates, batches and dispatches."""
 SAMPLE_S: Final = 0.5
-"""Seconds between two rows of the history, at first."""
+"""Initial seconds between two rows of the history."""
 MAX_SAMPLES: Final = 1200
 MAX_STEPS: Final = 400
-"""Steps whose split is kept."""
+"""Steps with a kept split."""
 LAST_DECISIONS: Final = 8
-"""Decisions and troubles kept; half as many opened gates and batches."""
+"""Kept decisions and failures; half as many gates and batches."""
 RATE_INTERVALS: Final = 10
-"""Iterations from whose mean duration the end of the run is estimated."""
+"""Iterations whose mean duration gives the estimated end of the run."""
 BANDS: Final = ("overdue", "level 0–1", "level 2–10", "level 11–40", "level 41 and later")
 _BAND_TOPS: Final = (-1, 1, 10, 40)
 
 
 def band(level: int) -> int:
-    """Index in `BANDS` of a policy's level."""
+    """Index in `BANDS` of a policy level."""
     return bisect_left(_BAND_TOPS, level)
 
 
@@ -58,14 +59,14 @@ OF_A_BATCH: Final = {
     "training": "training",
     "moving": "publishing the weights",
 }
-"""States of training workers from a batch's last trajectory to the next iteration, in words."""
+"""States of training workers between a batch's last trajectory and the next iteration, as text."""
 
 
 class Timeline:
     """Counts, curves, worker time and steps of a run, fact by fact.
 
-    ``trainers`` and ``keep`` are described in `WorkerTimes`. ``quanta`` counts finished ones by
-    phase, ``parts`` unfinished generations (`rollout.chunk_tokens`). Rows of ``history`` are (t_s,
+    ``trainers`` and ``keep`` are as in `WorkerTimes`. ``quanta`` counts finished quanta by phase,
+    ``parts`` unfinished generations (`rollout.chunk_tokens`). Rows of ``history`` are (t_s,
     queued_rollout, queued_tool, used_rollout, used_tool, tokens, waiting for ROLLOUT in each of
     `BANDS`).
     """
@@ -82,7 +83,7 @@ class Timeline:
         self.history: list[tuple[float, ...]] = []
         self._base_s = self._next_s = 0.0
         self._interval_s = SAMPLE_S
-        self._ended: dict[int, tuple[float, float | None, float]] = {}  # by iteration: when, reward, lag
+        self._ended: dict[int, tuple[float, float | None, float]] = {}  # by iteration: end, reward, lag
         self._began_s = self._published_s = 0.0
         self._evaluations: dict[int, tuple[float | None, int]] = {}
         self._steps: dict[int, dict[str, float]] = {}
@@ -94,13 +95,13 @@ class Timeline:
 
     @property
     def now_s(self) -> float:
-        """Time of the newest fact, over all starts of the run, without the time between them."""
+        """Time of the newest fact over all starts of the run, without pauses between starts."""
         return self.workers.now_s
 
     # ---------------------------------------------------------------- reading
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
-        """The part of a snapshot (`libra.observe.page_snapshots`) that facts determine; JSON-able."""
+        """The fact-based part of a snapshot (`libra.observe.page_snapshots`), JSON-able."""
         ended = sorted(self._ended.items())
         total = [sum(slots) for slots in zip(*self._capacity.values(), strict=True)] or [0, 0]
         return {
@@ -125,11 +126,11 @@ class Timeline:
         }  # fmt: skip
 
     def worker_time(self, now_s: float) -> dict[str, Any]:
-        """Where worker time went, JSON-able, over the run and over the last `BUSY_WINDOW_S`.
+        """Worker time over the run and over the last `BUSY_WINDOW_S`, JSON-able.
 
-        ``until_s``, ``busy_frac``, ``now_busy_frac`` (None without time), ``shares``, ``now_shares``
-        {state: share}, ``workers``: [{"worker", "kind", "state" (empty after it left), "busy_frac",
-        "slots_used_frac" (None without slots), "seconds": {state: s}}, ...].
+        ``until_s``, ``busy_frac``, ``now_busy_frac`` (None without time), ``shares``,
+        ``now_shares`` {state: share}, ``workers``: [{"worker", "kind", "state" (empty after it
+        left), "busy_frac", "slots_used_frac" (None without slots), "seconds": {state: s}}, ...].
         """
         whole, states = self.workers.times(now_s), self.workers.states()
         now = self.workers.times(now_s, max(now_s - BUSY_WINDOW_S, 1e-9))
@@ -147,7 +148,7 @@ class Timeline:
         }  # fmt: skip
 
     def left_s(self, now_s: float) -> float | None:
-        """Estimated seconds to the end of the last iteration; None before one has ended."""
+        """Estimated seconds to the end of the last iteration; None before an iteration has ended."""
         if not self._ended:
             return None
         times = sorted(t_s for t_s, _, _ in self._ended.values())[-RATE_INTERVALS - 1 :]
@@ -156,7 +157,7 @@ class Timeline:
         return max(0.0, left * each_s - max(0.0, now_s - times[-1])) if left > 0 else 0.0
 
     def training(self, now_s: float) -> str:
-        """The activity of the training workers with a complete batch; "" without one."""
+        """Activity of training workers with a complete batch; "" without a batch."""
         state, since_s = self.workers.training_state()
         if state not in OF_A_BATCH:
             return ""
@@ -172,7 +173,7 @@ class Timeline:
     # ---------------------------------------------------------------- facts
 
     def add(self, line: Line) -> None:
-        """Take the next line of the log."""
+        """Process the next log line."""
         fact, workers = line.fact, self.workers
         kind, now_s = type(fact), workers.now_s
         if kind is facts.RunStarted:
@@ -206,14 +207,14 @@ class Timeline:
                 self._changed(fact)
 
     def measured(self, version: int, now_s: float) -> facts.StepMeasured | None:
-        """The step whose ``version`` is published at ``now_s``; None if unmeasured or partly unseen."""
+        """The step that publishes ``version`` at ``now_s``; None if unmeasured or partly unseen."""
         steps = self.steps
         if not steps.train_gpus:
             return None
         return steps.measured(version - 1, now_s, self.workers.times(since_s=steps.since_s))
 
     def sample(self, now_s: float) -> None:
-        """Add the rows of the history that are due by ``now_s``."""
+        """Add the history rows due by ``now_s``."""
         places = self.places
         while self._next_s <= now_s:
             bands = [0] * len(BANDS)
@@ -278,5 +279,5 @@ class Timeline:
             case facts.RoleChanged() if fact.to_role != "rollout":
                 self._served.pop(fact.worker, None)
         of_switch = isinstance(fact, facts.RoleChangeStarted) and self.steps.is_switching(fact.generation)
-        if isinstance(fact, NOTED) and not of_switch:  # the switch has a line with the same reason
+        if isinstance(fact, NOTED) and not of_switch:  # the switch has its own line with the same reason
             self._decided.append((self.now_s, fact))

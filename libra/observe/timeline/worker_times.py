@@ -1,12 +1,12 @@
-"""The state of each worker at each moment of a run, and the cause of idle time.
+"""The state of each worker over time, and the cause of idle time.
 
-Busy: ``generating`` (a trajectory has a ROLLOUT slot there, tools within a generation included),
+Busy: ``generating`` (a trajectory holds a ROLLOUT slot, including tools within a generation),
 ``acting`` (a TOOL slot), ``training`` (an optimizer step or a wave), ``turned`` (a wave, on an
-engine that switched roles), ``moving`` (publishing, loading or checking weights). Idle: the states
-of `IDLE`. On a worker of several runs, work for another run counts as idle.
+engine that switched roles), ``moving`` (publishing, loading or checking weights). Idle: `IDLE`.
+Work for another run counts as idle.
 
-1. A worker has one state at each moment between its first and last event, unless it was away.
-2. A trajectory has a slot of at most one worker. Slots in use are never negative.
+1. A worker has one state at each moment between its first and last event, except while away.
+2. A trajectory has a slot of at most one worker; used slots are never negative.
 3. Folding old segments (``keep``) changes no worker's total.
 """
 
@@ -28,11 +28,11 @@ _NOT_LOADING: Final = frozenset({"starting", "role", "lent", "training", "turnin
 
 
 class WorkerTimes:
-    """The state of every worker of a run; it keeps ``places``.
+    """States of all workers of a run, and ``places`` of its trajectories.
 
-    ``trainers`` names the training workers of a run whose log does not: a single one forms no
-    group. ``keep`` segments per worker are kept and older ones only counted; None keeps all.
-    ``now_s`` is the time of the newest fact over all starts, without the time between them.
+    ``trainers`` names training workers that the log does not: a single one forms no group. ``keep``
+    is the number of segments kept per worker, older ones being only counted; None keeps all.
+    ``now_s`` is the newest fact's time over all starts, without pauses between starts.
     """
 
     def __init__(self, places: Places, trainers: Sequence[str] = (), *, keep: int | None = None) -> None:
@@ -52,13 +52,13 @@ class WorkerTimes:
         self._gates: set[int] = set()
         self._batches_parked: set[int] = set()
         self._batches_opened: set[int] = set()
-        self._waves_opened: dict[tuple[int, int], float] = {}  # (batch, wave) in training: since when
+        self._waves_opened: dict[tuple[int, int], float] = {}  # (batch, wave) in training: start
         self._switches: dict[str, str] = {}  # by worker, the role of its newest switch
-        self._changes: dict[int, tuple[str, ...]] = {}  # by generation, workers that change their role
+        self._changes: dict[int, tuple[str, ...]] = {}  # by generation, workers that change roles
         self._published, self._stepped = -1, -1
-        self._prepared_s = 0.0  # since when the batch now in training could have been trained on
+        self._prepared_s = 0.0  # since when the batch in training was ready
         self._group_lost = False
-        self._has_ended = False  # a trajectory, since the newest gate opened
+        self._has_ended = False  # whether a trajectory has ended since the newest gate
         self._causes: tuple[Any, ...] = ()
         self._moment: tuple[bool, ...] = ()
 
@@ -74,23 +74,23 @@ class WorkerTimes:
         return RunTime(tuple(found), since_s, end_s)
 
     def states(self) -> dict[str, str]:
-        """The present state of each worker that is there."""
+        """Present state of each present worker."""
         now = {name: clock.segments[-1].state for name, clock in sorted(self._clocks.items()) if clock.segments}
         return {name: state for name, state in now.items() if state != AWAY}
 
     def training_state(self) -> tuple[str, float]:
-        """State of the first present training worker, and since when; ``AWAY`` without one."""
+        """State of the first present training worker, and its start; ``AWAY`` without a worker."""
         trainers = (clock.segments[-1] for clock in self._clocks.values() if clock.kind == "trainer" and clock.segments)
         return next(((last.state, last.start_s) for last in trainers if last.state != AWAY), (AWAY, 0.0))
 
     def training_split(self, since_s: float, until_s: float) -> dict[str, float]:
-        """Seconds by state between two times, of the training worker that was there the longest."""
+        """Seconds by state between two times, of the training worker present the longest."""
         trainers = [clock for clock in self._clocks.values() if clock.kind == "trainer" and not clock.hybrid]
         found: list[dict[str, float]] = [{**clock.totals(max(since_s, 1e-9), until_s)[0]} for clock in trainers]
         return max(found, key=lambda seconds: sum(seconds.values()), default={})
 
     def segments(self) -> dict[str, list[tuple[float, float, str]]]:
-        """(start, stop, state) of each worker's kept segments without absences, as `now_s` counts."""
+        """(start, stop, state) of each worker's kept segments without absences, in the time of `now_s`."""
         found: dict[str, list[tuple[float, float, str]]] = {}
         for name, clock in sorted(self._clocks.items()):
             stops = [*(each.start_s for each in clock.segments[1:]), self.now_s]
@@ -101,7 +101,7 @@ class WorkerTimes:
     # ---------------------------------------------------------------- facts
 
     def take(self, fact: Fact) -> None:
-        """Take a fact that happened at `now_s`."""
+        """Process a fact at `now_s`."""
         handler = OF_TRAJECTORIES.get(type(fact))
         if handler is None:
             for take in (self._training, self._engine, self._membership, self._roles):
@@ -114,12 +114,12 @@ class WorkerTimes:
                 not rollout, not tool, not places.open, not used[Phase.ROLLOUT], not used[Phase.TOOL], self._has_ended,
             )  # fmt: skip
             if moment == self._moment:
-                return  # no idle worker has another cause
+                return  # idle workers have no other cause
             self._moment = moment
         self._update_all()
 
     def started(self) -> None:
-        """The run starts."""
+        """Start the run."""
         self._begin()
         for name in self._trainers:
             self._clock(name, "trainer")
@@ -190,7 +190,7 @@ class WorkerTimes:
             return "starting"
         if self._group_lost:
             return "lost"
-        if self._batches_opened or self._waves_opened:  # while the version before may still be published beside it
+        if self._batches_opened or self._waves_opened:  # the previous version may still be publishing
             return "training"
         if self._stepped >= self._published:
             return "moving"
@@ -221,7 +221,7 @@ class WorkerTimes:
         self._runs(clock, phase, 1)
 
     def _stopped(self, fact: Any) -> None:
-        if (slot := self._places.stopped(fact.key)) is not None:  # most that park were stopped before
+        if (slot := self._places.stopped(fact.key)) is not None:  # most parked trajectories were stopped before
             self._runs(self._clocks[slot.worker], slot.phase, -1)
 
     def _runs(self, clock: WorkerClock, phase: Phase, more: int) -> None:
@@ -269,7 +269,7 @@ class WorkerTimes:
                 self._prepared_s = self.now_s
 
     def _wave_trained(self, fact: facts.WaveTrained) -> None:
-        """Time since the wave opened counts as training only from the start of its gradient."""
+        """A wave counts as training only from the start of its gradient."""
         start_s = self.now_s - fact.train_s
         opened_s = min(self._waves_opened.pop((fact.batch, fact.wave), start_s), start_s)
         hybrids = []
@@ -331,13 +331,13 @@ class WorkerTimes:
         clock.count_slots(self.now_s)
         match fact:
             case facts.WorkerJoined():
-                if clock.hybrid:  # it was lost while it trained
+                if clock.hybrid:  # lost while training
                     clock.kind, clock.ready_s = "engine", math.inf
                 if clock.kind != "trainer":
                     self._clock(fact.worker, clock.kind).served = False
-            case facts.WorkerLost() if clock.hybrid and not clock.changing:  # one that had slots is also withdrawn
+            case facts.WorkerLost() if clock.hybrid and not clock.changing:  # a worker with slots is also withdrawn
                 clock.kind, clock.away, clock.ready_s = "engine", True, math.inf
-            case facts.WorkerWithdrawn() if clock.changing:  # it has no slots any more; running quanta go on
+            case facts.WorkerWithdrawn() if clock.changing:  # no slots any more; running quanta continue
                 clock.num_slots = 0
             case facts.WorkerWithdrawn() if clock.kind != "trainer":
                 for key in self._places.on(fact.worker):
@@ -360,7 +360,7 @@ class WorkerTimes:
             case facts.RoleChangeStarted():
                 self._role_change_started(fact)
             case facts.RoleChangeFailed() | facts.RoleChangeCancelled():
-                for name in self._changes.pop(fact.generation, ()):  # workers that are still there change back at once
+                for name in self._changes.pop(fact.generation, ()):  # workers still present change back at once
                     if (clock := self._clocks.get(name)) is not None and clock.changing:
                         clock.count_slots(self.now_s)
                         clock.changing, clock.away, clock.served = "", True, False
@@ -403,4 +403,4 @@ OF_TRAJECTORIES: Final[dict[type[Fact], Callable[[WorkerTimes, Any], None]]] = {
     facts.QuantumGivenBack: WorkerTimes._stopped,
     facts.TrajectoryFoundEnded: WorkerTimes._stopped,
 }
-"""The frequent facts, each with its handler."""
+"""Handlers of the frequent facts."""

@@ -1,14 +1,12 @@
-"""Totals of trajectories, and what they cost an engine.
+"""Trajectory totals, and the engine time that trajectories take.
 
-Seconds of trajectories on an engine: the share of the engine that each takes, and the least time each can take.
+1. ``engine_s`` adds up: an engine at full concurrency is busy for the sum over its trajectories.
+2. ``alone_s`` is a lower bound: no engine of this TP degree finishes a trajectory (tools included)
+   sooner, so that no assignment is faster than the longest trajectory.
+3. Trajectories in flight never hold more KV than fits; queued trajectories cost nothing.
 
-1. ``engine_s`` adds up: an engine kept at its concurrency is busy for the sum of its trajectories' ``engine_s``.
-2. ``alone_s`` is a lower bound: no engine of this tensor-parallel degree finishes a trajectory sooner than alone on it, its
-   tools included. No assignment of trajectories to engines is faster than the longest trajectory.
-3. Trajectories in flight never hold more KV than fits; the others queue, and cost nothing while they wait.
-
-Differs from the published planner of Libra (arXiv:2606.03077 v2), which divides tokens by a steady batch and has no longest-
-trajectory bound.
+Deviates from Libra's planner (arXiv:2606.03077 v2), which divides tokens by a steady batch and has
+no longest-trajectory bound.
 """
 
 from __future__ import annotations
@@ -26,18 +24,18 @@ from libra.planner.agent_turns import Recorded
 Array = NDArray[np.float64]
 
 TRACE_COLUMNS = ("task", "sample", "turn", "prompt_tokens", "completion_tokens")
-"""Columns that `totals_of_trace` needs of a file of agents' turns; it uses ``tool_s`` if the file has it."""
+"""Columns that `totals_of_trace` requires; ``tool_s`` is optional."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryTotals:
-    """Totals of n trajectories, one entry each, (n,)."""
+    """Totals of n trajectories, each array (n,)."""
 
     prompt_tokens: Array  # context before the first turn
     generated_tokens: Array  # sampled over all turns
     observation_tokens: Array  # added by tools over all turns
     num_turns: Array  # generations, at least 1
-    tool_wait_s: Array  # of all tool calls together
+    tool_wait_s: Array  # total over all tool calls
 
     def __post_init__(self) -> None:
         shape = self.prompt_tokens.shape
@@ -53,12 +51,12 @@ class TrajectoryTotals:
 
     @property
     def final_context_tokens(self) -> Array:
-        """(n,) tokens in the context when the trajectory ends."""
+        """(n,) context tokens at the end of each trajectory."""
         return self.prompt_tokens + self.generated_tokens + self.observation_tokens
 
     @property
     def mean_context_tokens(self) -> Array:
-        """(n,) context of a generated token on average; the context grows evenly from prompt to end."""
+        """(n,) mean context of a generated token, if context grows evenly from prompt to end."""
         return (self.prompt_tokens + self.final_context_tokens) / 2.0
 
     @classmethod
@@ -71,15 +69,14 @@ class TrajectoryTotals:
         num_turns: ArrayLike = 1,
         tool_wait_s: ArrayLike = 0.0,
     ) -> TrajectoryTotals:
-        """Totals from arrays and scalars, which broadcast."""
+        """Totals from arrays and scalars, broadcast to one shape."""
         given = (prompt_tokens, generated_tokens, observation_tokens, num_turns, tool_wait_s)
         columns = [np.asarray(values, float) for values in given]
         size = np.broadcast_shapes((1,), *(column.shape for column in columns))
         return cls(*(np.broadcast_to(column, size).copy() for column in columns))
 
     def resampled(self, num_trajectories: int, seed: int, max_context_tokens: int | None = None) -> TrajectoryTotals:
-        """``num_trajectories`` of these, sampled with replacement; each ends when its context reaches
-        ``max_context_tokens``."""
+        """A sample with replacement, each trajectory cut at ``max_context_tokens`` of context."""
         pick = np.random.default_rng(seed).integers(0, len(self), num_trajectories)
         prompt, generated, observed = (
             column[pick] for column in (self.prompt_tokens, self.generated_tokens, self.observation_tokens)
@@ -93,7 +90,7 @@ class TrajectoryTotals:
 
 
 def totals_of_trace(recorded: Sequence[Recorded], tool_s: float) -> TrajectoryTotals:
-    """Totals of recorded agents, in their order; ``tool_s`` are the seconds of a tool call if the trace has none.
+    """Totals of recorded trajectories, in order; ``tool_s`` is the default tool time per call.
 
     PlanError if the trace is empty, or a turn has no ``prompt_tokens``.
     """
@@ -116,21 +113,20 @@ def totals_of_trace(recorded: Sequence[Recorded], tool_s: float) -> TrajectoryTo
 
 
 MAX_SEQUENCES = 256
-"""Maximum number of sequences that an engine decodes at once, even if its KV holds more: the default of inference
-engines."""
+"""Default limit of inference engines on concurrently decoded sequences."""
 HEADROOM_FRAC = 0.1
-"""Share of the KV left free: contexts in flight are longer at times than on average."""
+"""Share of KV left free, because contexts in flight are sometimes longer than average."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutCost:
     """Costs of trajectories on engines of one tensor-parallel degree, each array (n,)."""
 
-    engine_s: Array  # seconds of an engine that each takes at ``concurrency``
-    alone_s: Array  # seconds from its start to its end on an engine of its own, tools included
+    engine_s: Array  # engine seconds of each trajectory at ``concurrency``
+    alone_s: Array  # seconds from start to end alone on an engine, tools included
     concurrency: float  # sequences that an engine decodes at once
     max_concurrency: float  # the most that its KV holds
-    fits: NDArray[np.bool_]  # whether the trajectory, at its longest, fits into an engine's KV
+    fits: NDArray[np.bool_]  # whether the trajectory's final context fits into an engine's KV
 
 
 def rollout_cost(
@@ -140,10 +136,10 @@ def rollout_cost(
     concurrency: float | None = None,
     max_sequences: int = MAX_SEQUENCES,
 ) -> RolloutCost:
-    """The cost of each trajectory on an engine that keeps the KV of trajectories whose tools run.
+    """Cost of each trajectory on an engine that keeps KV during tool calls.
 
-    ``concurrency`` sequences decode at once: by default as many as KV and ``max_sequences`` (the engine's own limit) allow,
-    at most all trajectories.
+    ``concurrency`` is the number of sequences that decode at once, by default the most that KV and
+    ``max_sequences`` (the engine's limit) allow, at most all trajectories.
     """
     context, generated = totals.mean_context_tokens, totals.generated_tokens
     prefill_s = _prefill_s(totals, engine)
@@ -163,7 +159,7 @@ def rollout_cost(
 
 
 def _prefill_s(totals: TrajectoryTotals, engine: EngineSeconds) -> Array:
-    """(n,) engine seconds to compute prompts and observations, each once."""
+    """(n,) engine seconds that compute each prompt and observation token once."""
     later = np.maximum(totals.num_turns - 1, 0)
     each = np.divide(totals.observation_tokens, later, out=np.zeros_like(later), where=later > 0)
     observed_s = later * engine.prefills_s(np.ceil(each), totals.mean_context_tokens)
@@ -173,10 +169,10 @@ def _prefill_s(totals: TrajectoryTotals, engine: EngineSeconds) -> Array:
 def _decoding(
     totals: TrajectoryTotals, engine: EngineSeconds, room: float, mean_context: float, prefill_s: Array
 ) -> float:
-    """Sequences that decode while ``room`` trajectories hold KV, those whose tools run among them."""
+    """Sequences that decode while ``room`` trajectories, including those waiting for tools, hold KV."""
     waits_s, tokens = float(totals.tool_wait_s.sum()), float(totals.generated_tokens.sum())
     busy = room
-    for _ in range(20):  # a fixed point: the more decode at once, the longer a step, the smaller the share of waiting
+    for _ in range(20):  # fixed point: more decoding lengthens a step and lowers the waiting share
         step_s = float(engine.decode_steps_s(max(busy, 1.0), max(busy, 1.0) * mean_context))
         works_s = tokens * step_s + float(prefill_s.sum())
         busy += 0.5 * (room * works_s / max(works_s + waits_s, 1e-12) - busy)

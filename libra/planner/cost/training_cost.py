@@ -1,11 +1,13 @@
-"""Seconds and bytes of one training step, for the layouts that our trainer runs: data parallel and FSDP2.
+"""Seconds and bytes of one training step with data parallelism (DDP) or FSDP2.
 
-1. Every token of the batch is computed once per pass; packing wastes ``padding_frac`` of the rows and nothing else.
-2. Bytes of a GPU are counted per GPU (`libra.planner.cost.training_memory`): what FSDP2 shards is divided by the number of
-   GPUs once; what data parallel replicates is not divided.
-3. A step that does not fit is returned as such (``fits`` is false, ``headroom_bytes`` negative), never as a smaller one.
+1. Every token of the batch is computed once per pass; the only waste is ``padding_frac`` of the
+   rows.
+2. Memory is counted per GPU (`libra.planner.cost.training_memory`): FSDP2 divides what it shards by
+   the number of GPUs, and data parallelism divides nothing.
+3. A step that does not fit is returned with ``fits`` false and negative ``headroom_bytes``, never
+   shrunk.
 
-Tensor, pipeline and expert parallel training are not modelled; they would be values of `Layout.kind`.
+Tensor, pipeline and expert parallelism are not modelled.
 """
 
 from __future__ import annotations
@@ -23,31 +25,32 @@ from libra.planner.cost.training_memory import WIDE_BYTES, Layout, MicroBatchSiz
 Array = NDArray[np.float64]
 
 BACKWARD_OVER_FORWARD = 2.0
-"""Seconds of a backward pass over a forward pass: each product has two, for its input and for its weight.
+"""Backward over forward pass time: each matrix product has two gradients, of input and of weight.
 
-Measured for Llama-3-8B on a GH200 without tensor parallelism: 1.97 (eth-easl/sailor, MIT)."""
+Measured 1.97 for Llama-3-8B on a GH200 without tensor parallelism (eth-easl/sailor, MIT).
+"""
 OVERLAP_FRAC = 0.5
-"""Share of FSDP2's communication that hides behind computation; data parallel sums after the last micro-batch."""
+"""Share of FSDP2's communication hidden behind computation; DDP reduces after the last micro-batch."""
 HOST_BYTES_PER_S = 20.0e9
-"""One direction of PCIe 4.0 x16 as reached."""
+"""Effective bandwidth of PCIe 4.0 x16 in one direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingCost:
-    """One training step on ``num_gpus``; memory is the fullest GPU's."""
+    """Cost of a training step on ``num_gpus`` GPUs; memory is of the fullest GPU."""
 
     num_gpus: int
-    step_s: float  # the next three, and forward passes before the update
+    step_s: float  # the next three, plus forward passes before the update
     forward_backward_s: float
-    communication_s: float  # that computation does not hide
-    optimizer_s: float  # with offload
+    communication_s: float  # not hidden by computation
+    optimizer_s: float  # including offload transfers
     memory_bytes: float
     headroom_bytes: float
     memory_parts_bytes: dict[str, float]
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest GPU holds it."""
+        """Whether the step fits into the fullest GPU."""
         return self.headroom_bytes >= 0
 
 
@@ -60,10 +63,9 @@ def training_cost(
     *,
     forward_s: Array | None = None,
 ) -> TrainingCost:
-    """Seconds and bytes of one step over whole sequences of these lengths (n,), prompts included, on so many data-parallel
-    ranks.
+    """Seconds and bytes of a step over sequences of these lengths (n,), prompts included.
 
-    ``forward_s`` is `sequences_s` of the same arguments, computed once for many numbers of GPUs.
+    ``forward_s`` (n,) is `sequences_s` of the same arguments, to share it between numbers of GPUs.
     """
     layout = layout or Layout()
     if gpu.gpus_per_node < num_gpus and num_gpus % gpu.gpus_per_node:
@@ -98,13 +100,13 @@ def training_cost(
 def training_table(
     gpu: GPU, shape: ModelShape, sequence_tokens: Array, gpu_counts: list[int], layout: Layout | None = None
 ) -> dict[int, TrainingCost]:
-    """`training_cost` for each number of GPUs, also if the step does not fit."""
+    """`training_cost` for each number of GPUs, including those on which the step does not fit."""
     each_s = sequences_s(gpu, shape, sequence_tokens, layout or Layout())
     return {num: training_cost(gpu, shape, sequence_tokens, num, layout, forward_s=each_s) for num in gpu_counts}
 
 
 def sequences_s(gpu: GPU, shape: ModelShape, sequence_tokens: Array, layout: Layout) -> Array:
-    """Seconds of one GPU in a forward pass of each sequence, (n,); causal attention grows with the square of its length."""
+    """(n,) forward seconds of each sequence on one GPU; causal attention is quadratic in length."""
     eff, micro_batch = Efficiencies(), float(layout.micro_batch_tokens)
     layer, head = layer_s(gpu, eff, shape, 1, micro_batch), operator_s(gpu, eff, shape, 1, "lm_head", micro_batch)
     token_s = float(shape.num_layers * layer + head) / micro_batch / (1.0 - layout.padding_frac)
@@ -113,8 +115,8 @@ def sequences_s(gpu: GPU, shape: ModelShape, sequence_tokens: Array, layout: Lay
 
 
 def _communication_s(gpu: GPU, shape: ModelShape, sequence_tokens: Array, num_gpus: int, layout: Layout) -> float:
-    """Data parallel: an all-reduce of the gradient per optimizer step. FSDP2: weights gathered for every forward and backward
-    of every micro-batch, gradients reduce-scattered likewise; a gather or scatter is half an all-reduce."""
+    """DDP: an all-reduce per optimizer step. FSDP2, per micro-batch: an all-gather for forward, one
+    for backward, and a reduce-scatter; each is half an all-reduce."""
     if num_gpus == 1:
         return 0.0
     per_node = min(num_gpus, gpu.gpus_per_node)
@@ -122,7 +124,7 @@ def _communication_s(gpu: GPU, shape: ModelShape, sequence_tokens: Array, num_gp
     def reduce_s(num_bytes: float) -> float:
         return float(all_reduce_s(gpu, Efficiencies(), num_bytes, num_gpus, per_node))
 
-    grads = shape.num_params * max(layout.weight_bytes, WIDE_BYTES)  # sums are at least float32
+    grads = shape.num_params * max(layout.weight_bytes, WIDE_BYTES)  # reduced in float32 at least
     if layout.kind == "ddp":
         return layout.optimizer_steps * reduce_s(grads)
     weights = shape.num_params * layout.weight_bytes
@@ -133,7 +135,7 @@ def _communication_s(gpu: GPU, shape: ModelShape, sequence_tokens: Array, num_gp
 
 
 def _optimizer_s(gpu: GPU, shape: ModelShape, num_gpus: int, layout: Layout) -> float:
-    """States read and written once per optimizer step, at the memory's bandwidth, or over the host's link."""
+    """Optimizer states are read and written once, at memory bandwidth, or over PCIe with offload."""
     sharded = shape.num_params / layout.shards(num_gpus)
     moved = sharded * (2 * layout.optimizer_bytes + layout.grad_bytes + layout.weight_bytes)
     seconds = moved / (0.8 * gpu.memory_bytes_per_s)
@@ -143,7 +145,7 @@ def _optimizer_s(gpu: GPU, shape: ModelShape, num_gpus: int, layout: Layout) -> 
 
 
 def memory_parts_bytes(shape: ModelShape, sequence_tokens: Array, num_gpus: int, layout: Layout) -> dict[str, float]:
-    """Bytes of a step on one GPU by content, at its fullest moment."""
+    """Bytes on one GPU at the fullest moment of a step, by content."""
     sizes = micro_batch_sizes(sequence_tokens, num_gpus, layout)
     each = [step_bytes(shape, size, layout, num_gpus) for size in sizes]
     fullest = max(each, key=lambda parts: sum(parts.values()))
@@ -151,9 +153,9 @@ def memory_parts_bytes(shape: ModelShape, sequence_tokens: Array, num_gpus: int,
 
 
 def micro_batch_sizes(sequence_tokens: Array, num_gpus: int, layout: Layout) -> list[MicroBatchSize]:
-    """The micro-batches of a step that may take most memory, as `libra.train.packing` forms them: widest rows first.
+    """Micro-batches of `libra.train.packing` that may take the most memory, widest rows first.
 
-    For rows with several sequences only the mean fill is known here, so they count as full.
+    Rows with several sequences count as full: only their mean fill is known here.
     """
     limit = min(layout.max_row_tokens, layout.micro_batch_tokens)
     tokens = np.sort(np.asarray(sequence_tokens, np.float64))[::-1]
@@ -164,7 +166,7 @@ def micro_batch_sizes(sequence_tokens: Array, num_gpus: int, layout: Layout) -> 
     steps = layout.minibatches * num_gpus
     found = []
     for widths, masked in ((alone, False), (rows, True)):
-        mine = widths[::steps]  # slices are balanced: every worker has its share of the long ones
+        mine = widths[::steps]  # slices are balanced: every worker has some of the long ones
         if not len(mine):
             continue
         at_once = np.clip(np.floor(layout.micro_batch_tokens / mine), 1, np.arange(len(mine), 0, -1))

@@ -1,18 +1,19 @@
-"""Peak bytes on one training worker during a step: every term is something that torch holds at that moment.
+"""Peak bytes on one training worker during a step of `libra.train.replica`.
 
-The fullest moment of a step of `libra.train.replica` counts::
+The estimate is the largest of these moments; no term is fitted::
 
-    standing   weights, optimizer states, gradients of micro-batches before, a reference model, a backup
-    head       + what every layer has kept, logits of a chunk, and the gradient of the output matrix
-    layer      + what layers have kept and one layer's gradient in progress (checkpointing: that layer recomputed)
-    embedding  + all gradients, and once more the gradient of an embedding that is also the head
-    reduce     + all gradients, and the bucket in which they are summed (ddp) or the last of them before it is cut (fsdp2)
-    publish    standing + all weights on the host, where they are in shards (fsdp2)
+  standing   weights, optimizer states, earlier micro-batches' gradients, reference model, backup
+  head       + activations kept by every layer, logits of a chunk, gradient of the output matrix
+  layer      + kept activations and one layer's gradient (a checkpointed layer is recomputed)
+  embedding  + all gradients, and a second gradient of an embedding tied to the head
+  reduce     + all gradients, and the bucket being summed (ddp) or the last unsharded gradient (fsdp2)
+  publish    standing + all weights on the host, if sharded (fsdp2)
 
-A layer keeps what the autograd graph of transformers' Llama and Qwen decoders holds with torch's scaled dot product
-attention: norms work in float32 and keep that copy. No term is fitted.
+A layer keeps what autograd holds for transformers' Llama and Qwen decoders with torch's scaled dot
+product attention; norms compute in float32 and keep that copy.
 
-Symbols: P parameters, V vocabulary, H hidden size, F feed-forward size, Q and K width of all query and all key heads.
+Symbols: P parameters, V vocabulary, H hidden size, F feed-forward size, Q and K width of all query
+and all key heads.
 """
 
 from __future__ import annotations
@@ -27,58 +28,59 @@ LayoutKind = Literal["ddp", "fsdp2"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a training step; memory is of one training worker."""
+    """Layout of a training step on one training worker."""
 
-    kind: LayoutKind = "fsdp2"  # ddp: copies of everything; fsdp2: weights, gradients and optimizer states sharded
-    gradient_checkpointing: bool = True  # keep only each layer's input, compute its forward again in the backward pass
-    recompute_logprobs: bool = False  # one more forward pass before each step, for the policy's own log-probabilities
-    reference: bool = False  # one more forward pass for a frozen model, whose weights are held whole on each GPU
-    offload: bool = False  # fsdp2: shards are in the host's memory and are transferred over PCIe
-    micro_batch_tokens: int = 16384  # of one forward pass on one GPU
-    max_row_tokens: int = 1  # sequences are packed into rows of this length, with a mask; a longer one has its own row
-    generated_frac: float = 1.0  # share of the tokens that is scored
+    kind: LayoutKind = "fsdp2"  # ddp: full copies; fsdp2: weights, gradients and optimizer states sharded
+    gradient_checkpointing: bool = True  # keep each layer's input only, recompute its forward in backward
+    recompute_logprobs: bool = False  # extra forward pass for the policy's own log-probabilities
+    reference: bool = False  # extra forward pass of a frozen model, held whole on each GPU
+    offload: bool = False  # fsdp2: shards stay in host memory and move over PCIe
+    micro_batch_tokens: int = 16384  # per forward pass and GPU
+    max_row_tokens: int = 1  # sequences are packed into masked rows of this length; a longer one has its own row
+    generated_frac: float = 1.0  # share of tokens that are scored
     logit_chunk_tokens: int = 1024  # tokens whose logits are held at once (`libra.train.logprobs`)
     entropy_bonus: bool = False
     epochs: int = 1  # passes over the batch
     minibatches: int = 1  # optimizer steps per pass
-    weight_bytes: int = 2  # of a weight in forward and backward passes
-    master_bytes: int | None = 4  # of the optimizer's copy of it; None: it updates the weights
+    weight_bytes: int = 2  # of one weight in forward and backward passes
+    master_bytes: int | None = 4  # of the optimizer's copy of one weight; None: no copy
     on_cpu: bool = False
-    runtime_bytes: float = 2.0e9  # besides tensors: the driver's context, NCCL's buffers, fragmentation
+    runtime_bytes: float = 2.0e9  # outside tensors: driver context, NCCL buffers, fragmentation
     padding_frac: float = 0.03  # share of the rows that is padding
 
     def shards(self, num_gpus: int) -> int:
-        """Workers that weights, gradients and optimizer states are sharded over; 1: each has them all."""
+        """Workers that share weights, gradients and optimizer states; 1 if each has full copies."""
         return num_gpus if self.kind == "fsdp2" else 1
 
     @property
     def grad_bytes(self) -> int:
-        """Of one element of a gradient that is summed over micro-batches."""
+        """Bytes of one gradient element summed over micro-batches."""
         return self.master_bytes or self.weight_bytes
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of the optimizer's copy of a weight and AdamW's two moments."""
+        """Bytes of the optimizer's copy of one weight and of AdamW's two moments."""
         return (self.master_bytes or 0) + 2 * self.grad_bytes
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of one batch; before the second one, weights and states are backed up."""
+        """Optimizer steps per batch; weights and states are backed up if there are several."""
         return self.epochs * self.minibatches
 
 
 BUCKET_BYTES = 64 * 2**20
-"""`libra.train.replica_group`: gradients are summed in buckets of this size, or one tensor."""
+"""Gradients are summed in buckets of this size or one tensor, as in `libra.train.replica_group`."""
 WIDE_BYTES = 4
-"""float32: norms, log-probabilities and sums are always kept in it."""
+"""Bytes of float32, in which norms, log-probabilities and sums are always kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSize:
-    """The forward pass that takes most memory: rows, their width with padding, and tokens that are scored.
+    """The micro-batch that takes the most memory: rows, padded row width, and scored tokens.
 
-    ``masked``: rows hold several sequences, so attention has a mask of row_tokens x row_tokens. ``first_of`` counts the
-    micro-batches of one optimizer step here; from the second one on, gradients of earlier ones are in memory.
+    ``masked``: rows hold several sequences, so that attention has a mask of row_tokens x
+    row_tokens. ``first_of`` is the number of micro-batches per optimizer step here; above 1,
+    earlier gradients are in memory.
     """
 
     rows: float
@@ -89,12 +91,12 @@ class MicroBatchSize:
 
     @property
     def places(self) -> float:
-        """Rows times width."""
+        """Rows times padded width."""
         return self.rows * self.row_tokens
 
 
 def kept_per_token(shape: ModelShape, weight_bytes: int, mask_tokens: float = 0.0) -> float:
-    """Bytes that one layer keeps of a token for its backward pass; ``mask_tokens``: width of a row that has a mask."""
+    """Bytes that one layer keeps per token for backward; ``mask_tokens`` is the width of a masked row."""
     w, queries, keys = weight_bytes, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     norms = 2 * (WIDE_BYTES * shape.hidden + WIDE_BYTES + 2 * shape.hidden * w)
     if shape.qk_norm:
@@ -105,7 +107,7 @@ def kept_per_token(shape: ModelShape, weight_bytes: int, mask_tokens: float = 0.
 
 
 def step_bytes(shape: ModelShape, size: MicroBatchSize, layout: Layout, num_gpus: int = 1) -> dict[str, float]:
-    """Bytes by content, at the fullest moment of a step after the first."""
+    """Bytes by content at the fullest moment of a step after the first."""
     moments = _moments(shape, size, layout, num_gpus)
     fullest = max(moments.values(), key=lambda parts: sum(parts.values()))
     return {
@@ -116,7 +118,7 @@ def step_bytes(shape: ModelShape, size: MicroBatchSize, layout: Layout, num_gpus
 
 
 def fullest_moment(shape: ModelShape, size: MicroBatchSize, layout: Layout, num_gpus: int = 1) -> str:
-    """Name of that moment."""
+    """Name of the fullest moment of a step."""
     moments = _moments(shape, size, layout, num_gpus)
     return max(moments, key=lambda name: sum(moments[name].values()))
 
@@ -135,7 +137,7 @@ def _standing(shape: ModelShape, layout: Layout, num_gpus: int) -> dict[str, flo
 
 
 def _moments(shape: ModelShape, size: MicroBatchSize, layout: Layout, num_gpus: int) -> dict[str, dict[str, float]]:
-    """Bytes besides the standing ones, by moment and content."""
+    """Bytes beyond the standing ones, by moment and content."""
     shards = layout.shards(num_gpus)
     w, sharded = layout.weight_bytes, shards > 1
     ends = float(shape.vocab * shape.hidden) * (2 - shape.tied) + shape.hidden
@@ -165,7 +167,7 @@ def _moments(shape: ModelShape, size: MicroBatchSize, layout: Layout, num_gpus: 
 def _moments_of_layers(
     shape: ModelShape, size: MicroBatchSize, layout: Layout, shards: int, gathered: float, grads_before: float
 ) -> dict[str, dict[str, float]]:
-    """The moments of head and layers, forward and backward; ``grads_before``: bytes of gradients of earlier micro-batches."""
+    """Moments of head and layers; ``grads_before``: bytes of earlier micro-batches' gradients."""
     w, wide_w, layers, sharded = (
         layout.weight_bytes,
         max(layout.weight_bytes, WIDE_BYTES),
@@ -175,13 +177,13 @@ def _moments_of_layers(
     places, matrix, layer = size.places, float(shape.vocab * shape.hidden), float(shape.layer_params * w)
     kept = kept_per_token(shape, w, size.row_tokens if size.masked else 0.0)
     outside = places * (16 + 2 * shape.head_dim * w + WIDE_BYTES * (shape.hidden + 1) + shape.hidden * w)
-    outside += size.rows * size.row_tokens**2 if size.masked else 0.0  # the mask itself, one byte for each pair
+    outside += size.rows * size.row_tokens**2 if size.masked else 0.0  # the mask, one byte per token pair
     scored = size.action_tokens * (shape.hidden * w + 60)
     held = places * shape.hidden * w if layout.gradient_checkpointing else places * kept
-    moving = places * (2 * shape.ffn + 2 * shape.hidden) * w  # gradients in progress through one feed-forward network
+    moving = places * (2 * shape.ffn + 2 * shape.hidden) * w  # gradients inside one feed-forward network
     chunk = min(size.action_tokens, float(layout.logit_chunk_tokens)) * shape.vocab
     narrow_w = w if w < WIDE_BYTES else 0  # the copy in the weights' own dtype
-    # The head's gradient waits for the embedding's where they are tied, or for its shards.
+    # The head's gradient waits for a tied embedding's, or for its shards.
     own_head = matrix * w if shape.tied or sharded or not grads_before else 0.0
     # Gathered: this layer and the next one, and the gradient of the last one while it is summed.
     in_flight = gathered + ((2 + wide_w / w) * layer if sharded else 0.0)
