@@ -22,8 +22,8 @@ _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def extract(text: str, method: Method = "strict", *, like: Literal["verl"] | None = None) -> str | None:
-    """The answer in ``text``, or None: the last number after ``#### `` (strict), or the last number
-    (flexible)."""
+    """The last number after ``#### `` (strict), or the last number of ``text`` (flexible), or
+    None."""
     one_of("reward option method", method, ("strict", "flexible"))
     one_of("reward option like", like, (None, "verl"))
     pattern = _MARKED if method == "strict" else _NUMERALS
@@ -38,7 +38,7 @@ def extract(text: str, method: Method = "strict", *, like: Literal["verl"] | Non
 
 
 def canonical(numeral: str) -> str | None:
-    """One spelling per number, without commas, final full stop and redundant zeros; None without a
+    """One spelling per number: no commas, final full stop or redundant zeros; None without a
     number."""
     whole, _, fraction = numeral.removeprefix("-").replace(",", "").rstrip(".").partition(".")
     digits = whole + fraction
@@ -61,9 +61,10 @@ def score(
     text: str, answer: str, method: Method = "strict", *, format_score: float = 0.0, full_score: float = 1.0,
     like: Literal["verl"] | None = None,
 ) -> float:  # fmt: skip
-    """``full_score`` for the right answer, ``format_score`` for another, 0 for none.
+    """``full_score`` for the right answer, ``format_score`` for another answer, 0 without an
+    answer.
 
-    ValueError if ``answer`` does not have one number, which is a failure of the reward.
+    ValueError if ``answer`` does not have exactly one number.
     """
     right = answer if like == "verl" else wanted(answer)
     if right is None:
