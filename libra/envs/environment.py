@@ -204,10 +204,8 @@ def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environme
 
 
 def check_named(name: str, args: Mapping[str, Any]) -> None:
-    """ConfigError if `make_environment` would refuse the name, the arguments or the files.
-
-    Nothing is made. A module is imported only for the message that it cannot be found.
-    """
+    """ConfigError if `make_environment` would refuse the name, the arguments or the files. Nothing
+    is made. A module is imported only for the message that it cannot be found."""
     top = name.partition(":")[0].partition(".")[0]
     if is_named(name) and (top in sys.modules or importlib.util.find_spec(top) is not None):
         return

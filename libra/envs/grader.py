@@ -107,10 +107,8 @@ def bounded_reward(reward: float, where: str) -> float:
 
 
 def own_reward(episode: Episode) -> float:
-    """The reward that the agent returned or posted to its gateway.
-
-    An agent without a reward gets 0 if it exceeded the limit of length or turns, else ValueError.
-    """
+    """The reward that the agent returned or posted to its gateway. An agent without a reward gets 0
+    if it exceeded the limit of length or turns, else ValueError."""
     if episode.own_reward is None and episode.end_reason in (EndReason.LENGTH, EndReason.MAX_TURNS):
         return 0.0
     if episode.own_reward is None:

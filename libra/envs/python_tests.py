@@ -4,8 +4,8 @@ Invariants
 ----------
 1. A program gets the arguments of one hidden test in its own process, and no expected result:
    results leave the sandbox as JSON and are compared outside.
-2. Hidden tests of the built-in families are drawn at grading from a key of the grading process, so
-   no seed reveals them. Hidden tests of a file are never shown to a program.
+2. Hidden tests of the families `TASKS` are drawn at grading from a key of the grading process, so
+   no seed reveals them. Of a problem in a file, the prompt's facts have only the index.
 3. A program that damages its sandbox fails the test; a sandbox that cannot start is a failure of
    the environment.
 """
@@ -38,9 +38,7 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 @dataclass(frozen=True, slots=True)
 class Task:
     """A family of functions with one free number ``{k}``: text, solution, and drawn test arguments.
-
-    ``solution(k, *arguments)`` gives the expected result.
-    """
+    ``solution(k, *arguments)`` gives the expected result."""
 
     text: str
     solution: Callable[..., Any]

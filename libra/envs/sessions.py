@@ -66,11 +66,8 @@ class SessionPool:
         self._closing = False
 
     async def lease(self, trajectory_id: str) -> str:
-        """Lease a session; returns the lease's name.
-
-        EnvironmentFault if the factory raised or no session became free in time; ToolTimeout if the
-        factory hangs.
-        """
+        """Lease a session; returns the lease's name. EnvironmentFault if the factory raised or no
+        session became free in time; ToolTimeout if the factory hangs."""
         value = await self._ready(trajectory_id)
         name = uuid.uuid4().hex  # a later pool at the same address must not know these leases
         self.leases[name] = Lease(name, trajectory_id, value, self.clock())

@@ -121,9 +121,7 @@ class ToolArithmetic(Environment):
 
 def question(generator: random.Random, num_operations: int, num_spare: int = 0) -> tuple[str, int]:
     """Text and answer of a chain of ``num_operations`` operations with results from 0 to `LIMIT`.
-
-    ``num_spare`` superfluous lines form a chain of their own, whose first name has no value.
-    """
+    ``num_spare`` superfluous lines form a chain of their own, whose first name has no value."""
     value = generator.randint(2, 99)
     shuffled = generator.sample(NAMES, num_operations + num_spare + bool(num_spare))
     names, spare = [*shuffled[:num_operations], ANSWER], shuffled[num_operations:]
@@ -146,11 +144,8 @@ def _step(generator: random.Random, value: int) -> tuple[str, int]:
 
 
 def calculate(line: str, value: int) -> str:
-    """``"k -> d: + 5"`` with 17 for k gives ``"d = 22"``.
-
-    ValueError for a malformed line; OverflowError if ``value`` or the result exceeds `LIMIT` in
-    magnitude.
-    """
+    """``"k -> d: + 5"`` with 17 for k gives ``"d = 22"``. ValueError for a malformed line;
+    OverflowError if ``value`` or the result exceeds `LIMIT` in magnitude."""
     match = _LINE.fullmatch(line)
     if match is None:
         raise ValueError('one line per call, such as "k -> d: + 5"')

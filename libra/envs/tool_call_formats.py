@@ -59,11 +59,8 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def parse_hermes(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, ...]:
-    """The calls in ``text``, in order.
-
-    An argument may contain ``</tool_call>``, because decoding finds the end of the JSON. Reading
-    resumes after the closing tag of a malformed call.
-    """
+    """The calls in ``text``, in order. An argument may contain ``</tool_call>``, because decoding
+    finds the end of the JSON. Reading resumes after the closing tag of a malformed call."""
 
     def call_at(start: int) -> tuple[Sequence[ToolCall], int]:
         try:

@@ -169,7 +169,7 @@ def _payload(tool: Tool, tried: _Tried, state: StateOfCall | None, where: str) -
 
 
 def cut(text: str, most: int) -> str:
-    """Storable text of at most ``most`` characters, plus a note that counts the dropped
+    """Storable text of at most ``most`` characters, plus a note with the number of dropped
     characters."""
     kept, dropped = storable(text[:most]), len(text) - most
     return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(text)} characters dropped]"
@@ -348,10 +348,7 @@ class CallThread(threading.Thread):
     @classmethod
     def call(cls, work: Callable[[], None], name: str) -> Self:
         """Run ``work``, which must not raise, in the caller's context on an idle or new thread
-        ``name``.
-
-        `NoThread` if the machine cannot start a thread.
-        """
+        ``name``. `NoThread` if the machine cannot start a thread."""
         with _lock:
             thread = _idle.pop() if _idle else None
         if thread is None:

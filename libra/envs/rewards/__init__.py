@@ -86,8 +86,7 @@ REWARDS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class NamedReward:
-    """A reward by name; its signature has only columns that it reads, so no option is taken for
-    one."""
+    """A reward by name. Its signature has only the columns that it reads, never its options."""
 
     name: str
     options: Mapping[str, Any]
@@ -114,10 +113,8 @@ class NamedReward:
 
 
 def make_reward(given: str | Mapping[str, Any]) -> NamedReward:
-    """The reward of a name, or of a mapping with "name" and options.
-
-    ConfigError for an unknown name, a wrong, missing or unknown option, and a missing package.
-    """
+    """The reward of a name, or of a mapping with "name" and options. ConfigError for an unknown
+    name, a wrong, missing or unknown option, and a missing package."""
     options = {"name": given} if isinstance(given, str) else dict(given)
     name = options.pop("name", None)
     if name not in REWARDS:

@@ -31,8 +31,8 @@ def closed_brace(text: str, start: int) -> int:
 
 
 def extract(text: str) -> str | None:
-    r"""The content of the last box, or None. ``\boxed 5`` ends at a dollar sign and precedes any
-    braces."""
+    r"""The content of the last box, or None. ``\boxed 5`` ends at a dollar sign. ``\boxed 5`` is
+    preferred to a box with braces."""
     _, spaced, held = text.rpartition(_BOX_SPACE)
     if spaced:
         return held.partition("$")[0]
@@ -44,8 +44,8 @@ def extract(text: str) -> str | None:
 
 
 def normalised(latex: str) -> str:
-    r"""One spelling for simple equal answers; ValueError for two ``\text{ ``, or a bare ``\sqrt``,
-    ``\frac``."""
+    r"""One spelling for simple equal answers. ValueError for two ``\text{ ``, or ``\sqrt`` or
+    ``\frac`` without an argument."""
     for before, after in _BEFORE_UNITS:
         latex = latex.replace(before, after)
     if latex.count(_UNITS) > 1:

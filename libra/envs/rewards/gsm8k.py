@@ -62,10 +62,7 @@ def score(
     like: Literal["verl"] | None = None,
 ) -> float:  # fmt: skip
     """``full_score`` for the right answer, ``format_score`` for another answer, 0 without an
-    answer.
-
-    ValueError if ``answer`` does not have exactly one number.
-    """
+    answer. ValueError if ``answer`` does not have exactly one number."""
     right = answer if like == "verl" else wanted(answer)
     if right is None:
         raise ValueError(f"the right answer {answer[:80]!r} does not have one number; give e.g. 18 or '#### 18'")

@@ -38,10 +38,7 @@ _idle: list[subprocess.Popen[bytes]] = []
 
 def score(text: str, answer: str, *, timeout_s: float = 30.0, timeout_score: float = 0.0) -> float:
     """1.0 if ``text`` gives a value equal to ``answer``, else 0.0; ``timeout_score`` at the
-    time-out.
-
-    ConfigError if math-verify is not installed.
-    """
+    time-out. ConfigError if math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"reward math_verify: the package is not installed; type {pip_install('math')}")
     if not text:

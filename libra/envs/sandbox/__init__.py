@@ -107,9 +107,7 @@ class Sandbox(Protocol):
 
 class Session:
     """One `BUBBLEWRAP` or `NONE` sandbox: its supervisor runs programs in turn and keeps /tmp.
-
-    SandboxFailed if the sandbox cannot start.
-    """
+    SandboxFailed if the sandbox cannot start."""
 
     def __init__(self, limits: Limits, isolation: str = BUBBLEWRAP) -> None:
         self.limits, self.isolation = limits, isolation
@@ -268,10 +266,8 @@ def _delete(folder: Path) -> None:
 
 
 def opener(isolation: str) -> Callable[[Limits], Sandbox]:
-    """The function that opens a sandbox of this ``isolation``.
-
-    ConfigError for an unknown value, and if bubblewrap does not work on this machine.
-    """
+    """The function that opens a sandbox of this ``isolation``. ConfigError for an unknown value,
+    and if bubblewrap does not work on this machine."""
     if is_named(isolation):
         return named_function(_WHERE, isolation, "f(limits)", Limits())
     if isolation not in (BUBBLEWRAP, NONE):

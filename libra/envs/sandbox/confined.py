@@ -78,10 +78,8 @@ def reserve_uid() -> tuple[int, socket.socket] | None:
 
 
 def command(limits: Limits, *, uid: int | None, filtered: int | None) -> list[str]:
-    """The command line of a supervisor with the user id ``uid``.
-
-    ``filtered`` is a descriptor of the system call filter; None starts it without bubblewrap.
-    """
+    """The command line of a supervisor with the user id ``uid``. ``filtered`` is a descriptor of
+    the system call filter; None starts it without bubblewrap."""
     orders = json.dumps({"alone": filtered is not None, "uid": uid, "limits": limits.rlimits()})
     if filtered is None:
         return [sys.executable, "-I", "-S", "-u", str(SUPERVISOR), orders]
