@@ -56,11 +56,9 @@ _HOMES = {
 
 
 class _Libra(types.ModuleType):
-    """This package; public names are imported at first use, so ``import libra`` loads no torch or
-    Dask.
-
-    `train` is a property because importing the subpackage of this name would replace the function.
-    """
+    """This package; public names are imported at first use, so `import libra` loads no torch or
+    Dask. `train` is a property because importing the subpackage of this name would replace the
+    function."""
 
     @property
     def train(self) -> Any:
@@ -71,8 +69,8 @@ class _Libra(types.ModuleType):
 
     @train.setter
     def train(self, subpackage: types.ModuleType) -> None:
-        """Ignore the subpackage that the import system announces; ``from libra.train import`` works
-        without."""
+        """Ignore the subpackage that the import system announces; imports from it do not need
+        this."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _HOMES:
@@ -81,8 +79,7 @@ class _Libra(types.ModuleType):
         return module if name == "errors" else getattr(module, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by name, as any module, for functions of a user's script, which are sent by
-        value."""
+        """Pickle by name, as any module, since functions of a user's script are sent by value."""
         return importlib.import_module, (__name__,)
 
     def __dir__(self) -> list[str]:

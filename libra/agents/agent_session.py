@@ -152,8 +152,8 @@ _THREADS = ThreadPoolExecutor(2, thread_name_prefix="libra-agents")
 
 
 async def by_size(size: int, work: Callable[[], Any]) -> Any:
-    """The value of ``work``, called here if ``size`` is below `LONG`, else in one of two threads,
-    in order."""
+    """The value of ``work``, called here if ``size`` < `LONG`, else in one of two threads, in
+    order."""
     if size < LONG:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work)

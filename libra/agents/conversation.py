@@ -29,8 +29,7 @@ KEPT_WALKS = 64
 
 
 class Renderer(Protocol):
-    """The model's chat format; `libra.rollout.conversation_format.ConversationFormat` implements
-    it."""
+    """The model's chat format, e.g. `libra.rollout.conversation_format.ConversationFormat`."""
 
     def prompt_ids(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **args: Any
@@ -69,12 +68,9 @@ class _Request:
 
 @dataclass(slots=True)
 class _Walk:
-    """Digests of a request's prefixes, each with its last generated turn and the messages up to
-    that turn.
-
-    A later answer to one of the ``inner`` prefixes, those before the last message, may change the
-    walk.
-    """
+    """Digests of a request's prefixes, with the last generated turn and the messages up to that
+    turn. A later answer to an ``inner`` prefix, which ends before the last message, may change the
+    walk."""
 
     messages: tuple[Message, ...]
     states: dict[bytes, tuple[int, int]]
@@ -165,8 +161,8 @@ class Conversation:
         return -1, every, self._why_new(every, tools)
 
     def _deepest(self, messages: tuple[Message, ...], tools: str) -> tuple[int, int, bytes]:
-        """The last generated turn in the messages (or -1), the messages up to its end, and the
-        digest of all."""
+        """The last generated turn (or -1), the messages up to its end, and the digest of all
+        messages."""
         name = tools, messages[0].key
         walk = self._walks.get(name)
         start = len(walk.messages) if walk is not None else 0
@@ -205,8 +201,6 @@ class Conversation:
         return "compacted" if longest is not None and len(messages) < longest else "new"
 
     def _reaches(self, messages: Sequence[Message], root: bytes) -> bool:
-        """Whether the messages, under another root, pass a generated turn or are a known
-        request."""
         for message in messages:
             root = digest(root, message.key)
             if root in self._answers:

@@ -38,8 +38,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Reads the requests of one path and writes the answers; ``stream`` gives the events of a
-    stream."""
+    """Reads the requests of one path and writes the answers, with ``stream`` as events."""
 
     read: Callable[[bytes, Known], ModelRequest]
     write: Callable[[ModelRequest, Reply], Json]

@@ -71,8 +71,6 @@ _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A request of a session; ``pending`` is set once the session has taken the request."""
-
     path: str
     session: Session
     dialect: Dialect | None
@@ -95,8 +93,8 @@ class _Posted(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One request and its answer. ``headers`` has the `READ_HEADERS`; ``asked`` is set by the
-    gateway."""
+    """One request and its answer. ``headers`` has the `READ_HEADERS`; the gateway sets
+    ``asked``."""
 
     connection: Connection
     url: bytes = b""
@@ -300,8 +298,7 @@ class Gateway:
         return token, session
 
     def drop(self, token: str, why: str) -> None:
-        """End a session: refuse its open requests, and from now on answer its token with status
-        409."""
+        """End a session: refuse its open requests, and answer its token with status 409."""
         self._drop(_digest(token), why)
 
     def environ(self, token: str) -> dict[str, str]:
@@ -392,7 +389,6 @@ class Gateway:
         return model if name else {"object": "list", "data": [model]}
 
     def _posted(self, asked: _Asked, body: bytes) -> dict[str, Any]:
-        """The answer to /reward and /end."""
         posted, session = decoded(_Posted, storable_json(body) or b"{}"), asked.session
         if asked.path == "/end":
             session.end(Ended(posted.result))

@@ -32,8 +32,7 @@ Parse = Callable[[str], Sequence[ToolCall]]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call of an assistant's message; ``arguments`` is JSON, or the client's malformed
-    text."""
+    """A tool call of an assistant's message; ``arguments`` is JSON, or malformed client text."""
 
     id: str
     name: str

@@ -176,8 +176,7 @@ class Child:
             self.open.add(each)
 
     def read(self, pipe):
-        """Read one chunk, because the agent may write for ever; returns whether there was a
-        chunk."""
+        """Read one chunk, since an agent may write for ever; returns whether there was a chunk."""
         try:
             data = os.read(pipe, CHUNK_BYTES)
         except BlockingIOError:
@@ -207,8 +206,7 @@ class Child:
 
 
 class Processes:
-    """Agents with their own processes; ``own`` has the processes that the function's module
-    started."""
+    """Agents with their own processes; ``own`` has the processes that the user's module started."""
 
     def __init__(self, function, command, answers):
         self.function, self.command, self.answers = function, command, answers

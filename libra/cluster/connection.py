@@ -83,8 +83,8 @@ def shown_by(security: Security) -> tuple[str, str, str]:
 
 
 def make_files(directory: Path) -> None:
-    """Write a new key and certificate into ``directory``, which only its owner can read from then
-    on."""
+    """Write a new key and certificate into ``directory``, which only its owner can read
+    afterwards."""
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
     certificate, key, _ = shown_by(new_security())

@@ -145,8 +145,7 @@ class GpuTurn:
 
 
 def lock_directory() -> Path:
-    """The directory of the devices' files: ``LIBRA_DEVICE_LOCKS``, or this user's directory in
-    /tmp.
+    """The directory of the devices' files: ``LIBRA_DEVICE_LOCKS``, or this user's in /tmp.
 
     ClusterError if the directory cannot be made, or other users might write to it. TMPDIR is not
     used, because processes of one user may have different values.
@@ -168,8 +167,7 @@ def lock_directory() -> Path:
 
 
 class _DeviceFile:
-    """A device's file, opened once per process, since closing any descriptor would release all
-    locks."""
+    """A device's file, opened once per process: closing any descriptor would release all locks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -218,8 +216,7 @@ class _DeviceFile:
         return int.from_bytes(os.pread(self._descriptor, _NUMBER_BYTES, 0), "big")
 
     def entered(self, number: int) -> bool:
-        """Lock all bytes up to ``number``; returns whether that succeeded, which means holding the
-        device."""
+        """Lock all bytes up to ``number``; success means that ``number`` holds the device."""
         return self._lock(_NUMBERS, number + 1)
 
     def leave(self, number: int | None) -> None:

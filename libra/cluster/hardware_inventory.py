@@ -39,8 +39,7 @@ class Machine:
     cores: int
 
     def ranks(self, threads: int | None) -> int:
-        """Number of GPUs; without a GPU, number of ranks with ``threads`` cores each (by default
-        all cores)."""
+        """Number of GPUs; without a GPU, of ranks with ``threads`` cores each (by default all)."""
         return self.num_gpus or max(self.cores // (threads or self.cores), 1)
 
 
@@ -69,8 +68,7 @@ def usable_cores() -> list[int]:
 
 
 def gpu_name(reported: str, memory_bytes: float) -> str:
-    """Name of the datasheet of the GPU that the driver calls ``reported``; ``reported`` if none
-    fits.
+    """Name of the datasheet of the GPU that the driver calls ``reported``, else ``reported``.
 
     A datasheet fits if the driver's name has all words of its name ("RTX-4090-24G" in "NVIDIA
     GeForce RTX 4090") and the memory is about equal.
@@ -98,8 +96,7 @@ def cluster_gpu(client: Client) -> str:
 
 
 class VisibleGpu(NamedTuple):
-    """A visible GPU. ``entry``: its value in CUDA_VISIBLE_DEVICES; ``name``: its UUID, else
-    ``gpu-N``."""
+    """A visible GPU: ``entry`` of CUDA_VISIBLE_DEVICES; ``name``, its UUID or else ``gpu-N``."""
 
     entry: str
     name: str
@@ -152,7 +149,7 @@ class ToolSupply(NamedTuple):
 
 
 def tool_supply(config: RunConfig, index: int = 0) -> ToolSupply:
-    """Supply of tool worker ``index``; those of a local cluster split the machine, at least a core
+    """Supply of tool worker ``index``; local tool workers split the machine, at least a core
     each."""
     cluster = config.cluster
     local = cluster.scheduler is None

@@ -46,8 +46,7 @@ ENDED = (Status.closed, Status.failed)
 
 
 class ElasticTools:
-    """Tool workers beyond the first ``least``, started and ended on demand
-    (``cluster.tool_workers_most``).
+    """Tool workers from ``least`` to ``cluster.tool_workers_most``, started and ended on demand.
 
     ``cluster`` is a `distributed.SpecCluster` in the scheduler's process: adding a worker's
     description to it starts the worker. Descriptions beyond ``least`` are removed from ``specs``.
@@ -65,8 +64,7 @@ class ElasticTools:
         return sorted(tools, key=lambda name: int(name.removeprefix("tool-")))
 
     async def look(self) -> bool:
-        """Follow the scheduler's current order; returns whether descriptions of workers have
-        changed."""
+        """Follow the scheduler's order; returns whether descriptions of workers have changed."""
         plugin = self._cluster.scheduler.plugins.get("libra")
         if plugin is None or self._most == self._least:  # no run has come yet, or none may be added
             return False
@@ -89,8 +87,7 @@ def most_tools(config: RunConfig) -> int:
 
 
 class LocalWorkers(SpecCluster):
-    """Worker processes that are always restarted by their nannies, and nannies that are restarted
-    too.
+    """Worker processes that nannies always restart, and nannies that are restarted themselves.
 
     Dask closes a nanny permanently if it has no worker ``distributed.deploy.lost-worker-timeout``
     after a loss. A nanny also ends if it cannot start its worker (full disk, no free process), or
@@ -98,7 +95,7 @@ class LocalWorkers(SpecCluster):
     """
 
     def __init__(self, least: int, workers: dict[str, Any], **options: Any) -> None:
-        """``least`` tool workers start at once; the further tool workers in ``workers`` start on
+        """``least`` tool workers start at once, the further tool workers in ``workers`` on
         demand."""
         self._elastic = ElasticTools(self, workers, least)
         with sigint_blocked():  # starts what unblocks it, before a thread relies on that
@@ -110,8 +107,7 @@ class LocalWorkers(SpecCluster):
             raise
 
     def kill(self) -> None:
-        """Kill every worker process at once; close in the background, since closing waits for busy
-        workers."""
+        """Kill every worker process at once; close in the background, since closing waits."""
         SpecCluster._instances.discard(self)
         for nanny in list(self._created):
             nanny.auto_restart = False
@@ -220,8 +216,7 @@ def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None)
 
 
 def num_threads(resources: Mapping[str, int]) -> int:
-    """Threads of a worker: one per quantum and per group that a service scores, plus
-    `SPARE_THREADS`."""
+    """Threads of a worker: one per quantum and per scored group, plus `SPARE_THREADS`."""
     scored = resources.get(keys.TEACHER, 0) if keys.TOOL in resources else 0
     return max(resources.get(keys.ROLLOUT, 0), resources.get(keys.TOOL, 0)) + scored + SPARE_THREADS
 
@@ -291,8 +286,7 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
 
 
 def preloads(process: str) -> list[str]:
-    """Modules that a ``worker`` or ``scheduler`` loads at start: Libra's and the user's own in
-    Dask."""
+    """Modules that a ``worker`` or ``scheduler`` loads at start: Libra's and the user's own."""
     configured = dask.config.get(f"distributed.{process}.preload") or []
     own = [configured] if isinstance(configured, str) else list(configured)
     return [GUARD, *(name for name in own if name != GUARD)]

@@ -26,8 +26,7 @@ Process = Literal["scheduler", "worker"]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One Dask setting: the process that reads it ("worker" includes the nanny), key, Libra's
-    value.
+    """One Dask setting: reading process ("worker" includes the nanny), dotted key, Libra's value.
 
     ``breaks``: whether a run with another value hangs, fails or uses a wrong order; otherwise the
     run is only slower or less robust. ``reason``: the effect of another value.
@@ -156,10 +155,7 @@ def _seconds(got: Any) -> float:
 
 
 def bound_key_cache() -> None:
-    """Empty Dask's cache of key prefixes (``dask.utils.key_split``) if it has over `KEPT_KEYS`
-    keys.
-
-    Without this each process keeps the last 100,000 keys, 300 bytes each, of forgotten tasks.
-    """
+    """Empty Dask's cache ``dask.utils.key_split`` if it has over `KEPT_KEYS` keys. Otherwise each
+    process keeps the last 100,000 keys, 300 bytes each, of forgotten tasks."""
     if key_split.cache_info().currsize > KEPT_KEYS:
         key_split.cache_clear()

@@ -50,8 +50,7 @@ END_OF_JOB = "export LIBRA_JOB_END_S=${SLURM_JOB_END_TIME:-" + _ENDS + "}"
 
 
 class OwnJob(SLURMJob):  # type: ignore[misc]
-    """A job that is cancelled only under its own name; a failed submission shows sbatch's
-    message."""
+    """A job that is cancelled only under its own name; a failed submission shows sbatch's words."""
 
     submit_command = "sbatch --parsable"
 

@@ -120,8 +120,7 @@ class SlurmPools:
         self._write_jobs()  # last: `up` waits for it
 
     async def reconcile(self) -> ClusterError | None:
-        """Submit a job for every worker without a job; returns sbatch's refusal, which is
-        retried."""
+        """Submit a job for every worker without a job; returns sbatch's refusal, to be retried."""
         held: dict[str, Any] = self.cluster.workers
         by_job = {job.job_id: name for name, job in held.items()}
         for job_id in lost(await asyncio.to_thread(job_states, by_job), by_job):
@@ -278,8 +277,7 @@ def status(config: RunConfig) -> tuple[Contact, list[WorkerStatus]]:
 
 
 def down(config: RunConfig) -> Contact:
-    """Cancel all jobs and stop the scheduler; returns its contact. ClusterError if no cluster is
-    up."""
+    """Cancel all jobs and stop the scheduler; returns its contact. ClusterError if none is up."""
     path = config.slurm.dir.absolute() / CONTACT_FILE
     contact = Contact.read(path)
     try:

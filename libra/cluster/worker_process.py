@@ -128,15 +128,14 @@ def _leave_to_the_driver(number: int, frame: FrameType | None) -> None:
 
 
 def end_of_job_s(environment: Mapping[str, str]) -> float | None:
-    """The job's time limit, in seconds since the epoch, from ``LIBRA_JOB_END_S``; None without a
+    """``LIBRA_JOB_END_S``: the job's time limit in seconds since the epoch; None without a
     limit."""
     end = environment.get("LIBRA_JOB_END_S", "")
     return float(end) if end.isdecimal() and int(end) > 0 else None
 
 
 async def leave_in_time(worker: Worker, end_s: float, drain_s: float) -> None:
-    """Wait until ``drain_s`` before ``end_s``, take no new tasks, and leave after the last running
-    task."""
+    """At ``drain_s`` before ``end_s`` take no new tasks, and leave after the last running task."""
     from distributed.core import Status  # `libra run` reads this module before it needs Dask
 
     await asyncio.sleep(max(0.0, end_s - drain_s - time.time()))
@@ -181,8 +180,7 @@ def stacks() -> str:
 
 
 def _awaited(coroutine: Any) -> list[str]:
-    """All frames of a suspended coroutine, outermost first; ``Task.get_stack`` gives only the
-    first."""
+    """All frames of a suspended coroutine, outermost first, unlike ``Task.get_stack``."""
     lines: list[str] = []
     while coroutine is not None and len(lines) < 64:
         kind = next((k for k in ("cr", "gi", "ag") if getattr(coroutine, f"{k}_frame", None) is not None), None)
@@ -194,8 +192,7 @@ def _awaited(coroutine: Any) -> list[str]:
 
 
 async def stacks_of(scheduler: Scheduler, ws: WorkerState) -> str:
-    """Stacks of a worker's process, requested by the scheduler, or the reason why there are
-    none."""
+    """Stacks of a worker's process, requested by the scheduler, or why there are none."""
     try:
         answer: str = await asyncio.wait_for(scheduler.rpc(ws.address).libra_stacks(), ANSWER_TIMEOUT_S)
         return f"(answered by the worker itself)\n{answer}"

@@ -49,7 +49,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A condition: ``fields`` that it reads (empty: command or machine), ``text`` to type,
+    """A condition: ``fields`` read (empty: command or machine), ``text`` to type, whether
     ``met``."""
 
     fields: tuple[str, ...]
@@ -373,8 +373,7 @@ the code. What an algorithm sets counts as read by itself here (`_reading`)."""
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A given setting without effect, as typed; ``why`` is the change that would give it an
-    effect."""
+    """A given setting without effect, as typed; ``why`` is the change that would give an effect."""
 
     field: str
     given: str
@@ -422,8 +421,8 @@ def _why_ignored(config: RunSections, name: str, situation: Situation) -> str | 
 
 
 def _reading(config: RunSections, name: str, situation: Situation) -> Reading:
-    """The readers of a setting. For an algorithm: the readers of each value that its preset
-    changes, or of a teacher that it needs."""
+    """A setting's readers; for an algorithm, readers of every value that its preset or teacher
+    changes."""
     if name != "trainer.algorithm":
         return READ[name]
     sets, usual = preset_values(config.trainer.algorithm), preset_values(DEFAULT_ALGORITHM)
@@ -438,8 +437,7 @@ def _reading(config: RunSections, name: str, situation: Situation) -> Reading:
 
 
 def _is_for_slurm(config: RunSections) -> bool:
-    """Whether the configuration has settings of `libra cluster slurm`, which may have started its
-    cluster."""
+    """Whether settings of `libra cluster slurm` are given, which may have started the cluster."""
     return any(name.startswith("slurm") for name in _given(config))
 
 

@@ -75,8 +75,7 @@ _EXAMPLES: Mapping[str, str] = {
 
 
 def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
-    """A message for one entry of pydantic's ``ValidationError.errors()``. It has the field, place,
-    value, allowed values, and the text to type."""
+    """Field, place, value, allowed values and advice for one of pydantic's ``errors()``."""
     path = tuple(str(part) for part in error["loc"] if part != "[key]")  # pydantic's mark of a key that is not allowed
     if error["type"] == "extra_forbidden":
         inside = [str(key) for key in error["input"]] if isinstance(error["input"], Mapping) else []
@@ -107,8 +106,7 @@ def _argument_message(error: ArgumentError, path: tuple[str, ...], origins: Orig
 
 
 def unknown_key_message(path: Sequence[str], where: str, inside: Sequence[str] = ()) -> str:
-    """Message for an unknown key, with the nearest known key; ``inside``: keys of an unknown
-    section."""
+    """Message for an unknown key, with the nearest key; ``inside``: keys of an unknown section."""
     name = ".".join(path)
     nearest = (nearest_key((*path, inside[0])) if len(path) == 1 and inside else None) or nearest_key(path)
     if nearest and len(path) < 3:
@@ -155,8 +153,7 @@ def nearest_key(path: Sequence[str]) -> str | None:
 
 
 def origin_of(path: Sequence[str], origins: Origins) -> str:
-    """`` (file:line)`` of a key, else of its nearest parent or the first key in it; "" if set in
-    Python."""
+    """`` (file:line)`` of a key, its nearest parent or its first key; "" if set in Python."""
     for length in range(len(path), 0, -1):
         if tuple(path[:length]) in origins:
             return f" ({origins[tuple(path[:length])]})"
@@ -165,8 +162,7 @@ def origin_of(path: Sequence[str], origins: Origins) -> str:
 
 
 def _advice(field: FieldReference, got: object) -> str:
-    """The text to type: a correctly typed number, the nearest of the allowed names, or the
-    default."""
+    """The text to type: a correctly typed number, the nearest allowed name, or the default."""
     if isinstance(got, str | float) and field.allowed.startswith(("a whole number", "a number")):
         try:
             number = float(got)

@@ -87,8 +87,7 @@ def field_references() -> dict[str, FieldReference]:
 
 
 def inner_reference(path: Sequence[str]) -> FieldReference | None:
-    """A key inside an entry of a mapping, e.g. ``services.named.judge.max_batch``; None for other
-    keys."""
+    """A key inside an entry of a mapping, e.g. ``services.named.judge.max_batch``, or None."""
     annotation: Any = sections()[path[0]].model_fields[path[1]].annotation
     found = None
     for number, key in enumerate(path[2:], start=3):

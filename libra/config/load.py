@@ -148,8 +148,7 @@ def _files(name: str, parent: Path | None, seen: tuple[Path, ...]) -> list[tuple
 
 
 def _merge(layer: _Layer, values: Mapping[str, Any], origins: Mapping[Path_, str]) -> None:
-    """Merge ``values`` over ``layer``, section by section and within `environment.args` key by
-    key."""
+    """Merge ``values`` over ``layer``, per section, and within `environment.args` per key."""
     for section, key, args in (("environment", "name", "args"), ("trainer", "loss", "loss_args")):
         if _has(values, f"{section}.{key}"):
             below = layer.values.get(section)

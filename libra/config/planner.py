@@ -16,8 +16,7 @@ _Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class PlannedEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Engines of one tensor-parallel degree: degree (GPUs of each), number, and generations of
-    each."""
+    """Engines of one tensor-parallel degree: GPUs of each, number, and generations of each."""
 
     tp: _Count
     count: _Count
@@ -83,8 +82,7 @@ class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def route(self) -> dict[str, float]:
-        """`boundaries` as `policy.boundaries_tokens`, without degrees whose range of lengths is
-        empty."""
+        """`boundaries` as `policy.boundaries_tokens`, without degrees that serve no length."""
         found: dict[str, float] = {}
         for tp, tokens in self.boundaries:
             if tokens > max(found.values(), default=0.0):

@@ -24,8 +24,7 @@ class Section(BaseModel):
 
 
 class ArgumentError(ValueError):
-    """A wrong argument in a mapping of arguments: model, place of the mapping, and pydantic's
-    report."""
+    """A wrong argument in a mapping of arguments: model, place, and pydantic's report."""
 
     def __init__(self, kind: type[Section], owner: str, report: Any) -> None:
         super().__init__(f"{report['loc'][0]}: {report['msg']}")
@@ -33,8 +32,8 @@ class ArgumentError(ValueError):
 
 
 def arguments(kind: type[Section], given: dict[str, Any], owner: str) -> dict[str, Any]:
-    """All arguments of ``kind`` as JSON values, with defaults; ArgumentError for the first wrong
-    one."""
+    """All arguments of ``kind`` as JSON values, with defaults; ArgumentError for the first
+    error."""
     try:
         return kind(**given).model_dump(mode="json")
     except ValidationError as error:

@@ -86,6 +86,5 @@ def draws_of_student(config: RunSections) -> bool:
 
 
 def extra_draws(config: RunSections) -> int:
-    """Tokens that an engine samples per position beside the generated one
-    (``TurnRequest.draws``)."""
+    """Tokens that an engine samples beside each generated token (``TurnRequest.draws``)."""
     return config.distil.tokens - 1 if draws_of_student(config) else 0

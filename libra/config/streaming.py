@@ -56,7 +56,7 @@ def wave_groups(config: RunSections) -> int:
 
 
 def turning_obstacle(config: RunSections) -> str | None:
-    """Why no engine can train during the tail of a rollout, with the text to type; None if one
+    """Why no engine can train during the tail of a rollout, with the text to type; None if any
     can."""
     cluster = config.cluster
     if not most_waves(config):
@@ -79,8 +79,7 @@ def turns(config: RunSections) -> bool:
 
 
 def ways_of(config: RunSections) -> tuple[str, ...]:
-    """Names in `libra.policy.step_ways` between which ``auto`` may choose, the smallest change
-    first."""
+    """Names in `libra.policy.step_ways` that ``auto`` may choose, the smallest change first."""
     if not most_waves(config):
         return ("split",)
     trainer, may_turn = config.trainer, turns(config)
@@ -91,8 +90,7 @@ def ways_of(config: RunSections) -> tuple[str, ...]:
 
 
 def enough_groups(config: RunSections) -> int:
-    """Most groups of a wave if engines may turn to training, else 0: `SEQUENCES` per possible
-    trainer."""
+    """Most groups of a wave if engines may train, else 0: `SEQUENCES` per possible trainer."""
     if not turns(config):
         return 0
     cluster = config.cluster

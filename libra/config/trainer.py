@@ -250,8 +250,8 @@ class TrainerSection(Section):
     )
     @classmethod
     def _arguments(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        """The arguments of the chosen loss, correction or metric, with defaults; any for a user's
-        own loss."""
+        """Arguments of the chosen loss, correction or metric, with defaults; own losses take
+        any."""
         name = str(info.field_name).removesuffix("_args")
         chosen = info.data.get(name, "")
         kinds: dict[str, type[Section]] = {

@@ -70,8 +70,7 @@ def read_mapping(text: str, source: str) -> tuple[dict[str, Any], Lines]:
 
 
 def read_value(text: str, source: str) -> Any:
-    """``text`` as YAML, as in an override ``a.b=text``; ConfigError unless it is exactly one
-    value."""
+    """``text`` as YAML, as in an override ``a.b=text``; ConfigError unless it is one value."""
     node, value, _ = _parsed(text, source)
     if node is None or text[node.end_mark.index :].strip():
         raise ConfigError(f"{source}: {text!r} is not one value; type null for none, and quotes around text with '#'")

@@ -65,7 +65,7 @@ starter's end."""
 
 
 class Bounds(NamedTuple):
-    """Bounds of a call: own ``cores`` (0 shares the unleased cores), memory (0 is unbounded), and
+    """Bounds of a call: own ``cores`` (0 uses unleased cores), memory (0 is unbounded), and
     GPUs."""
 
     cores: int = 0
@@ -89,8 +89,7 @@ class GpusOfCalls(Protocol):
 
 
 class Ran(NamedTuple):
-    """The end of a call: value as text, or name and text of its error; seconds; an API's
-    refusal."""
+    """The end of a call: value as text, or an error's name and text; seconds; an API's refusal."""
 
     text: str
     error: str
@@ -260,8 +259,6 @@ class ActionProcesses:
 
 
 class _Begun(NamedTuple):
-    """A call whose process, the leader of a group, has received its request."""
-
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     pid: int
@@ -353,7 +350,6 @@ def _start_calls(
 
 
 def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]) -> NoReturn:
-    """In the process of a call, read the request, call the tool, and send the outcome."""
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM):

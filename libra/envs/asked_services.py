@@ -154,8 +154,8 @@ def service(
 
 @dataclass(frozen=True, slots=True)
 class ServiceUse:
-    """A service, and the part of an environment that queries it; ``late`` does not wait for the
-    answer."""
+    """A service, and the part of an environment that queries it; ``late`` does not wait for
+    answers."""
 
     service: str
     where: str

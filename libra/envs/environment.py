@@ -34,11 +34,8 @@ def question_class(text: str) -> int:
 
 
 class Environment(ABC):
-    """A task family. Every worker makes its own instance from (name, args, seed).
-
-    An instance has no state between calls. Subclasses define `prompt` and `grade`, and ``tools`` if
-    there are any.
-    """
+    """A task family. Every worker makes its own instance from (name, args, seed), without state.
+    Subclasses define `prompt` and `grade`, and ``tools`` if there are any."""
 
     tools: tuple[Tool, ...] = ()
     tool_format: str = "hermes"
@@ -71,8 +68,7 @@ class Environment(ABC):
 
     @abstractmethod
     def grade(self, episode: Episode) -> float:
-        """Reward of a finished trajectory: one finite number. May be ``async def``, or block a
-        thread."""
+        """Reward of a finished trajectory: one finite number. May be ``async def``, or block."""
 
     def reset(self, prompt: Prompt) -> Any:
         """First state of a trajectory, if the environment has states. May be ``async def``.
@@ -100,20 +96,17 @@ class Environment(ABC):
 
     def prompt_id(self, split: str, index: int) -> str:
         """``prompt_id`` of question ``index``, without making the prompt; "" if no question
-        repeats.
-
-        Lengths seen in one pass over the questions improve the forecasts of the next pass.
-        """
+        repeats. Lengths seen in one pass over the questions improve the forecasts of the next
+        pass."""
         return ""
 
     def num_prompts(self, split: str) -> int | None:
-        """Number of questions of ``split``, after which they repeat; None (the default) without a
+        """Number of questions of ``split``, which then repeat; None (the default) without a
         limit."""
         return None
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
-        """The calls in a generated turn, in order, by ``tool_format``. A turn without calls is the
-        answer."""
+        """The calls in a generated turn, in order. A turn without calls is the answer."""
         return TOOL_FORMATS[self.tool_format].parse(text, self.tools)
 
     def check_split(self, split: str) -> None:
@@ -162,8 +155,7 @@ class Scripted(Protocol):
     """An `Environment` whose turns are scripted; needs ``rollout.ignore_eos``."""
 
     def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
-        """Turn ``turn``, from 0, of a trajectory. Turns are requested in order until a turn has no
-        calls."""
+        """Turn ``turn``, from 0; turns are requested in order until a turn has no calls."""
 
 
 # ---------------------------------------------------------------- environments by name
@@ -177,8 +169,7 @@ _METHODS = {"prompt": "def prompt(self, split, index)", "grade": "def grade(self
 
 
 def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environment:
-    """The environment ``name``, made with ``args``, and with ``seed`` if its constructor takes a
-    seed.
+    """The environment ``name``, made with ``args``, and ``seed`` if its constructor takes a seed.
 
     ConfigError if the name or an argument is unknown, an argument is missing, or the factory
     returns something else than an `Environment`.

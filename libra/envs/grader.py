@@ -72,8 +72,7 @@ def _checked(value: Any, where: str) -> float:
 
 
 def plain_number(value: Any) -> Any:
-    """A number of numpy, torch, decimal or another library as Python's own; other values
-    unchanged."""
+    """A number of numpy, torch, decimal, ... as Python's own; other values unchanged."""
     if hasattr(value, "item"):
         try:
             value = value.item()

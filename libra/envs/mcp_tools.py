@@ -48,8 +48,8 @@ _lock = threading.Lock()
 
 
 class _Life:
-    """One process of a server, as a task: `mcp` requires that one task opens and closes a
-    connection."""
+    """One process of a server, as a task, because `mcp` opens and closes a connection in one
+    task."""
 
     def __init__(self, command: str, env: Sequence[str]) -> None:
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -80,8 +80,7 @@ class _Life:
 
 
 class McpServer:
-    """A server of one command. Its own thread starts the server at the first request and talks to
-    it."""
+    """A server of one command, started at the first request; its own thread talks to the server."""
 
     def __init__(self, command: str, env: Sequence[str] = ()) -> None:
         self.command, self.env, self.users = command, tuple(env), 0
@@ -103,8 +102,8 @@ class McpServer:
             ) from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text from a tool; RuntimeError with the text if the tool failed, ToolFault if the
-        server did."""
+        """A tool's text; RuntimeError with the text if the tool failed, ToolFault if the server
+        did."""
         return str(await asyncio.wrap_future(self._submit(self._call(name, arguments, time.monotonic()))))
 
     def close(self) -> None:

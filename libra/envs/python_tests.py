@@ -225,7 +225,7 @@ class Problem:
 
 
 def read_problems(path: str) -> dict[str, list[Problem]]:
-    """Problems of a file of JSON lines, by split; ConfigError for a malformed file or an empty
+    """Problems of a file of JSON lines, by split; ConfigError for a malformed file, an empty
     split."""
     where = "environment.args.problems"
     by_split: dict[str, list[Problem]] = {"train": [], "eval": []}

@@ -95,8 +95,7 @@ async def with_retries(
     name: str,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> tuple[T, int]:
-    """Await ``call`` until its outcome is not refused; returns the last outcome and number of
-    retries.
+    """Await ``call`` until its outcome is not refused; returns the outcome and number of retries.
 
     ``refusal`` finds the refusal in an outcome. ``name``, the call's name in its run, is for the
     log and the random part of waits.

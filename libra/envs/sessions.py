@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Lease:
-    """A session and its trajectory; ``returns`` maps the last turn's actions by name to their
-    returns."""
+    """A session and its trajectory; ``returns`` has the last turn's returns by action name."""
 
     lease_id: str
     trajectory_id: str
@@ -44,8 +43,7 @@ class Lease:
 
 @dataclass(slots=True)
 class SessionCounts:
-    """Numbers of new sessions, leases of existing sessions, resets, replacements and expired
-    leases."""
+    """Numbers of new sessions, leases of old sessions, resets, replacements and expired leases."""
 
     made: int = 0
     reused: int = 0

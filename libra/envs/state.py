@@ -77,8 +77,7 @@ def decode_state(environment: Environment, data: bytes | None) -> Any:
 
 
 class StateCopy:
-    """The state while a turn's code runs; ``data`` is its encoding after the last call that
-    returned."""
+    """The state while a turn's code runs; ``data`` encodes it after the last call that returned."""
 
     def __init__(self, environment: Environment, data: bytes | None, where: str) -> None:
         self._environment, self.data, self._where = environment, data, where
@@ -107,10 +106,7 @@ class StateCopy:
 
 async def begin_state(environment: Environment, prompt: Prompt, where: str) -> bytes | None:
     """The encoded first state of a trajectory; None if the environment has no state.
-
-    EnvironmentFault if ``reset`` raised or its state cannot be encoded; ToolTimeout after
-    ``step_timeout_s``.
-    """
+    EnvironmentFault if ``reset`` or the encoding fails; ToolTimeout after ``step_timeout_s``."""
     if not has_state(environment):
         return None
     state = await _called(environment, "reset", where, prompt)
@@ -132,10 +128,7 @@ async def begin_state(environment: Environment, prompt: Prompt, where: str) -> b
 
 async def run_step(environment: Environment, text: str, copy: StateCopy, where: str) -> str | None:
     """The user's next turn after ``text``, cut to `MAX_PAYLOAD_CHARS`; None ends the trajectory.
-
-    EnvironmentFault if ``step`` raised or returned another type; ToolTimeout after
-    ``step_timeout_s``.
-    """
+    EnvironmentFault if ``step`` raises or returns another type; ToolTimeout if it hangs."""
     state = copy.value()
     reply = await _called(environment, "step", where, text, state)
     if not (reply is None or isinstance(reply, str)):

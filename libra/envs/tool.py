@@ -173,8 +173,7 @@ def tool(
     """The `Tool` of a function with type hints and a Google-style docstring.
 
     A hint may be any type with a JSON schema in pydantic, such as an Enum, a dataclass, or
-    ``Annotated[int, Field(ge=1)]``. ConfigError if a hint, its JSON schema or a description is
-    missing.
+    ``Annotated[int, Field(ge=1)]``. ConfigError without hint, JSON schema or description.
     """
     shown = name or str(getattr(function, "__name__", type(function).__name__))
     pair = (cores, cores) if isinstance(cores, int) else cores
@@ -186,8 +185,7 @@ def tool(
 
 
 def _schema(function: Callable[..., Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema in the form of transformers' ``get_json_schema``, and the hints beyond plain
-    JSON."""
+    """The schema as transformers' ``get_json_schema`` gives it, and the hints beyond plain JSON."""
     where = f"tool {name!r}"
     try:
         hinted = function if inspect.isroutine(function) else type(function).__call__
@@ -222,8 +220,7 @@ _SECTION = re.compile(r"\n\s*(Args|Returns|Raises):[ \t]*(?:\n|\Z)")
 
 
 def _descriptions(doc: str, names: Collection[str]) -> tuple[str, dict[str, str]]:
-    """The docstring's text before its sections, and descriptions of arguments in its section
-    Args."""
+    """The docstring's text before its sections, and the descriptions of arguments in Args."""
     about, *rest = _SECTION.split("\n" + doc)
     sections = dict(zip(rest[::2], rest[1::2], strict=True))
     found: dict[str, list[str]] = {}

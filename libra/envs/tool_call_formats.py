@@ -28,16 +28,14 @@ _SPACE = re.compile(r"\s*")
 
 
 class _Malformed(Exception):
-    """The reason, and the position up to which a call was read."""
-
     def __init__(self, reason: str, position: int) -> None:
         super().__init__(reason)
         self.position = position
 
 
 def _read(text: str, calls_at: Callable[[int], tuple[Sequence[ToolCall], int]]) -> tuple[ToolCall, ...]:
-    """The calls of all opening tags. ``calls_at`` reads the calls of a tag and the position after
-    it."""
+    """The calls of all opening tags; ``calls_at`` reads a tag's calls and the position after
+    them."""
     closing = [match.start() for match in re.finditer(CLOSE, text)]  # str.find from every tag would be quadratic
     calls: list[ToolCall] = []
     position = text.find(OPEN)
@@ -109,7 +107,7 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
 
 
 def parse_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, ...]:
-    """The calls in ``text``, in order, typed by the schemas of ``tools``; a tag may hold
+    """The calls in ``text``, in order, typed by the schemas of ``tools``; a tag may have
     several."""
     schemas = {tool.name: tool.parameters for tool in tools}
     value_ends = [match.start() for match in _VALUE_END.finditer(text)] if OPEN in text else []

@@ -63,8 +63,6 @@ class StateOfCall(Protocol):
 
 
 class _Tried(NamedTuple):
-    """One attempt of a call."""
-
     arguments: dict[str, Any]
     outcome: Outcome
     latency_s: float
@@ -169,8 +167,7 @@ def _payload(tool: Tool, tried: _Tried, state: StateOfCall | None, where: str) -
 
 
 def cut(text: str, most: int) -> str:
-    """Storable text of at most ``most`` characters, plus a note with the number of dropped
-    characters."""
+    """Storable text of at most ``most`` characters, and a note that counts the rest."""
     kept, dropped = storable(text[:most]), len(text) - most
     return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(text)} characters dropped]"
 
@@ -178,8 +175,7 @@ def cut(text: str, most: int) -> str:
 def processes_for(
     environment: Environment, cores: Sequence[int], gpus: GpusOfCalls | None = None
 ) -> ActionProcesses | None:
-    """Processes for calls on a worker with these cores and GPUs; None if no tool needs a
-    process."""
+    """Processes for calls on a worker with these cores and GPUs; None if no tool needs any."""
     functions = {tool.name: tool.call for tool in environment.tools if tool.own_process}
     return ActionProcesses(functions, cores, _as_text, gpus) if functions else None
 
@@ -187,12 +183,10 @@ def processes_for(
 async def run_bounded(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float, *, is_async: bool, name: str
 ) -> Outcome:
-    """Call ``function(**arguments)``, in a thread unless it is ``async``; returns (value,
-    exception).
+    """Call ``function(**arguments)``, in a thread unless ``async``; returns (value, exception).
 
     The exception is None for a return, and `NoThread` if the call could not start. The whole result
-    is None after ``timeout_s``. The event loop awaits an awaitable that a thread's function
-    returned.
+    is None after ``timeout_s``. The event loop awaits an awaitable return of a thread's function.
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + timeout_s
@@ -225,8 +219,7 @@ async def run_bounded(
 
 
 async def called_or_fault(name: str, timeout_s: float, function: Callable[..., Any], *given: Any, where: str) -> Any:
-    """The value of ``function(*given)``; EnvironmentFault if it raised, ToolTimeout after
-    ``timeout_s``."""
+    """The value of ``function(*given)``; EnvironmentFault if it raised, ToolTimeout if it hangs."""
     is_async = inspect.iscoroutinefunction(function)
     outcome = await run_bounded(lambda: function(*given), {}, timeout_s, is_async=is_async, name=name)
     if outcome is None:
@@ -279,8 +272,7 @@ def _malformed(environment: Environment, call: ToolCall, tool: Tool | None) -> s
 
 
 def _wrong(tool: Tool, name: str, value: object) -> str:
-    """The fault of an argument by its schema, pydantic or the user's type; empty for a valid
-    argument."""
+    """The fault of an argument by its schema, pydantic or the user's type; empty if valid."""
     schema = tool.parameters[name]
     if name not in tool.types:
         if _fits(value, schema):

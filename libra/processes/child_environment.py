@@ -52,8 +52,7 @@ def child_environment(more: Collection[str] = (), *, where: str = "") -> dict[st
 
 
 def chosen(names: Collection[str], *, where: str = "") -> dict[str, str]:
-    """These variables of this process; ConfigError, with the setting ``where``, if one is not
-    set."""
+    """These variables of this process; ConfigError, naming ``where``, if one is not set."""
     unset = [name for name in names if name not in os.environ]
     if unset:
         raise ConfigError(

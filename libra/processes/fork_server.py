@@ -63,8 +63,7 @@ def begin(modules: Sequence[str], wanted: Mapping[str, str]) -> bool:
 
 
 def take_over() -> None:
-    """Start this process's ``forkserver`` children from `begin`'s server, without Dask's own
-    modules."""
+    """Fork this process's ``forkserver`` children from `begin`'s server, without Dask's modules."""
     import distributed.utils
 
     distributed.utils._forkserver_preload_set = True  # type: ignore[attr-defined]
@@ -110,8 +109,7 @@ def _ensure_running() -> None:
 
 @contextmanager
 def sigint_blocked() -> Iterator[None]:
-    """Block SIGINT in processes that this thread starts, since an interrupted import prints a
-    traceback."""
+    """Block SIGINT in processes that this thread starts: interrupted imports print tracebacks."""
     if getattr(resource_tracker._resource_tracker, "_fd", None) is None:  # type: ignore[attr-defined]
         with redirected(STDERR, Path(os.devnull)):  # it warns of files that a killed process left
             resource_tracker.ensure_running()  # which unblocks SIGINT
@@ -150,8 +148,7 @@ def _fits(had: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
 
 @contextmanager
 def _in_environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """The fork server's environment for the duration of the context, with this process's
-    ``sys.path``."""
+    """The fork server's environment within the context, with this process's ``sys.path``."""
     before = dict(os.environ)
     own = {name: wanted.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
@@ -177,8 +174,7 @@ def _set_environment(wanted: Mapping[str, str | None]) -> None:
 
 
 def _become_server() -> None:
-    """Restore the environment and freeze imported objects before forks, so that their memory stays
-    shared."""
+    """Restore the environment and freeze imported objects before forks, to keep memory shared."""
     server, own = os.getpid(), json.loads(os.environ.pop(OWN_PATH_VARIABLE))
     _set_environment({**os.environ, **own})
     gc.disable()  # a tenth of the time of these imports

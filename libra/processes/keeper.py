@@ -89,8 +89,7 @@ def started(words):
 
 
 def has_ended(child):
-    """Whether a child has ended; it stays unreaped, so that its pid stays valid. Others are
-    reaped."""
+    """Whether a child has ended; it is not reaped, so its pid stays valid. Others are reaped."""
     while True:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None or found.si_pid == child:

@@ -62,8 +62,7 @@ async def all_asked(engine: RolloutEngine) -> None:
 
 
 def served(test: Callable[[Any, RolloutEngine, Models], Awaitable[None]]) -> Callable[..., None]:
-    """A test in the event loop of its class's engine, which serves the first model as a new
-    version."""
+    """A test in the event loop of its class's engine, which serves the first model as a version."""
 
     def runs(self: Any, run: Any, models: Models) -> None:
         async def body(engine: RolloutEngine) -> None:
@@ -86,8 +85,7 @@ class EngineContract:
     """Tensor-parallel degrees that are tried; for those above 1 `make_engine` gets ``tp``."""
 
     def make_engine(self, model_dir: Path, *, slots: int, max_context_tokens: int) -> RolloutEngine:
-        """An engine, not started: float32, version 0, an architecture with q, k, v and a tied
-        head."""
+        """An engine, not started: float32, version 0, with q, k, v and a tied head."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
@@ -118,8 +116,7 @@ class EngineContract:
 
     @served
     async def test_it_declares_its_kv_and_its_pass_times(self, engine: RolloutEngine, models: Models) -> None:
-        """KV for at least a whole context, bytes that match its tokens, and the measured pass
-        times."""
+        """KV for at least a whole context, bytes that match its tokens, measured pass times."""
         before, begun = engine.capacity(), engine.stats()
         for width in (1, SLOTS, 2):  # batches of different sizes, which the fit needs
             await answers(engine, [ask(f"d{width}-{n}", length=20 + 60 * n, new=100, seed=n) for n in range(width)])
@@ -189,8 +186,7 @@ class EngineContract:
 
     @served
     async def test_a_turn_in_parts_is_the_whole_turn(self, engine: RolloutEngine, models: Models) -> None:
-        """Greedy and sampled, alone and among others, with a stop id, if ``continues_turns`` is
-        declared."""
+        """Greedy and sampled, alone and among others, with a stop id, if ``continues_turns``."""
         if not getattr(engine, "continues_turns", False):
             pytest.skip("this engine does not declare continues_turns")
 

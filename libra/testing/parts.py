@@ -77,8 +77,7 @@ class LossContract(_NamedPart):
         return loss_N.detach(), gradient_N
 
     def tokens(self, lengths: list[int]) -> torch.Tensor:
-        """Tokens (3, N) of sequences of these lengths, with ratios near 1 and advantages of both
-        signs."""
+        """Tokens (3, N) of sequences of these lengths, with ratios near 1 and mixed advantages."""
         generator = torch.Generator().manual_seed(0)
         old_N = -3.0 * torch.rand(sum(lengths), generator=generator) - 0.01
         logp_N = (old_N + 0.5 * torch.randn(sum(lengths), generator=generator)).clamp(max=-1e-3)
@@ -193,8 +192,7 @@ class PolicyContract(_NamedPart):
     check = staticmethod(check_ordering)
 
     def simulator(self, ordering: Ordering | None = None) -> Simulator:
-        """Two iterations of 8 groups of 4 on one small engine, under the policy or the given
-        ``ordering``."""
+        """Two iterations of 8 groups of 4 on one small engine, under the policy or ``ordering``."""
         config = config_from_dict({
             "run": {"eta": 1}, "trainer": {"prompts": 8, "group_size": 4}, "policy": {"name": self.name},
             "model": {"path": "Qwen3-0.6B"}, "rollout": {"slots": 4}, "planner": {"lengths": {"turns": 5}},
@@ -210,8 +208,7 @@ class PolicyContract(_NamedPart):
         assert first.digest() == again.digest()
 
     def test_it_goes_on_from_its_snapshot(self) -> None:
-        """Every 25 events a copy restored from JSON replaces the ordering, and no decision
-        changes."""
+        """Every 25 events a copy from JSON replaces the ordering, and no decision changes."""
         learns = isinstance(own_ordering(self.name), OnlineLearner)
         restored: Any = (_RestoredLearner if learns else _Restored)(self.name)
         assert self.simulator(restored).run().digest() == self.simulator().run().digest()
@@ -287,8 +284,7 @@ class EnvironmentContract:
             assert decode_state(environment, first) == decode_state(other, again)
 
     def test_an_episode_of_given_turns_is_graded(self) -> None:
-        """Rewards of two runs, each turn on a new object as after a lost worker, are equal and
-        finite."""
+        """Two runs, each turn on a new object as after a lost worker, give equal finite rewards."""
         for prompt in self.given():
             assert asyncio.run(self.reward(prompt)) == asyncio.run(self.reward(prompt))
 

@@ -38,8 +38,7 @@ def tag_format(text: str, *, tags: Sequence[str] = TAGS, trailing: bool = False)
 
 
 def tag_count(text: str, *, tags: Sequence[str] = TAGS) -> float:
-    """Share of opening and closing tags that occur exactly once: partial credit for
-    `tag_format`."""
+    """Share of the tags that occur exactly once: partial credit for `tag_format`."""
     marks = _marks(tags)
     return sum(text.count(mark) == 1 for mark in marks) / len(marks)
 

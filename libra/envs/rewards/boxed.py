@@ -31,8 +31,8 @@ def closed_brace(text: str, start: int) -> int:
 
 
 def extract(text: str) -> str | None:
-    r"""The content of the last box, or None. ``\boxed 5`` ends at a dollar sign. ``\boxed 5`` is
-    preferred to a box with braces."""
+    r"""The last box's content, or None. ``\boxed 5``, which ends at a dollar sign, has
+    precedence."""
     _, spaced, held = text.rpartition(_BOX_SPACE)
     if spaced:
         return held.partition("$")[0]

@@ -64,8 +64,8 @@ def normalised(answer: str) -> str:
 
 
 def verdict(text: str, answer: str, *, box_only: bool = False) -> MathVerdict:
-    """Whether ``text`` ends with ``answer``; ``box_only`` requires a box (verl:
-    ``strict_box_verify``)."""
+    """Whether ``text`` ends with ``answer``; ``box_only`` (verl: ``strict_box_verify``) needs a
+    box."""
     text = text[-TAIL_CHARS:]
     boxed = _box(text[-BOX_TAIL_CHARS:])
     answers = _GIVEN.findall(text)

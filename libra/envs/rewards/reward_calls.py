@@ -39,8 +39,7 @@ Given = Callable[..., Any] | str | Mapping[str, Any] | Sequence[Any]
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One reward function of a sum: names of its arguments, and constants, such as a rubric's
-    parser."""
+    """One reward function of a sum: argument names, and constants such as a rubric's parser."""
 
     function: Callable[..., Any]
     form: str
@@ -149,8 +148,7 @@ def read_rewards(given: Given, columns: Collection[str], *, plain: bool) -> Rewa
 
 
 def completion_messages(episode: Episode) -> list[dict[str, Any]]:
-    """The chat messages after the prompt: assistant turns with their calls, and returns of
-    tools."""
+    """The chat messages after the prompt: assistant turns with calls, and returns of tools."""
     messages: list[dict[str, Any]] = []
     for turn in episode.turns:
         message: dict[str, Any] = {"role": "assistant", "content": turn.text}

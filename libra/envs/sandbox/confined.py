@@ -61,9 +61,7 @@ class Limits:
 
 def reserve_uid() -> tuple[int, socket.socket] | None:
     """A user id for this sandbox alone while the socket is open; None unless Libra runs as root.
-
-    The kernel gives the socket's abstract name to one process and frees it at that process's end.
-    """
+    The kernel gives the socket's abstract name to one process at a time."""
     if os.geteuid() != 0:
         return None
     for uid in random.SystemRandom().sample(UIDS, len(UIDS)):
@@ -158,8 +156,6 @@ _NOT_EQUAL, _MASKED_EQUAL = 1, 7
 
 
 class _Argument(ctypes.Structure):
-    """libseccomp's condition on an argument of a system call."""
-
     _fields_ = (("number", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 

@@ -45,8 +45,7 @@ def prctl(option, value=0, *more):
 
 
 def run_forked(request, alone, limits):
-    """Run the program of ``request`` in a fork and kill all its processes; returns its exit
-    status."""
+    """Run the program of ``request`` in a fork and kill all its processes; returns the status."""
     output, output_end = os.pipe()
     result, result_end = os.pipe()
     try:
