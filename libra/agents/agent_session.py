@@ -52,7 +52,7 @@ class Pending:
         """Answer the request with an error."""
         if not self.answer.done():
             self.answer.set_exception(error)
-            self.answer.exception()  # nobody may wait for it
+            self.answer.exception()  # marks the exception as retrieved, if no connection waits
 
 
 @dataclass(frozen=True, slots=True)

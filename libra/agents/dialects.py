@@ -484,4 +484,4 @@ DIALECTS: Mapping[str, Dialect] = {
     "/inference/v1/generate": _GENERATE,
     "/v1/inference/v1/generate": _GENERATE,
 }
-"""By the request's path."""
+"""Dialects by the request's path."""

@@ -62,7 +62,7 @@ READ_HEADERS = frozenset({b"x-api-key", b"authorization", b"x-stainless-retry-co
 HEARTBEAT_S = 15.0
 """Seconds between two heartbeats to a waiting client."""
 KEPT_ENDED = 4096
-"""Tokens of ended trajectories that are still known to have ended."""
+"""Most tokens of ended trajectories that are answered with status 409."""
 
 _TOKEN = re.compile("/t/([^/]+)")
 _STREAM, _JSON = b"text/event-stream", b"application/json"
@@ -267,7 +267,7 @@ class Gateway:
         self.connections = set[Connection]()
         self._server: asyncio.Server | None = None
         self.counts = Counter[str]()
-        """Numbers of requests, retries, refusals, and clients that went without an answer."""
+        """Numbers of requests, retries, refusals, and clients that left without an answer."""
         self._sessions: dict[bytes, Session] = {}
         self._ended: dict[bytes, str] = {}
         self._logged: set[str] = set()

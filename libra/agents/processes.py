@@ -19,11 +19,11 @@ from libra.errors import EnvironmentFault
 from libra.processes.child_environment import child_environment
 
 _LINE_BYTES = 8 << 20
-"""More than a result of `runner.MAX_RESULT_BYTES`, of which JSON may write each byte as 6."""
+"""Longest line: above `runner.MAX_RESULT_BYTES`, of which JSON may write each byte as 6."""
 IMPORT_S = 180.0
 """Longest seconds for the import of an agent's function."""
 _LATE_S, _STACKS_S = 10.0, 1.0
-"""Further seconds in which the program reports a slow import, and writes its stacks."""
+"""Further seconds for the report of a slow import, and for its stacks."""
 
 
 class AgentProcesses:

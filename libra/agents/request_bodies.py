@@ -32,8 +32,8 @@ _NO_VARIABLES = frozenset({
     "chat_template", "conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "padding",
     "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 })  # fmt: skip
-"""Arguments of the rendering that a client may not set: its own template could speak in the model's
-name, or never end."""
+"""Rendering arguments that a client may not set: its template could write model turns, or never
+end."""
 
 T = TypeVar("T")
 NOTHING = msgspec.Raw(b"")

@@ -45,7 +45,7 @@ MAX_LEVELS = 64
 CHUNK_BYTES = 1 << 16
 LINE_BYTES = 1 << 30
 KILL_S = 2.0
-"""Seconds in which this program kills all that agents have started, at its end."""
+"""Seconds in which this program, at its end, kills all processes that agents have started."""
 GRACE_S = 3.0
 """Seconds in which this program ends after its input."""
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -256,7 +256,7 @@ class Processes:
         pipe, write, errors, log = ends
         if pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.setpgid(pid, pid)  # as the fork does: whoever comes first
+                os.setpgid(pid, pid)  # the fork does the same, because either may run first
             os.close(write)
             os.close(log)
             self.children[pid] = Child(number, pipe, errors)

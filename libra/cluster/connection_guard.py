@@ -40,7 +40,7 @@ MAX_UNPROVEN = 64
 HANDSHAKE_S = 20.0
 MAX_PAGES = 128
 REQUEST_S = 30.0
-"""Limit of waiting for a request and receiving it; it does not apply to a page's websocket."""
+"""Longest seconds to wait for and receive a request; not applied to a page's websocket."""
 MAX_REQUEST_BYTES = 2**20
 RETRY_S = 0.1
 ACCEPTED_AT_ONCE = 128

@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "LIBRA_DEVICE_LOCKS"
 PAUSE_S, MOST_PAUSE_S, LONGER = 0.001, 0.02, 1.5
-"""Between two looks: the first pause, the longest, and how much longer than the last each is."""
+"""Pauses between two polls: first, longest, and growth factor."""
 SAY_AFTER_S = 10.0
-"""Seconds after which the log names who waits for whom; then after twice as long each time."""
+"""Seconds after which the log names waiter and holder; doubles with each line."""
 _NUMBER_BYTES, _TEXT_BYTES = 8, 256
 _TAKING, _NUMBERS = 0, 1
-"""Bytes that are locked: while a number is taken, and from which on numbers are counted."""
+"""Locked bytes: byte 0 while a number is taken, and byte 1 + n for number n."""
 
 
 class DeviceLock:
@@ -172,7 +172,7 @@ class _DeviceFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.waiting: deque[object] = deque()
-        """Waiters of this process, the first of whom has a number or takes one."""
+        """Waiters of this process; only the first has or takes a number."""
         self._descriptor = self._opened()
 
     def _opened(self) -> int:

@@ -22,10 +22,10 @@ DRIVER, NODES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 CPU = "cpu"
 """Name of a machine without a GPU."""
 GPU_FILES = ("/proc/driver/nvidia", "/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/accel*")
-"""Files of the drivers of NVIDIA, AMD, Windows' Linux, and other accelerators. No process reaches a
-GPU without one."""
+"""Driver files of NVIDIA, AMD, Windows' Linux, and other accelerators; every GPU needs one of
+them."""
 MEMORY_SLACK_FRAC = 0.15
-"""Largest difference between the memory that a driver reports and the datasheet's: error correction
+"""Largest relative difference between a driver's memory and the datasheet's: error correction
 and the driver take a part."""
 
 

@@ -39,8 +39,8 @@ LOOPBACK = "127.0.0.1"
 NANNY_CHECK_S = 0.5
 TOOLS_CHECK_S = 1.0
 RENEW_AFTER_S = (0.0, 1.0, 5.0, 30.0)
-"""Delay before another nanny is started: after the first, second, third end in a row, and after any
-other."""
+"""Delay before a nanny is replaced: after the first, second, third end in a row, and any later
+end."""
 WORKER_START = "libra.cluster.worker_process"
 ENDED = (Status.closed, Status.failed)
 

@@ -40,8 +40,7 @@ class Setting:
 
 
 KEPT_KEYS = 8_192
-"""Keys after which `bound_key_cache` empties the cache. The next call for a key takes a few
-microseconds."""
+"""Keys above which `bound_key_cache` empties the cache; refilling takes microseconds per key."""
 GUARD = "libra.cluster.connection_guard"
 """Module that schedulers, workers and nannies load when they start."""
 MIN_WORKER_TTL_S = 30.0
@@ -73,10 +72,10 @@ SETTINGS: tuple[Setting, ...] = tuple(
 )
 
 DASK_SETTINGS: dict[str, Any] = {setting.key: setting.value for setting in SETTINGS}
-"""For ``dask.config.set``."""
+"""`SETTINGS` for ``dask.config.set``."""
 
 MESSAGE_LOG = "distributed.admin.low-level-log-length"
-"""Of `SETTINGS`; read by every process, clients included."""
+"""A key of `SETTINGS` that every process reads, clients included."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,12 +69,12 @@ PRELOAD = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.auto.modeling_auto",
 )
-"""Modules of workers, by name: this package must not know what its workers do."""
+"""Modules of workers, by name, because this package must not import them."""
 HASH_SEED = "6640"
-"""What Dask's nannies give workers that have none."""
+"""The hash seed that Dask's nannies give to workers without one."""
 _drains: set[asyncio.Task[None]] = set()
 _dumps: dict[int, Any] = {}
-"""The open file of this process, by process id (a fork inherits it, and must open its own)."""
+"""The open stack file by process id, because a fork must open its own file."""
 
 
 def worker_environment(config: RunConfig) -> dict[str, str]:

@@ -60,7 +60,7 @@ KILLED_S = 5.0
 MOST_BYTES = 64 << 20
 PROCESSES = 512
 BEGIN_S, SEND_S, END_S = 120.0, 10.0, 5.0
-"""Longest seconds for the start of a call, for handing its socket to the starter, and for the
+"""Longest seconds for a call's start, for passing its socket to the starter, and for the
 starter's end."""
 
 
@@ -328,7 +328,7 @@ def _start_calls(
         os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # were it ignored, nobody could wait for a call
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, the starter could not wait for calls
         while True:
             message, fds, _, _ = socket.recv_fds(sock, 1, 1)
             if not message:

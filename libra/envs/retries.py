@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TOO_MANY = 429
 TOTAL_S = 120.0
-"""Seconds after its first attempt in which a call may be tried again."""
+"""Seconds after a call's first attempt in which retries may start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,4 +186,4 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(parse_hermes, _hermes_usage),
     "qwen3_coder": ToolFormat(parse_qwen3_coder, _coder_usage),
 }
-"""By the value of ``rollout.tool_format``."""
+"""Formats by their names in ``rollout.tool_format``."""

@@ -48,7 +48,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
 }  # fmt: skip
 SMALL_CHARS = 1 << 18
-"""Characters of at most 1 MiB, which stand in their record."""
+"""Characters of a text that is stored in its record: at most 1 MiB."""
 
 Outcome = tuple[Any, BaseException | None] | None
 """Value and error of a call of the user's code; None after a time-out."""
@@ -318,7 +318,7 @@ def _as_text(value: object) -> str:
 
 
 KEPT_IDLE = 64
-"""Most idle threads; starting one costs more than most rewards."""
+"""Most idle threads; starting a thread costs more than most rewards."""
 IDLE = "libra-call-idle"
 
 _idle: list[CallThread] = []

@@ -32,12 +32,13 @@ from typing import Any
 STDERR = 2
 SWITCH = "LIBRA_FORK_SERVER"
 OWN_PATH_VARIABLE = "LIBRA_FORK_PATH"
-"""Variables of Python's search path for forked processes, as JSON; the fork server starts with others."""
+"""Variable with the forked processes' Python search path, as JSON; the fork server has another
+path."""
 READ_ONCE = (
     *("OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LD_", "CUDA_", "TORCH", "PYTORCH_", "HF_", "HOME"),
     *("TRANSFORMERS_", "TOKENIZERS_", "PYTHON", "XDG_", "LIBRA_MODELS"),
 )  # fmt: skip
-"""Beginnings of names of variables that a library reads when it is loaded or imported."""
+"""Prefixes of variables that a library reads only when it is loaded or imported."""
 EXIT_CODE_S = 1.0
 """Seconds to wait for the exit code of a process that has ended."""
 _started_with: dict[str, str] | None = None

@@ -21,8 +21,8 @@ import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S, TERM_S, KILL_S = 5.0, 1.0, 0.5
-"""`KILL_S` is for the processes that a program left. Whoever sends SIGTERM kills the keeper after
-two seconds."""
+"""`KILL_S` is for processes that a program left. A sender of SIGTERM kills the keeper after 2 s, which
+`TERM_S` + `KILL_S` must not exceed."""
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

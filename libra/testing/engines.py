@@ -82,7 +82,7 @@ class EngineContract:
     keeps_kv = False
     """Whether the engine keeps KV over an in-flight update."""
     tp_degrees: tuple[int, ...] = (1,)
-    """Tensor-parallel degrees that are tried; for those above 1 `make_engine` gets ``tp``."""
+    """Tensor-parallel degrees of the tests; above 1 `make_engine` gets ``tp``."""
 
     def make_engine(self, model_dir: Path, *, slots: int, max_context_tokens: int) -> RolloutEngine:
         """An engine, not started: float32, version 0, with q, k, v and a tied head."""

@@ -147,8 +147,8 @@ sched_setscheduler sched_setattr sched_setparam sched_setaffinity setpriority io
 kexec_load kexec_file_load init_module finit_module delete_module reboot syslog iopl ioperm
 settimeofday clock_settime adjtimex clock_adjtime sethostname setdomainname
 """
-"""Even Unix sockets, which lead to daemons. A machine without one of these calls has no rule for
-it."""
+"""Refused calls, sockets included, since Unix sockets lead to daemons. A call that the machine
+lacks is skipped."""
 _NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 """Flags CLONE_NEW... of clone."""
 _ALLOW, _EPERM, _ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
