@@ -320,7 +320,7 @@ class Gateway:
     # ---------------------------------------------------------------- for the connections
 
     def arrived(self, exchange: Exchange) -> None:
-        """Find the session of a request; refuse a request without one before its body comes."""
+        """Find the session of a request, or refuse the request before its body comes."""
         path = unquote(exchange.url.partition(b"?")[0].decode("latin-1"))
         if not path.startswith("/"):  # a whole URL
             path = "/" + path.partition("://")[2].partition("/")[2]

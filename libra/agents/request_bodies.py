@@ -198,7 +198,7 @@ def _tool_schema(given: Any, where: str) -> dict[str, Any]:
 
 
 def refuse_choices(body: Any) -> None:
-    """RequestRefused for more than one choice; trainer.group_size decides the number of samples."""
+    """RequestRefused for several choices; trainer.group_size decides the number of samples."""
     for name in ("n", "best_of"):
         if getattr(body, name) not in (None, 1):
             got = repr_text(getattr(body, name))

@@ -9,8 +9,8 @@ Invariants
 ----------
 1. ``scheduler.json`` of a run exists from the moment the run takes requests until its driver ends.
    After a driver was killed the file stays, and its address may not answer.
-2. Only their owner may read ``scheduler.json`` and ``cluster.json``, which have a key or name its
-   file.
+2. Only their owner may read ``scheduler.json`` and ``cluster.json``, because they hold a key or
+   name its file.
 """
 
 from __future__ import annotations
@@ -208,7 +208,8 @@ def _ask(address: str, security: Security | None) -> None:
 
 def present_workers(client: Client) -> dict[str, dict[str, Any]]:
     """Facts of every worker by address: ``name``, ``nthreads``, ``resources``, ``host``, ``nanny``,
-    ... ``Client.scheduler_info`` is no substitute: every 2 s Dask overwrites it without workers."""
+    ... Every 2 s Dask overwrites the answer of ``Client.scheduler_info`` with an answer without
+    workers."""
     rpc: Any = client.scheduler
     identity: dict[str, Any] = client.sync(rpc.identity, n_workers=-1)
     workers: dict[str, dict[str, Any]] = identity["workers"]
@@ -223,8 +224,8 @@ def forget(directory: Path) -> None:
 def reach(run_dir: Path, scheduler: str | None = None) -> tuple[Client, RunContact]:
     """A client of the scheduler of the run in ``run_dir``, and the contact of that run.
 
-    ``scheduler`` is another address of the same scheduler. RunDirectoryError if there is no run,
-    ClusterError if the run is not running.
+    ``scheduler`` is another address of the same scheduler. RunDirectoryError without a run,
+    ClusterError if it is not running.
     """
     if not (run_dir / "config.resolved.yaml").is_file():
         raise RunDirectoryError(

@@ -32,7 +32,7 @@ and the driver take a part."""
 @dataclass(frozen=True, slots=True)
 class Machine:
     """One machine: name and number of its GPUs, and the CPU cores that this process may use. The
-    name is that of a datasheet in Libra, else the driver's; `CPU` without GPUs."""
+    name is a datasheet's in Libra, else the driver's; `CPU` without GPUs."""
 
     gpu: str
     num_gpus: int

@@ -254,10 +254,10 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
     """GPUs of each worker (CUDA_VISIBLE_DEVICES); a worker without an entry sees all.
 
     With enough GPUs, every engine has as many GPUs as its tensor-parallel degree, and every
-    training worker and a teacher's own worker one. Tool workers whose services have models, a
-    teacher's included, have one more together; if only that GPU is missing, they use the last
-    training worker's. With fewer GPUs, workers share them, but each training worker of a group has
-    its own: ClusterError if there are too few for that.
+    training worker and a teacher's own worker has one GPU. Tool workers whose services have models,
+    a teacher's included, share one further GPU, or the last training worker's GPU if only the
+    further GPU is missing. With fewer GPUs, workers share GPUs, except training workers of a group:
+    ClusterError if there are too few for them.
     """
     workers, on_cores = worker_resources(config, most_workers(config)), config.cluster.device == "cpu"
     wanted = {

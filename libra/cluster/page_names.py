@@ -5,9 +5,9 @@ that points to 127.0.0.1 (DNS rebinding). Such requests carry the other site's n
 
 Invariants
 ----------
-1. A request is answered only if its Host is an IP address, which cannot be rebound, localhost, a
-   name of this machine, or one of ``cluster.dashboard_names``.
-2. An Origin must be that Host (with the port), or its name one of ``cluster.dashboard_names``.
+1. A request is answered only if its Host is an IP address, localhost, a name of this machine, or
+   one of ``cluster.dashboard_names``. An IP address cannot be rebound.
+2. An Origin must equal that Host (with the port) or have a name in ``cluster.dashboard_names``.
 3. Comparisons of names ignore case and a final dot.
 4. On a scheduler that was started without Libra's settings, and that others may share, only Libra's
    own pages are checked; with `SETTING` in its Dask configuration, all pages.

@@ -43,7 +43,7 @@ def resource_problems(
     """Resources that the workers of a cluster lack, each with the line to type.
 
     ``workers``: `libra.cluster.connection.present_workers`. Training workers beyond
-    ``train_workers`` stand by for a lost one. ``teacher``: whether the run needs a teacher.
+    ``train_workers`` stand by for a loss. ``teacher``: whether the run needs a teacher.
     """
     problems = []
     for resource, (meaning, options) in NEEDED.items():

@@ -2,8 +2,8 @@
 
 The driver sets them for a local cluster. A scheduler and workers that you start yourself get them
 by ``libra cluster tls DIR``, then ``DASK_CONFIG=DIR/dask.yaml`` in their environment; that file
-also names a key, without which anyone who reaches the scheduler's port may run code there. ``libra
-doctor --settings`` prints the settings alone.
+also names a key, without which anyone who reaches the scheduler's port may run code there.
+``libra doctor --settings`` prints the settings alone.
 """
 
 from __future__ import annotations

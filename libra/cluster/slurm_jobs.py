@@ -1,5 +1,4 @@
-"""The Slurm jobs of a configuration, one Dask worker each: scripts, submission, states in the
-queue.
+"""The Slurm jobs of a configuration, one Dask worker each: scripts, submission, queue states.
 
 dask-jobqueue writes and submits the scripts. Its own clusters have one kind of job, but here each
 worker has its own options.

@@ -3,7 +3,7 @@
 A local worker writes errors to a file of the run and ignores Ctrl-C; standard output stays the
 terminal, for prints of a user's own functions. Stacks of a worker come from its event loop. If the
 loop is blocked, SIGUSR1 makes Python's faulthandler write all threads to a file in the worker's
-local directory; it is sent only to a process of this machine that has that file open.
+local directory. The signal goes only to a process of this machine that has the file open.
 """
 
 from __future__ import annotations

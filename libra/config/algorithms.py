@@ -206,14 +206,10 @@ class Algorithm:
 
     Attributes
     ----------
-    what : str
-        Description in one sentence.
-    when : str
-        What it is good for.
-    source : str
-        Paper.
-    differs : str
-        Differences from the paper, or "".
+    what, when : str
+        Description in one sentence, and recommended use.
+    source, differs : str
+        Paper, and differences from the paper or "".
     """
 
     preset: Preset

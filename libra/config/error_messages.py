@@ -123,7 +123,7 @@ def unknown_key_message(path: Sequence[str], where: str, inside: Sequence[str] =
 
 
 def nearest_key(path: Sequence[str]) -> str | None:
-    """The section or dotted name most similar to an unknown one, or None if none is similar."""
+    """The section or dotted name most similar to an unknown one; None without a similar name."""
     names, last = list(field_references()), path[-1].lower().replace("-", "_")
     same = [name for name in names if name.split(".")[1] == last]
     if len(path) == 2 and _INSIDE.get(last, "").startswith(f"{path[0]}."):

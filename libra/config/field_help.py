@@ -1,4 +1,4 @@
-"""Every setting by the models: name, allowed values and default."""
+"""Every setting as its model describes it: name, allowed values and default."""
 
 from __future__ import annotations
 

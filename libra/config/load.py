@@ -322,8 +322,7 @@ FREE_FIELDS = (
 def load_resumed(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Configuration of the run in ``run_dir``, with overrides of settings that may change.
 
-    RunDirectoryError if there is no run; ConfigError if an override is wrong or would change the
-    result.
+    RunDirectoryError without a run; ConfigError if an override is wrong or would change the result.
     """
     directory = run_dir.expanduser().absolute()
     file = directory / RESOLVED_FILE

@@ -39,7 +39,7 @@ def packaged_config(name: str) -> Path | None:
 
 
 def resolve_model(path: str) -> Path | str:
-    """Directory of a model, or its Hugging Face id if there is no such directory.
+    """Directory of a model, or its Hugging Face id without such a directory.
 
     Parameters
     ----------

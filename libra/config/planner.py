@@ -53,7 +53,7 @@ class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Predicted seconds of a step, their source, what limits the step, and why the next best
         layouts are worse.
     way, way_why
-        How steps should be taken, and why; the start of a run with `trainer.streaming` or
+        Planned way of the steps, and its reason; the start of a run with `trainer.streaming` or
         `trainer.turning` auto.
     """
 

@@ -41,7 +41,7 @@ def least_of_others(config: RunSections) -> int:
 
 
 def service_models(config: RunSections) -> dict[str, str]:
-    """Model of each service that has one, by the service's name."""
+    """Models by the names of their services; services without a model are left out."""
     return {name: entry.model for name, entry in config.services.named.items() if entry.model is not None}
 
 

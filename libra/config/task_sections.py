@@ -1,5 +1,4 @@
-"""Sections for the task of a run: length, model, environment, agent, services, teacher,
-staleness."""
+"""Sections on a run's task: length, model, environment, agent, services, teacher, staleness."""
 
 from __future__ import annotations
 

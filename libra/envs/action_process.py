@@ -124,7 +124,7 @@ class CoreSet:
 
 
 def memory_enforcement() -> str:
-    """How this machine bounds a call's memory: ``cgroup`` or ``rlimit``."""
+    """``cgroup`` or ``rlimit``, whichever bounds a call's memory on this machine."""
     return "cgroup" if can_make_groups() else "rlimit"
 
 

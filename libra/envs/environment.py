@@ -34,8 +34,8 @@ def question_class(text: str) -> int:
 
 
 class Environment(ABC):
-    """A task family. Every worker makes its own instance from (name, args, seed), without state.
-    Subclasses define `prompt` and `grade`, and ``tools`` if there are any."""
+    """A task family. Every worker makes an instance from (name, args, seed), stateless between
+    calls. Subclasses define `prompt` and `grade`, and ``tools`` if there are any."""
 
     tools: tuple[Tool, ...] = ()
     tool_format: str = "hermes"

@@ -5,7 +5,7 @@ Invariants
 1. A program gets the arguments of one hidden test in its own process, and no expected result:
    results leave the sandbox as JSON and are compared outside.
 2. Hidden tests of the families `TASKS` are drawn at grading from a key of the grading process, so
-   no seed reveals them. Of a problem in a file, the prompt's facts have only the index.
+   no seed reveals them. The prompt of a problem in a file has only its split and index as facts.
 3. A program that damages its sandbox fails the test; a sandbox that cannot start is a failure of
    the environment.
 """

@@ -1,4 +1,4 @@
-"""Execution of one tool call, whatever the tool does.
+"""Execution of one tool call under every behaviour of the tool.
 
 Invariants
 ----------

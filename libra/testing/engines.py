@@ -1,13 +1,12 @@
-"""Contract tests of rollout engines. Libra's own engines pass them; yours does with a test file
-like this one:
+"""Contract tests of rollout engines. Libra's own engines pass them; test yours with a file like this:
 
     class TestMyEngine(EngineContract):
         def make_engine(self, model_dir, **options):
             return MyEngine(model_dir, **options)
 
-Each class starts one engine, and its last test closes it; each test begins with weights of its own.
-No test sleeps: one that acts while a request runs polls the engine's counters. Comments name the
-invariants of `libra.rollout.engine`.
+Each class starts one engine, which its last test closes; each test begins with new weights. No test
+sleeps: tests that act during a request poll the engine's counters. Comments name the invariants of
+`libra.rollout.engine`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Contract tests of a user's own loss, advantage, learning rate schedule, model loader, policy and
-environment.
+"""Contract tests of your own loss, advantage, learning rate schedule, model loader, policy, environment.
 
-A test file of yours is like this one:
+Write a test file like this:
 
     class TestMyLoss(LossContract):
         name = "my_package.losses:one_sided"
 
 Each class names its part as the configuration does; `EnvironmentContract` makes its environment.
-The tests of engines are in `libra.testing.engines`.
+Tests of engines are in `libra.testing.engines`.
 """
 
 from __future__ import annotations
