@@ -1,4 +1,4 @@
-"""Contract tests of rollout engines. Libra's own engines pass them; test yours with a file like this:
+"""Contract tests of rollout engines. Libra's own engines pass; test yours with a file like this:
 
     class TestMyEngine(EngineContract):
         def make_engine(self, model_dir, **options):

@@ -1,4 +1,4 @@
-"""Contract tests of your own loss, advantage, learning rate schedule, model loader, policy, environment.
+"""Contract tests of your own loss, advantage, rate schedule, model loader, policy and environment.
 
 Write a test file like this:
 
