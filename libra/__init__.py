@@ -56,10 +56,9 @@ _HOMES = {
 
 
 class _Libra(types.ModuleType):
-    """This package. Public names are imported when they are first used: ``import libra`` alone loads neither torch nor Dask.
-
-    `train` is a property because a subpackage has the same name, and importing that would put it in the function's place.
-    """
+    """This package; public names are imported at first use, so `import libra` loads no torch or
+    Dask. `train` is a property because importing the subpackage of this name would replace the
+    function."""
 
     @property
     def train(self) -> Any:
@@ -70,7 +69,8 @@ class _Libra(types.ModuleType):
 
     @train.setter
     def train(self, subpackage: types.ModuleType) -> None:
-        """The import system announces the subpackage here; ``from libra.train import ...`` does not need it."""
+        """Ignore the subpackage that the import system announces; imports from it do not need
+        this."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _HOMES:
@@ -79,7 +79,7 @@ class _Libra(types.ModuleType):
         return module if name == "errors" else getattr(module, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By name, as any module: functions and classes of a user's script refer to it, and are sent to workers by value."""
+        """Pickle by name, as any module, since functions of a user's script are sent by value."""
         return importlib.import_module, (__name__,)
 
     def __dir__(self) -> list[str]:

@@ -39,7 +39,8 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def _own_frames_hidden(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, whose `LibraError` has a traceback of the caller's frames and one more; LIBRA_TRACEBACK=1 keeps all."""
+    """``function``, whose `LibraError` shows only the caller's frames and one more.
+    LIBRA_TRACEBACK=1 keeps all frames."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -83,23 +84,26 @@ def train(
         A Hugging Face id, a directory, or a model that ships ("libra/tiny-arithmetic").
     prompts : sequence of str, list of messages, or dict with "prompt" and further columns
         Or a table with such columns, of pandas, polars, pyarrow, datasets or Dask.
-    reward : callable, the name of one, or a list of those
-        ``reward(completion, ...)`` takes by name any of prompt, completion, episode and the columns of a row, and returns one
-        finite number. Also one written for TRL or verifiers, with a weight as ``{"function": f, "weight": 0.5}``
-        (`libra.envs.rewards.reward_calls`); a name such as "gsm8k", or a mapping with "name" and options (`libra.envs.rewards`);
-        ``{"service": "judge"}``, the number that a service answers.
+    reward : callable, name of a reward, or a list of them
+        ``reward(completion, ...)`` takes by name any of prompt, completion, episode and the columns
+        of a row, and returns one finite number. Also a function for TRL or verifiers, with a weight
+        as ``{"function": f, "weight": 0.5}`` (`libra.envs.rewards.reward_calls`); a name such as
+        "gsm8k", or a mapping with "name" and options (`libra.envs.rewards`); ``{"service":
+        "judge"}``, the number that a service answers.
     tools : sequence of callables
-        Python functions with type hints and a docstring; the model sees their names, schemas and docstrings.
+        Python functions with type hints and a docstring; the model sees names, schemas and
+        docstrings.
     session : SessionKind, optional
-        What `libra.session` returns: a browser or shell that a trajectory has from its first action to its end. A tool with a
-        keyword ``session`` gets it.
+        A return of `libra.session`: a browser or shell that a trajectory has from its first action
+        to its end. A tool with a keyword ``session`` gets it.
     agent : str or callable, optional
-        Your own agent, which is started for each prompt and asks the model over OpenAI's or Anthropic's API (docs/agents.md): a
-        command line, or a function at the top of a module. It has its own tools. With ``prompts`` and without a
-        ``reward`` it grades itself: it returns a number, or a dict with "reward", or posts one to its gateway.
-        Without ``prompts`` the ``environment`` or ``config`` gives questions and grader.
+        Your own agent, started for each prompt, which queries the model over OpenAI's or
+        Anthropic's API (docs/agents.md): a command line, or a function at the top of a module. It
+        has its own tools. With ``prompts`` and without a ``reward`` the agent grades itself: it
+        returns a number, or a dict with "reward", or posts a reward to its gateway. Without
+        ``prompts`` the ``environment`` or ``config`` gives questions and grader.
     services : mapping of str to `libra.service`, optional
-        Models and functions that rewards and tools ask (docs/rewards.md).
+        Models and functions that rewards and tools query (docs/rewards.md).
     environment : Environment, optional
         Replaces prompts, reward, tools and session. Otherwise prompts and reward are required.
     config : path, optional
@@ -109,13 +113,15 @@ def train(
     client : distributed.Client, optional
         A cluster to use; by default local processes are started.
     resume : bool
-        Continue the run of this ``run__name`` and ``run__dir`` from what it committed, with the same other arguments.
+        Continue the run of this ``run__name`` and ``run__dir`` from its last committed state; all
+        other arguments must be the same.
     on_iteration, on_batch, on_evaluation : callable, optional
-        Called in this process while the run goes on: ``on_iteration(values)``, ``on_batch(batch, trajectories)``,
-        ``on_evaluation(result)``; see `libra.driver.callbacks`.
+        Called in this process during the run: ``on_iteration(values)``, ``on_batch(batch,
+        trajectories)``, ``on_evaluation(result)``; see `libra.driver.callbacks`.
     **settings
-        Any setting with its dot written as two underscores: ``run__iterations=20, trainer__lr=1e-3``. Where a setting takes
-        ``package.module:attribute``, the function or class itself may be given, if it is defined at the top of a module.
+        Any setting, its dot written as two underscores: ``run__iterations=20, trainer__lr=1e-3``.
+        For ``package.module:attribute`` you may give the function or class itself, if it is defined
+        at the top of a module.
 
     Returns
     -------
@@ -124,7 +130,7 @@ def train(
 
     Notes
     -----
-    Local workers are processes: a script that calls this needs ``if __name__ == "__main__":`` around the call.
+    Local workers are processes: a script must call this under ``if __name__ == "__main__":``.
     """
     if environment is not None:
         from libra.driver.part_checks import check_environment

@@ -1,2 +1,1 @@
-"""Agents of users, which speak to the model over HTTP, and the exact tokens behind their
-conversations."""
+"""Agents of users, which query the model over HTTP, and the exact tokens of their conversations."""

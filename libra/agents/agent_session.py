@@ -1,10 +1,10 @@
-"""The requests of one trajectory's agent in order, until it has ended. Without HTTP.
+"""The requests of one trajectory's agent in order, until the agent has ended. Without HTTP.
 
 Invariants
 ----------
-1. A request has one answer, however many connections wait for it: a retry joins the request under
-   way, or gets the answer that was given before.
-2. A request for which nobody waits is dropped, unless the model already writes its answer.
+1. A request has one answer, however many connections wait for it: a retry joins the open request,
+   or gets the earlier answer.
+2. A request for which no connection waits is dropped, unless the model already writes its answer.
 3. A session takes no request after its end.
 """
 
@@ -27,7 +27,7 @@ KEPT_REPLIES = 64
 
 
 def as_float(value: float) -> float:
-    """A number of JSON as a float; a whole number too large for one is infinite."""
+    """A JSON number as a float; an integer too large for a float becomes infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -36,8 +36,7 @@ def as_float(value: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A request, the number of connections that wait for its answer, and whether the model writes
-    it."""
+    """A request, the number of waiting connections, and whether the model writes the answer."""
 
     request: ModelRequest
     answer: asyncio.Future[Reply]
@@ -53,13 +52,12 @@ class Pending:
         """Answer the request with an error."""
         if not self.answer.done():
             self.answer.set_exception(error)
-            self.answer.exception()  # nobody may wait for it
+            self.answer.exception()  # marks the exception as retrieved, if no connection waits
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of an agent: its result or its error; ``lost`` if the program that runs agents
-    failed."""
+    """The end of an agent: result or error; ``lost`` if the program that runs agents failed."""
 
     result: Any = None
     error: str | None = None
@@ -83,7 +81,7 @@ class Session:
     # ---------------------------------------------------------------- for the gateway
 
     def take(self, request: ModelRequest, *, retry: bool) -> Pending:
-        """Take a request, which with ``retry`` may have come before."""
+        """Take a request; ``retry`` joins an equal open request, or gets the earlier answer."""
         if self.ended is not None:
             raise RequestRefused(f"{self.name} has ended", status=409, code="trajectory_ended")
         if retry:
@@ -108,7 +106,7 @@ class Session:
             self._open.remove(pending)
 
     def end(self, ended: Ended) -> None:
-        """The agent has ended; the first end counts."""
+        """Record the agent's end; only the first call counts."""
         if self.ended is None:
             self.ended = ended
             self._changed.set()
@@ -116,7 +114,7 @@ class Session:
     # ---------------------------------------------------------------- for the trajectory
 
     async def next(self, timeout_s: float) -> Pending | Ended:
-        """The next request, or the end; TimeoutError without either."""
+        """The next request, or the agent's end; TimeoutError after ``timeout_s``."""
         async with asyncio.timeout(timeout_s):
             while (event := self._here()) is None:
                 self._changed.clear()
@@ -154,8 +152,8 @@ _THREADS = ThreadPoolExecutor(2, thread_name_prefix="libra-agents")
 
 
 async def by_size(size: int, work: Callable[[], Any]) -> Any:
-    """Call ``work`` here if ``size`` is below `LONG`, else in one of two threads, in order; returns
-    its value."""
+    """The value of ``work``, called here if ``size`` < `LONG`, else in one of two threads, in
+    order."""
     if size < LONG:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work)

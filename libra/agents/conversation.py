@@ -1,12 +1,12 @@
-"""The conversations of one trajectory: which generated turn each request continues, and its token
-ids after that turn.
+"""The conversations of one trajectory: the generated turn that each request continues, and token
+ids.
 
 Invariants
 ----------
-1. A request continues the last turn in it that the model generated in this trajectory, after the
+1. A request continues the last of its turns that the model generated in this trajectory after the
    same messages, tools and template arguments. Its tail, the messages after that turn, has no
-   assistant's message: nothing generated is rendered again.
-2. Every other request starts a sequence of its own, with the reason.
+   assistant's message, so nothing generated is rendered again.
+2. Every other request starts its own sequence, with a reason.
 3. The history after the same requests and answers is the same on every worker.
 """
 
@@ -29,7 +29,7 @@ KEPT_WALKS = 64
 
 
 class Renderer(Protocol):
-    """The model's chat format; `libra.rollout.conversation_format.ConversationFormat` is one."""
+    """The model's chat format, e.g. `libra.rollout.conversation_format.ConversationFormat`."""
 
     def prompt_ids(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **args: Any
@@ -45,11 +45,11 @@ class Asked:
     """A request's place among the turns.
 
     ``reason``: ``first``: the first request. ``continued``: the next turn of a conversation.
-    ``branched``: another continuation of a turn that has one. ``regenerated``: a request that was
-    answered before. ``new``: another conversation, such as a sub-agent's. ``edited``: an
-    assistant's message that was not generated like this. ``compacted``: the start of an earlier
-    conversation without its turns. ``tools_changed``: the same messages with other tools or
-    template arguments. ``template``: the model's template cannot show the messages after the turn.
+    ``branched``: a second continuation of a turn. ``regenerated``: a request that was answered
+    before. ``new``: another conversation, such as a sub-agent's. ``edited``: an assistant's message
+    differs from the generated one. ``compacted``: the start of an earlier conversation without its
+    turns. ``tools_changed``: the same messages with other tools or template arguments.
+    ``template``: the model's template cannot show the messages after the turn.
     """
 
     parent: int  # the turn that the request continues; -1 if it starts a sequence
@@ -68,9 +68,9 @@ class _Request:
 
 @dataclass(slots=True)
 class _Walk:
-    """Digests that lead through a request's messages, each with the last generated turn on its way
-    and the messages up to that turn's end. An answer after one of the ``inner`` ones, before the
-    last message, may change the walk."""
+    """Digests of a request's prefixes, with the last generated turn and the messages up to that
+    turn. A later answer to an ``inner`` prefix, which ends before the last message, may change the
+    walk."""
 
     messages: tuple[Message, ...]
     states: dict[bytes, tuple[int, int]]
@@ -99,11 +99,8 @@ class Conversation:
         args: Mapping[str, Any] | None = None,
         text: str = "",
     ) -> Asked:
-        """A request as token ids, to be recorded by `ask`; RequestRefused if the model's template
-        cannot show it.
-
-        ``text`` is the `tools_text` of the tools and arguments, if known.
-        """
+        """A request as token ids, for `ask`; RequestRefused if the model's template cannot show it.
+        ``text`` is the `tools_text` of tools and arguments, if known."""
         every, args = tuple(messages), args or {}
         name = text or tools_text(tools, args)
         if not every or every[-1].role == "assistant":
@@ -127,7 +124,7 @@ class Conversation:
             raise RequestRefused(f"messages: {error}", "messages") from error
 
     def ask(self, parent: int, tail: Sequence[Message], tools: str) -> int:
-        """Record a request at the place from `prompt`; returns its turn."""
+        """Record a request at the place that `prompt` found; returns its turn."""
         turn, root = len(self._requests), _root(tools)
         end = _after(_turn_digest(parent) if parent >= 0 else root, tail)
         if parent < 0:
@@ -143,8 +140,8 @@ class Conversation:
         return turn
 
     def answer(self, turn: int, *answers: Message, last: int) -> None:
-        """Record the answer to a request in the forms that clients may send back; ``last`` is its
-        last token, or -1."""
+        """Record the answer to a request in all forms that clients may send back. ``last`` is the
+        answer's last token, or -1."""
         self._last[turn] = last
         end = self._requests[turn].end
         for key in dict.fromkeys(form.key for answer in answers for form in (answer, replace(answer, reasoning=""))):
@@ -153,7 +150,6 @@ class Conversation:
         self._ids[turn] = frozenset(call.id for answer in answers for call in answer.calls)
 
     def _place(self, every: tuple[Message, ...], tools: str) -> tuple[int, tuple[Message, ...], str]:
-        """Parent, tail and reason of a request."""
         parent, at, end = self._deepest(every, tools)
         tail = every[at:]
         if parent >= 0 and (not tail or any(message.role == "assistant" for message in tail)):
@@ -165,8 +161,8 @@ class Conversation:
         return -1, every, self._why_new(every, tools)
 
     def _deepest(self, messages: tuple[Message, ...], tools: str) -> tuple[int, int, bytes]:
-        """The last generated turn in the messages or -1, the number of messages up to its end, and
-        the digest of all."""
+        """The last generated turn (or -1), the messages up to its end, and the digest of all
+        messages."""
         name = tools, messages[0].key
         walk = self._walks.get(name)
         start = len(walk.messages) if walk is not None else 0
@@ -190,8 +186,7 @@ class Conversation:
         return turn, at, end
 
     def _candidates(self, text: bytes, message: Message) -> list[int]:
-        """The turns with this answer; of several with the same text, one whose calls have the same
-        ids."""
+        """The turns with this answer; among equal texts, the turn whose calls have the same ids."""
         turns, ids = self._answers.get(text, []), {call.id for call in message.calls}
         return [turn for turn in turns if ids and self._ids[turn] == ids] or turns
 
@@ -206,8 +201,6 @@ class Conversation:
         return "compacted" if longest is not None and len(messages) < longest else "new"
 
     def _reaches(self, messages: Sequence[Message], root: bytes) -> bool:
-        """Whether the messages, under another root, lead through a generated turn or are a known
-        request."""
         for message in messages:
             root = digest(root, message.key)
             if root in self._answers:
@@ -231,15 +224,15 @@ def _turn_digest(turn: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One turn of a path, and whether this sequence trains its tokens."""
+    """One turn of a path, and whether this path trains the turn's tokens."""
 
     turn: int
     trained: bool
 
 
 def paths(parents: Sequence[int]) -> list[list[Step]]:
-    """The sequences of turns with these parents (-1 starts a conversation), in the order of their
-    last turns. All steps with ``trained`` together have every turn once."""
+    """The sequences of turns with these parents (-1 starts a conversation), ordered by their last
+    turns. Over all sequences, every turn has ``trained`` exactly once."""
     inner, seen = set(parents), set[int]()
     found = []
     for leaf in range(len(parents)):
@@ -251,7 +244,7 @@ def paths(parents: Sequence[int]) -> list[list[Step]]:
 
 
 def path_to(turn: int, parents: Sequence[int]) -> list[int]:
-    """The turns from the start of a conversation to ``turn``; none for -1."""
+    """The turns from the start of a conversation to ``turn``; empty for -1."""
     path = []
     while turn >= 0:
         assert parents[turn] < turn, f"turn {turn} continues turn {parents[turn]}"

@@ -1,8 +1,9 @@
-"""The dialects of agents' requests: OpenAI's chat completions and responses, Anthropic's messages, and token ids.
+"""Dialects of agents' requests: OpenAI chat completions and responses, Anthropic messages, token
+ids.
 
 A request that a training run cannot answer is refused with the field's name: several choices,
-strict output formats, tools that must be called. The run's sampling parameters replace a client's,
-which is logged once. No answer is kept between requests.
+strict output formats, forced tool calls. The run's sampling parameters replace a client's, which is
+logged once. No answer is kept between requests.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Reads the requests of one path, and writes their answers; ``stream`` gives the events of a streamed one."""
+    """Reads the requests of one path and writes the answers, with ``stream`` as events."""
 
     read: Callable[[bytes, Known], ModelRequest]
     write: Callable[[ModelRequest, Reply], Json]
@@ -278,7 +279,6 @@ def _read_messages(data: bytes, known: Known) -> ModelRequest:
 
 
 def _messages_of(given: _Turn, where: str) -> list[Message]:
-    """A message, and one for each result of a tool in a user's turn."""
     role, content = given.role, given.content
     if role not in ("user", "assistant", "system"):
         raise RequestRefused(f"{where}.role: got {role!r:.200}; allowed are user and assistant", where)
@@ -390,8 +390,7 @@ def _read_responses(data: bytes, known: Known) -> ModelRequest:
 
 
 def _add(messages: list[Message], item: _Item, where: str) -> None:
-    """Add one item; the items of an assistant's turn (reasoning, text, calls) become one
-    message."""
+    """Add one item; reasoning, text and calls of an assistant's turn become one message."""
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     match item.type or "message":
         case "message":
@@ -485,4 +484,4 @@ DIALECTS: Mapping[str, Dialect] = {
     "/inference/v1/generate": _GENERATE,
     "/v1/inference/v1/generate": _GENERATE,
 }
-"""By the request's path."""
+"""Dialects by the request's path."""

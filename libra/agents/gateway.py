@@ -1,21 +1,21 @@
-"""The HTTP server at which agents ask the model, one per worker that runs agents.
+"""The HTTP server at which agents query the model, one per worker that runs agents.
 
-A request waits in its trajectory's `Session` until a quantum has answered it. What comes in is
-hostile until checked: bodies have a bounded size and depth, connections a bounded number, and
-tokens have 128 bits. The gateway finds tokens by their digest, so the time of a look-up reveals
-nothing. Paths::
+A request waits in its trajectory's `Session` until a quantum has answered it. Tokens have 128 bits
+and are found by their digest, so that the time of a look-up reveals nothing. Paths::
 
-    /t/<token>/v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /inference/v1/generate, /reward, /end
+    /t/<token>/reward, /end, /inference/v1/generate
+    /t/<token>/v1/chat/completions, /v1/responses, /v1/messages, /v1/models
 
-The token may come as Bearer or x-api-key instead of in the path.
+A client may send the token as Bearer or x-api-key instead of in the path.
 
 Invariants
 ----------
-1. The gateway has a bounded number of connections: a further one ends an idle one, or gets status 503.
-2. A request's head, the gap between two parts of its body, and what follows it have at most
+1. The gateway has a bounded number of connections: a further connection ends an idle one, or gets
+   status 503.
+2. A request's head, the gap between two parts of its body, and the bytes after it have at most
    `HEAD_BYTES`; a body has at most `MAX_BODY_BYTES`.
-3. A connection has one request at a time. What a client sends before the answer to its last request
-   is dropped, and the connection ends after that answer.
+3. A connection has one request at a time. Bytes that a client sends before the answer to its last
+   request are dropped, and the connection ends after that answer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ READ_HEADERS = frozenset({b"x-api-key", b"authorization", b"x-stainless-retry-co
 HEARTBEAT_S = 15.0
 """Seconds between two heartbeats to a waiting client."""
 KEPT_ENDED = 4096
-"""Tokens of ended trajectories that are still known to have ended."""
+"""Most tokens of ended trajectories that are answered with status 409."""
 
 _TOKEN = re.compile("/t/([^/]+)")
 _STREAM, _JSON = b"text/event-stream", b"application/json"
@@ -71,8 +71,6 @@ _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A request of a session; ``pending`` once the session has taken it."""
-
     path: str
     session: Session
     dialect: Dialect | None
@@ -95,7 +93,8 @@ class _Posted(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One request and its answer. ``headers`` has the `READ_HEADERS`; ``asked`` is the gateway's."""
+    """One request and its answer. ``headers`` has the `READ_HEADERS`; the gateway sets
+    ``asked``."""
 
     connection: Connection
     url: bytes = b""
@@ -118,7 +117,7 @@ class Exchange:
         self.end()
 
     def begin(self, kind: bytes) -> None:
-        """Write the head of an answer with status 200 that comes in parts."""
+        """Write the head of a streamed answer with status 200."""
         self.started = True
         self.keep &= self.chunked
         length = b"transfer-encoding: chunked\r\n" if self.chunked else b""
@@ -126,7 +125,7 @@ class Exchange:
         self.connection.write(b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\n%s%s\r\n" % (kind, length, close))
 
     def part(self, data: bytes, *, last: bool = False) -> None:
-        """Write a part of an answer that `begin` started; ``last`` ends the answer."""
+        """Write a part of a streamed answer; ``last`` ends the answer."""
         if self.chunked:
             data = b"%x\r\n%s\r\n%s" % (len(data), data, b"0\r\n\r\n" if last else b"")
         self.connection.write(data)
@@ -138,7 +137,7 @@ class Exchange:
         self.connection.transport.abort()
 
     def end(self) -> None:
-        """The answer is written, or its client has gone."""
+        """Record that the answer is written, or that the client has gone."""
         self.done = True
         self.parts.clear()
         self.connection.answered(self)
@@ -157,12 +156,12 @@ class Connection(asyncio.Protocol):
         self._open: Exchange | None = None  # the request whose head has come, and that has no answer
 
     def write(self, data: bytes) -> None:
-        """Write to the client, if it is still there."""
+        """Write to the client if it is still connected."""
         if not self.transport.is_closing():
             self.transport.write(data)
 
     def answered(self, exchange: Exchange) -> None:
-        """The answer of the open request has been written."""
+        """Record that the answer of the open request has been written."""
         self._open = None
         if not exchange.keep:
             self.transport.close()
@@ -268,19 +267,19 @@ class Gateway:
         self.connections = set[Connection]()
         self._server: asyncio.Server | None = None
         self.counts = Counter[str]()
-        """Numbers of requests, retries, refusals, and clients that went without an answer."""
+        """Numbers of requests, retries, refusals, and clients that left without an answer."""
         self._sessions: dict[bytes, Session] = {}
         self._ended: dict[bytes, str] = {}
         self._logged: set[str] = set()
 
     async def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         made, loop = partial(Connection, self), asyncio.get_running_loop()
         self._server = await loop.create_server(made, self.host, 0, family=socket.AF_INET, backlog=2048)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Stop serving; requests under way are refused."""
+        """Stop serving and refuse open requests."""
         for token in list(self._sessions):
             self._drop(token, "the run has ended")
         if self._server is not None:
@@ -293,14 +292,13 @@ class Gateway:
             logger.info("the run has ended: the gateway at port %d closes (%s)", self.port, said)
 
     def open(self, name: str, max_model_len: int) -> tuple[str, Session]:
-        """Open an agent's session; returns its token, too."""
+        """Open an agent's session; returns its token and the session."""
         token = secrets.token_urlsafe(16)
         session = self._sessions[_digest(token)] = Session(name, max_model_len)
         return token, session
 
     def drop(self, token: str, why: str) -> None:
-        """End a session: refuse its open requests, and answer its token with status 409 from now
-        on."""
+        """End a session: refuse its open requests, and answer its token with status 409."""
         self._drop(_digest(token), why)
 
     def environ(self, token: str) -> dict[str, str]:
@@ -322,7 +320,7 @@ class Gateway:
     # ---------------------------------------------------------------- for the connections
 
     def arrived(self, exchange: Exchange) -> None:
-        """Find the session of a request; refuse a request without one before its body comes."""
+        """Find the session of a request, or refuse the request before its body comes."""
         path = unquote(exchange.url.partition(b"?")[0].decode("latin-1"))
         if not path.startswith("/"):  # a whole URL
             path = "/" + path.partition("://")[2].partition("/")[2]
@@ -347,7 +345,7 @@ class Gateway:
         self.refuse(exchange, refused, path)
 
     def complete(self, exchange: Exchange) -> None:
-        """Answer a request, or have its session answer it."""
+        """Answer a request, or give it to its session."""
         assert exchange.asked is not None
         asked = exchange.asked
         if asked.dialect is not None:
@@ -391,7 +389,6 @@ class Gateway:
         return model if name else {"object": "list", "data": [model]}
 
     def _posted(self, asked: _Asked, body: bytes) -> dict[str, Any]:
-        """The answer to /reward and /end."""
         posted, session = decoded(_Posted, storable_json(body) or b"{}"), asked.session
         if asked.path == "/end":
             session.end(Ended(posted.result))
@@ -424,8 +421,8 @@ class Gateway:
         pending.answer.add_done_callback(partial(self._answered, exchange, asked))
 
     def _alive(self, exchange: Exchange, asked: _Asked) -> None:
-        """Write a heartbeat. This sends the status: a later error becomes an event of a stream,
-        and breaks any other connection, so that the client tries again and reads the error."""
+        """Write a heartbeat, which sends the status. A later error therefore becomes an event of a
+        stream. Any other connection is broken, so that the client retries and reads the error."""
         assert asked.request is not None and asked.dialect is not None
         streams = asked.request.stream and asked.dialect.stream is not None
         if not exchange.started:

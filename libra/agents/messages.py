@@ -2,8 +2,8 @@
 
 Two messages are equal if the model would read the same text. Null, "" and an absent content are
 equal, as are text and a list of text parts, ``developer`` and ``system``, and arguments with the
-same JSON value. Unknown fields, ids of calls, and white space around an assistant's text (clients
-strip it) do not count.
+same JSON value. A comparison ignores unknown fields, ids of calls, and white space around an
+assistant's text, which clients strip.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ Parse = Callable[[str], Sequence[ToolCall]]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call of an assistant's message; ``arguments`` is JSON, or the client's text if that is
-    not JSON."""
+    """A tool call of an assistant's message; ``arguments`` is JSON, or malformed client text."""
 
     id: str
     name: str
@@ -44,8 +43,8 @@ class Call:
 class Message:
     """One message of a conversation; ``role`` is one of `ROLES`.
 
-    ``call_id`` of a tool's message names the call that it answers. ``reasoning`` counts in a
-    comparison if the client sent it.
+    ``call_id`` of a tool's message names the call that the message answers. Comparisons include
+    ``reasoning`` if the client sent it.
     """
 
     role: str
@@ -158,11 +157,8 @@ def _parsed(arguments: str) -> Any:
 
 
 def canonical_arguments(arguments: Any) -> str:
-    """A call's arguments, given as JSON text or as a value, in one storable form; other text stays
-    unchanged.
-
-    RequestRefused if they have too many levels.
-    """
+    """A call's arguments, JSON text or a value, in one storable form; malformed text stays
+    unchanged. RequestRefused if they exceed `MAX_DEPTH`."""
     value = _parsed(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
     if isinstance(value, str) and value == arguments:
         return value
@@ -170,7 +166,7 @@ def canonical_arguments(arguments: Any) -> str:
 
 
 def bounded(value: Any, where: str) -> Any:
-    """A JSON value with at most `MAX_DEPTH` levels of lists and objects, unchanged; else RequestRefused."""
+    """``value``, if its lists and objects have at most `MAX_DEPTH` levels; else RequestRefused."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         inner = [each for each in level if isinstance(each, dict | list)]
@@ -185,7 +181,7 @@ def bounded(value: Any, where: str) -> Any:
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """Reasoning and the rest."""
+    """Reasoning and the remaining text."""
     head, found, rest = text.partition(_END)
     before, opened, inner = head.partition(_THINK)
     if not found:

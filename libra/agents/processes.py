@@ -1,4 +1,4 @@
-"""The agents of a worker, which the program `libra.agents.runner` runs in their own environment."""
+"""The agents of a worker, run by the program `libra.agents.runner` in their own environment."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from libra.errors import EnvironmentFault
 from libra.processes.child_environment import child_environment
 
 _LINE_BYTES = 8 << 20
-"""More than a result of `runner.MAX_RESULT_BYTES`, of which JSON may write each byte as 6."""
+"""Longest line: above `runner.MAX_RESULT_BYTES`, of which JSON may write each byte as 6."""
 IMPORT_S = 180.0
 """Longest seconds for the import of an agent's function."""
 _LATE_S, _STACKS_S = 10.0, 1.0
-"""Further seconds in which the program reports a slow import, and writes its stacks."""
+"""Further seconds for the report of a slow import, and for its stacks."""
 
 
 class AgentProcesses:
-    """Starts and stops agents.
+    """Starts and stops agents, each a call of ``function`` or a process of ``command``.
 
-    ``function``, ``package.module:attribute``, is called for each trajectory, within ``import_s`` of
-    its import; or ``command``, a command line, is started. ``venv`` is the agents' virtual
-    environment, by default this process's; ``env`` names variables for them beside
-    `libra.processes.child_environment`.
+    ``function`` is ``package.module:attribute``, imported within ``import_s``; ``command`` is a
+    command line. ``venv`` is the agents' virtual environment, by default this process's. Agents get
+    the variables named in ``env`` beside `libra.processes.child_environment`.
     """
 
     def __init__(
@@ -48,10 +47,8 @@ class AgentProcesses:
         self._starting = asyncio.Lock()
 
     async def prepare(self) -> None:
-        """Start the program, which imports the function.
-
-        EnvironmentFault if it cannot; ConfigError if a variable of ``env`` is not set.
-        """
+        """Start the program, which imports the function. EnvironmentFault if the program fails;
+        ConfigError if a variable of ``env`` is not set."""
         async with self._starting:
             if self._program is None or self._program.returncode is not None:
                 if self._reading is not None:
@@ -59,8 +56,8 @@ class AgentProcesses:
                 await self._start_program()
 
     async def start(self, env: Mapping[str, str], task: Mapping[str, Any], ended: Callable[[Ended], None]) -> int:
-        """Start an agent and call ``ended`` at its end; returns its number. EnvironmentFault if it
-        cannot start."""
+        """Start an agent and call ``ended`` at its end; returns its number. EnvironmentFault if the
+        agent cannot start."""
         await self.prepare()
         number = next(self._numbers)
         self._running[number] = ended
@@ -115,7 +112,6 @@ class AgentProcesses:
         self._reading = asyncio.create_task(self._read(program.stdout))
 
     async def _not_ready(self, python: str, lines: asyncio.StreamReader) -> str:
-        """The fault of the function's import; empty without one."""
         stack = b""
         try:
             async with asyncio.timeout(self._import_s + _LATE_S):
@@ -139,7 +135,6 @@ class AgentProcesses:
         )
 
     async def _read(self, lines: asyncio.StreamReader) -> None:
-        """Report each agent's end, and the loss of all others at the program's end."""
         while line := await lines.readline():
             message = json.loads(line)
             if (ended := self._running.pop(message["ended"], None)) is not None:
@@ -151,15 +146,14 @@ class AgentProcesses:
 
 
 def _innermost(stacks: bytes) -> str:
-    """The place of the main thread, which `faulthandler` writes last, and its callers."""
+    """The innermost frames of the main thread, whose stack `faulthandler` writes last."""
     frames = [line.strip() for line in stacks.decode(errors="replace").rpartition("Thread 0x")[2].splitlines()]
     own = [frame for frame in frames if frame.startswith("File ") and "<frozen " not in frame][:3]
     return f": it was at {', called at '.join(own)}" if own else ""
 
 
 def _import_path(venv: Path | None) -> list[str]:
-    """Directories of the user's own modules, without packages that belong to this environment
-    alone."""
+    """Directories of the user's own modules, without packages that only this environment has."""
     own = [entry for entry in sys.path if entry and "site-packages" not in entry]
     if venv is None:
         return [*own, *(entry for entry in sys.path if "site-packages" in entry)]

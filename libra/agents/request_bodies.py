@@ -1,11 +1,10 @@
-"""Bodies of agents' requests as checked values, with a cache for messages and tools that a client
-repeats.
+"""Bodies of agents' requests as checked values, with a cache for repeated messages and tools.
 
 Invariants
 ----------
 1. Every value can be stored (`libra.untrusted.storable`), and has at most `MAX_DEPTH` levels of
    lists and objects.
-2. A body of another form is refused with its field's name; unknown fields are ignored.
+2. A malformed body is refused with its field's name; unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _NO_VARIABLES = frozenset({
     "chat_template", "conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "padding",
     "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 })  # fmt: skip
-"""Arguments of the rendering that a client may not set: its own template could speak in the model's
-name, or never end."""
+"""Rendering arguments that a client may not set: its template could write model turns, or never
+end."""
 
 T = TypeVar("T")
 NOTHING = msgspec.Raw(b"")
@@ -54,7 +53,7 @@ Content = str | list[str | Part] | None
 
 
 class RunsOwn(msgspec.Struct, kw_only=True):
-    """Parameters that the run decides."""
+    """Parameters that the run sets itself."""
 
     temperature: Any = None
     top_p: Any = None
@@ -99,7 +98,7 @@ class Known:
     def messages(
         self, given: Sequence[msgspec.Raw], read: Callable[[bytes, str], Message], where: str
     ) -> tuple[Message, ...]:
-        """Read messages, each of them once."""
+        """Read messages; each distinct message is read once."""
         all_of = []
         for index, data in enumerate(map(bytes, given)):
             message = self._found.get(data)
@@ -134,8 +133,7 @@ def _storable(value: Any) -> Any:
 
 
 def decoded(kind: type[T], data: bytes | msgspec.Raw, where: str = "") -> T:
-    """JSON as a value of type ``kind``; RequestRefused for another form. ``where`` is its place in
-    the request."""
+    """JSON as a value of type ``kind``, at the place ``where``; RequestRefused for another form."""
     try:
         return _decoder(kind).decode(data)  # type: ignore[no-any-return, arg-type]
     except msgspec.ValidationError as error:
@@ -179,8 +177,7 @@ def _offered(raw_tools: bytes, raw_args: bytes) -> Offered:
 
 
 def _tool_schema(given: Any, where: str) -> dict[str, Any]:
-    """A tool of a request as chat templates take it. ``parameters`` may be a list of them
-    (qwen-agent)."""
+    """A tool as chat templates take it. ``parameters`` may be a list of parameters (qwen-agent)."""
     function = given.get("function", given) if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestRefused(
@@ -201,7 +198,7 @@ def _tool_schema(given: Any, where: str) -> dict[str, Any]:
 
 
 def refuse_choices(body: Any) -> None:
-    """RequestRefused for more than one choice; trainer.group_size decides the number of samples."""
+    """RequestRefused for several choices; trainer.group_size decides the number of samples."""
     for name in ("n", "best_of"):
         if getattr(body, name) not in (None, 1):
             got = repr_text(getattr(body, name))

@@ -1,15 +1,15 @@
 """Runs agents in their environment, with Python's standard library alone.
 
-It reads lines of JSON from its standard input and writes lines of JSON to its standard output::
+Standard input and output have lines of JSON::
 
     {"start": 7, "env": {...}, "task": {...}}    call the function, or start the command
     {"stop": 7}                                  end that agent and all that it started
     {"ended": 7, "result": ..., "error": null}   the agent has ended with a result or an error
 
-An ``async`` function runs as a task of this process. Any other function runs in a fork of this
-process, and a command in a process of its own. The end of the input or of this program ends every
-agent. On Linux, processes that an agent leaves behind become children of the agent's process, and
-at its end of this program, which kills them; processes that tasks start end with this program.
+An ``async`` function runs as a task of this process, any other function in a fork of this process,
+and a command in its own process. Every agent ends with the input, and with this program. On Linux,
+the agent's process adopts processes that an agent leaves behind, then this program does, which
+kills them; processes that tasks start end with this program.
 
 A function takes by name any of ``prompt`` (text of the last user message), ``messages``, ``facts``,
 ``base_url``, ``api_key`` and the facts' own names. A command reads the task from its standard
@@ -45,7 +45,7 @@ MAX_LEVELS = 64
 CHUNK_BYTES = 1 << 16
 LINE_BYTES = 1 << 30
 KILL_S = 2.0
-"""Seconds in which this program kills all that agents have started, at its end."""
+"""Seconds in which this program, at its end, kills all processes that agents have started."""
 GRACE_S = 3.0
 """Seconds in which this program ends after its input."""
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -54,7 +54,7 @@ VARIABLES: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("an a
 
 
 class TaskEnvironment(os._Environ):
-    """`os.environ` with the variables of the agent whose task runs."""
+    """`os.environ` plus the variables of the agent whose task runs."""
 
     def __getitem__(self, name):
         own = VARIABLES.get()
@@ -97,7 +97,7 @@ def as_json(value):
 
 
 def read_result(text):
-    """The value of a JSON text; other text, or text with too many levels, stays unchanged."""
+    """The value of a JSON text; text that is not JSON, or has too many levels, stays unchanged."""
     try:
         result = json.loads(text)
     except (ValueError, RecursionError):
@@ -163,7 +163,7 @@ class Tasks:
 
 
 class Child:
-    """A process, and the ends of the data in its two pipes."""
+    """A process, and the data from the ends of its two pipes."""
 
     def __init__(self, number, pipe, errors):
         self.number, self.pipe, self.errors = number, pipe, errors
@@ -176,7 +176,7 @@ class Child:
             self.open.add(each)
 
     def read(self, pipe):
-        """Read one chunk, as the agent may write for ever; whether there was one."""
+        """Read one chunk, since an agent may write for ever; returns whether there was a chunk."""
         try:
             data = os.read(pipe, CHUNK_BYTES)
         except BlockingIOError:
@@ -192,7 +192,7 @@ class Child:
         os.close(pipe)
 
     def outcome(self, code, command):
-        """Its result and its error."""
+        """The agent's result and error."""
         for pipe in list(self.open):
             for _ in range(2 * MAX_RESULT_BYTES // CHUNK_BYTES):  # more than a pipe holds; others may hold it open
                 if not self.read(pipe):
@@ -206,8 +206,7 @@ class Child:
 
 
 class Processes:
-    """Agents with processes of their own; ``own`` has the children that the function's module has
-    started."""
+    """Agents with their own processes; ``own`` has the processes that the user's module started."""
 
     def __init__(self, function, command, answers):
         self.function, self.command, self.answers = function, command, answers
@@ -257,7 +256,7 @@ class Processes:
         pipe, write, errors, log = ends
         if pid:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.setpgid(pid, pid)  # as the fork does: whoever comes first
+                os.setpgid(pid, pid)  # the fork does the same, because either may run first
             os.close(write)
             os.close(log)
             self.children[pid] = Child(number, pipe, errors)
@@ -304,7 +303,7 @@ class Processes:
             file.write(text)
 
     def reap(self):
-        """Report the agents that have ended, and kill the processes that they left."""
+        """Report the agents that have ended, and kill the processes that they left behind."""
         with contextlib.suppress(ChildProcessError):
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 child = self.children.pop(found.si_pid, None)

@@ -1,15 +1,16 @@
-"""Connecting to a cluster or to a running run: its key, the files that name its scheduler, and its workers.
+"""Connections to a cluster or a running run: keys, files that name the scheduler, and workers.
 
-A process with the key of a cluster may connect and run code there; all others are refused.
-Scheduler, workers and clients show the same self-signed certificate, the only authority that they
-accept. `libra cluster slurm CONFIG up` writes ``cluster.json``; every command that takes
-``--scheduler`` takes its path or an address, whose key is in Dask's configuration.
+Scheduler, workers and clients show one self-signed certificate, the only authority that they
+accept. A process with its key may connect and run code in the cluster; all others are refused.
+`libra cluster slurm CONFIG up` writes ``cluster.json``. ``--scheduler`` takes the path of that
+file, or an address, whose key is in Dask's configuration.
 
 Invariants
 ----------
-1. ``scheduler.json`` of a run exists from the moment the run takes requests until its driver ends. After a driver was killed it
-   stays, and its address may not answer.
-2. Only their owner may read ``scheduler.json`` and ``cluster.json``: they have a key, or name its file.
+1. ``scheduler.json`` of a run exists from the moment the run takes requests until its driver ends.
+   After a driver was killed the file stays, and its address may not answer.
+2. Only their owner may read ``scheduler.json`` and ``cluster.json``, because they hold a key or
+   name its file.
 """
 
 from __future__ import annotations
@@ -67,10 +68,8 @@ def new_security() -> Security:
 
 
 def security_of(certificate: str, key: str, authority: str | None = None) -> Security:
-    """Encryption with both sides proven by one certificate and key, each a PEM text or a path.
-
-    ``authority``: the certificate that signed a peer's, by default the certificate itself.
-    """
+    """Mutual TLS with one certificate and key, each a PEM text or a path. ``authority`` is the
+    certificate that signed a peer's, by default the certificate itself."""
     from distributed.security import Security
 
     files = {f"tls_{role}_cert": certificate for role in _ROLES} | {f"tls_{role}_key": key for role in _ROLES}
@@ -84,7 +83,8 @@ def shown_by(security: Security) -> tuple[str, str, str]:
 
 
 def make_files(directory: Path) -> None:
-    """A new key and certificate in ``directory``, which only its owner can read from then on."""
+    """Write a new key and certificate into ``directory``, which only its owner can read
+    afterwards."""
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
     certificate, key, _ = shown_by(new_security())
@@ -93,12 +93,12 @@ def make_files(directory: Path) -> None:
 
 
 def security_in(directory: Path) -> Security:
-    """What `make_files` wrote there, by its paths."""
+    """The `Security` from the files of `make_files`."""
     return security_of(str(directory / CERTIFICATE_FILE), str(directory / KEY_FILE))
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner may read, whole or not at all."""
+    """Write a file that only its owner may read, atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # left by a process that died: its mode could be another
     temporary.touch(mode=0o600)
@@ -124,7 +124,7 @@ class Contact:
 
     @classmethod
     def read(cls, path: Path) -> Contact:
-        """ClusterError if the file is not one that `write` wrote."""
+        """The content of the file; ClusterError if `write` did not write it."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, ValueError) as error:
@@ -133,7 +133,7 @@ class Contact:
             ) from error
 
     def security(self) -> Security:
-        """For clients and workers."""
+        """Key and certificate for clients and workers."""
         return security_of(self.cert_file, self.key_file)
 
 
@@ -150,7 +150,7 @@ class RunContact:
     authority: str = ""
 
     def security(self) -> Security | None:
-        """For other clients of that scheduler; None for an open one."""
+        """Key and certificate for other clients of the scheduler; None for an open scheduler."""
         return security_of(self.certificate, self.key, self.authority) if self.key else None
 
     def write(self, directory: Path) -> None:
@@ -159,12 +159,11 @@ class RunContact:
 
 
 def connect(scheduler: str, *, security: Security | None = None, set_as_default: bool = True) -> Client:
-    """A client of the scheduler at an address, or of the one whose ``cluster.json`` is at that
-    path.
+    """A client of a scheduler, given by its address or the path of its ``cluster.json``.
 
-    ``security``: key and certificate for an address, by default from Dask's configuration, if there
-    are any. ClusterError if the file cannot be read or certificates are missing; OSError,
-    TimeoutError or ValueError if no scheduler answers.
+    ``security`` has key and certificate for an address, by default from Dask's configuration.
+    ClusterError if the file cannot be read or certificates are missing; OSError, TimeoutError or
+    ValueError if no scheduler answers.
     """
     import dask.config
     from distributed import Client
@@ -185,8 +184,8 @@ def connect(scheduler: str, *, security: Security | None = None, set_as_default:
 
 
 def _ask(address: str, security: Security | None) -> None:
-    """OSError if no Dask scheduler answers there: a client waits long for another program, or takes
-    its first bytes for lengths."""
+    """OSError if no Dask scheduler answers. Dask's client would wait long for another program, or
+    read its first bytes as lengths."""
     from distributed import Security, rpc
 
     async def identity() -> None:
@@ -208,11 +207,9 @@ def _ask(address: str, security: Security | None) -> None:
 
 
 def present_workers(client: Client) -> dict[str, dict[str, Any]]:
-    """Facts of every worker by address: ``name``, ``nthreads``, ``resources``, ``host``, ``nanny``
-    and more.
-
-    Dask overwrites the answer of ``Client.scheduler_info`` every 2 s with one without workers.
-    """
+    """Facts of every worker by address: ``name``, ``nthreads``, ``resources``, ``host``, ``nanny``,
+    ... Every 2 s Dask overwrites the answer of ``Client.scheduler_info`` with an answer without
+    workers."""
     rpc: Any = client.scheduler
     identity: dict[str, Any] = client.sync(rpc.identity, n_workers=-1)
     workers: dict[str, dict[str, Any]] = identity["workers"]
@@ -227,7 +224,7 @@ def forget(directory: Path) -> None:
 def reach(run_dir: Path, scheduler: str | None = None) -> tuple[Client, RunContact]:
     """A client of the scheduler of the run in ``run_dir``, and the contact of that run.
 
-    ``scheduler``: another address of the same scheduler. RunDirectoryError if there is no run,
+    ``scheduler`` is another address of the same scheduler. RunDirectoryError without a run,
     ClusterError if it is not running.
     """
     if not (run_dir / "config.resolved.yaml").is_file():

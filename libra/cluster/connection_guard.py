@@ -1,21 +1,20 @@
-"""Guards Dask's servers against unauthenticated connections: a TLS handshake has a deadline, and
-few wait for it at a time.
+"""Bounds unauthenticated connections to Dask's servers: TLS handshakes have a deadline and a limit.
 
-Importing this module replaces Dask's ``tls://`` listener in this process, so it is imported before
-a server starts: as a preload of every server of a local cluster (`libra.cluster.local`), and of
-``dask scheduler`` and ``dask worker`` (in the ``DASK_CONFIG`` of ``libra cluster tls``). As a
-preload it also guards the server's HTTP pages.
+Importing this module replaces Dask's ``tls://`` listener in this process. So every server of a
+local cluster preloads it (`libra.cluster.local`), as do ``dask scheduler`` and ``dask worker``
+(``DASK_CONFIG`` of ``libra cluster tls``). A preload also guards the server's HTTP pages.
 
 Invariants
 ----------
-1. At most `MAX_UNPROVEN` connections of a listener are in their handshake. One more closes the oldest of them.
-2. A handshake as a whole has `HANDSHAKE_S`. Nothing that a peer sends before its end reaches Dask.
-3. An HTTP server has at most `MAX_PAGES` connections. One more closes the oldest that is not a websocket, else the oldest. A
-   request as a whole has `REQUEST_S`.
-4. Accepting survives every error: without file descriptors it closes the oldest unproven connection, waits `RETRY_S`, and
-   continues.
-5. A flood leaves one warning per listener, not one per connection. A peer that closes its connection itself leaves none, as
-   Dask's own do when a start is busy and they give up waiting.
+1. At most `MAX_UNPROVEN` connections of a listener are in their handshake. A further connection
+   closes the oldest of them.
+2. A whole handshake has `HANDSHAKE_S`. Nothing that a peer sends before its end reaches Dask.
+3. An HTTP server has at most `MAX_PAGES` connections. A further connection closes the oldest that
+   is not a websocket, else the oldest. A whole request has `REQUEST_S`.
+4. Accepting survives every error: without file descriptors the listener closes the oldest unproven
+   connection, waits `RETRY_S`, and continues.
+5. A flood logs one warning per listener. A connection that its peer closes logs none, because
+   Dask's own processes give up waiting during a busy start.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ MAX_UNPROVEN = 64
 HANDSHAKE_S = 20.0
 MAX_PAGES = 128
 REQUEST_S = 30.0
-"""Limit of waiting for a request and receiving it; it does not apply to a page's websocket."""
+"""Longest seconds to wait for and receive a request; not applied to a page's websocket."""
 MAX_REQUEST_BYTES = 2**20
 RETRY_S = 0.1
 ACCEPTED_AT_ONCE = 128
@@ -50,7 +49,7 @@ LEFT = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError, StreamClosedEr
 
 
 class GuardedListener(TLSListener):
-    """A ``tls://`` listener whose peers have to prove themselves soon."""
+    """A ``tls://`` listener with a deadline and a limit for handshakes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,7 +57,7 @@ class GuardedListener(TLSListener):
         self._refused = 0
 
     async def start(self) -> None:
-        """Listen, and continue to accept without file descriptors."""
+        """Listen, and keep accepting when file descriptors run out."""
         await super().start()
         assert self.tcp_server is not None
         accept_for_ever(self.tcp_server, self._give_up_oldest)
@@ -102,8 +101,8 @@ class GuardedBackend(TLSBackend):
 
 
 def accept_for_ever(server: TCPServer, make_room: Callable[[], None]) -> None:
-    """Make a started server continue to accept after errors, e.g. without file descriptors, which
-    would end Tornado's own loop. ``make_room`` is called after each error."""
+    """Make a started server keep accepting after errors, which would end Tornado's own loop.
+    ``make_room`` is called after each error, such as too few file descriptors."""
     for number, listener in server._sockets.items():
         server._handlers.pop(number)()
         server._handlers[number] = _accepting(listener, server._handle_connection, make_room)
@@ -112,7 +111,7 @@ def accept_for_ever(server: TCPServer, make_room: Callable[[], None]) -> None:
 def _accepting(
     listener: socket.socket, take: Callable[[socket.socket, Any], None], make_room: Callable[[], None]
 ) -> Callable[[], None]:
-    """Register with the event loop; returns the function that unregisters it."""
+    """Register with the event loop; returns the function that unregisters."""
     loop = IOLoop.current()
     stopped = failing = False
 

@@ -1,20 +1,20 @@
-"""One action at a time on a device: a lock among the processes of a machine, for services and for
-tools with GPUs.
+"""A lock per device among the processes of a machine, for services and for tools with GPUs.
 
-A device has a file. Who wants the device takes the next number that the file has, and locks the
-byte of that number. It has the device as soon as it can lock all bytes up to its own: then
-everybody who came before has gone.
+A device has a file. A waiter takes the file's next number and locks the byte of that number. The
+waiter holds the device once it can lock all bytes up to its own, because then all earlier waiters
+have gone.
 
 Invariants
 ----------
-1. A device has one holder at a time among all processes that use the same directory. By default each user of a machine has a
-   directory; ``LIBRA_DEVICE_LOCKS`` names another one.
-2. Processes have it in the order in which they asked; of one process, one at a time asks.
-3. What a process holds or waits for ends with it. The locks are POSIX record locks: the kernel releases them, and no child
-   inherits them.
-4. Waiting keeps no event loop from its work, and leaves nothing behind if it is cancelled. It is bounded, and the log names who
-   waits for whom.
-5. A file that was removed, as cleaners of /tmp do, is made again; a number that was taken in the old one is not trusted.
+1. A device has one holder at a time among all processes that use the same directory. By default
+   each user of a machine has a directory; ``LIBRA_DEVICE_LOCKS`` names another directory.
+2. Processes get a device in the order of their numbers; within a process, one waiter at a time has
+   a number.
+3. Locks and places in the queue end with their process: they are POSIX record locks, which the
+   kernel releases and no child inherits.
+4. Waiting does not block the event loop, leaves nothing behind if cancelled, and is bounded. The
+   log names waiter and holder.
+5. If the file was removed, as cleaners of /tmp do, waiters make a new file and take new numbers.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "LIBRA_DEVICE_LOCKS"
 PAUSE_S, MOST_PAUSE_S, LONGER = 0.001, 0.02, 1.5
-"""Between two looks: the first pause, the longest, and how much longer than the last each is."""
+"""Pauses between two polls: first, longest, and growth factor."""
 SAY_AFTER_S = 10.0
-"""Seconds after which the log names who waits for whom; then after twice as long each time."""
+"""Seconds after which the log names waiter and holder; doubles with each line."""
 _NUMBER_BYTES, _TEXT_BYTES = 8, 256
 _TAKING, _NUMBERS = 0, 1
-"""Bytes that are locked: while a number is taken, and from which on numbers are counted."""
+"""Locked bytes: byte 0 while a number is taken, and byte 1 + n for number n."""
 
 
 class DeviceLock:
-    """The lock of the device ``name``; ``directory`` is `lock_directory` by default. ClusterError if
-    there can be none."""
+    """The lock of the device ``name``; ``directory`` is `lock_directory` by default. ClusterError
+    if the lock cannot be opened."""
 
     def __init__(self, name: str, directory: Path | None = None) -> None:
         self.name = name
@@ -59,10 +59,8 @@ class DeviceLock:
         self._file = _FILES[path]
 
     async def taken(self, who: str, limit_s: float) -> Turn:
-        """Wait for the device, and have it until `Turn.release`.
-
-        ``who`` wants it, for the log of others. ToolFault names the holder after ``limit_s``.
-        """
+        """Wait for the device; the caller holds it until `Turn.release`. ``who`` names the caller
+        in the log. ToolFault, with the holder's name, after ``limit_s``."""
         file, me = self._file, object()
         number: int | None = None
         began_s, say_s, pause_s = time.monotonic(), SAY_AFTER_S, PAUSE_S
@@ -94,7 +92,7 @@ class DeviceLock:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A device that is held, after a wait of ``waited_s``."""
+    """A held device, after a wait of ``waited_s``."""
 
     _file: _DeviceFile
     _number: int
@@ -102,27 +100,26 @@ class Turn:
 
     @property
     def others_came(self) -> bool:
-        """Whether another process asked for the device since."""
+        """Whether another process has queued for the device since."""
         return self._file.newest() != self._number
 
     def release(self) -> None:
-        """Let the next one have it. Once."""
+        """Release the device. Call once."""
         self._file.tell("")
         self._file.leave(self._number)
         self._file.waiting.popleft()
 
 
 class GpuTurns:
-    """The GPUs that one worker has for calls of tools: each call has some, for itself on this
-    machine."""
+    """The GPUs of one worker for calls of tools; each call has its GPUs alone on this machine."""
 
     def __init__(self, gpus: Sequence[VisibleGpu], directory: Path | None = None) -> None:
         self._locks = {gpu: DeviceLock(gpu.name, directory) for gpu in gpus}
         self._used: set[VisibleGpu] = set()
 
     async def taken(self, count: int, who: str, limit_s: float) -> GpuTurn:
-        """``count`` GPUs, free ones of this worker first; `ToolFault` if it has fewer, or one is
-        not free within ``limit_s``."""
+        """``count`` GPUs, the worker's free ones first. ToolFault if the worker has fewer GPUs, or
+        a GPU is not free within ``limit_s``."""
         chosen = sorted(self._locks, key=lambda gpu: gpu in self._used)[:count]
         if len(chosen) < count:
             raise ToolFault(f"{who}: it takes {count} GPUs, and its worker sees {len(chosen)}")
@@ -137,21 +134,21 @@ class GpuTurns:
 
 @dataclass(frozen=True, slots=True)
 class GpuTurn:
-    """GPUs that are held. ``entries``: as CUDA_VISIBLE_DEVICES has them."""
+    """Held GPUs; ``entries`` are values of CUDA_VISIBLE_DEVICES."""
 
     entries: tuple[str, ...]
     _held: contextlib.ExitStack
 
     def release(self) -> None:
-        """Let others have them. Once."""
+        """Release the GPUs. Call once."""
         self._held.close()
 
 
 def lock_directory() -> Path:
-    """The directory of the devices' files: ``LIBRA_DEVICE_LOCKS``, or one of this user's own in /tmp.
+    """The directory of the devices' files: ``LIBRA_DEVICE_LOCKS``, or this user's in /tmp.
 
-    ClusterError if it cannot be made, or others might write to the one in /tmp. TMPDIR does not
-    count: processes of one user may have different ones.
+    ClusterError if the directory cannot be made, or other users might write to it. TMPDIR is not
+    used, because processes of one user may have different values.
     """
     given = os.environ.get(DIRECTORY_VARIABLE)
     path = Path(given) if given else Path(f"/tmp/libra-devices-{os.geteuid()}")
@@ -170,13 +167,12 @@ def lock_directory() -> Path:
 
 
 class _DeviceFile:
-    """The file of a device, open once in this process: to close any descriptor of it would release
-    all of its locks."""
+    """A device's file, opened once per process: closing any descriptor would release all locks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.waiting: deque[object] = deque()
-        """Waiters of this process, the first of whom has a number or takes one."""
+        """Waiters of this process; only the first has or takes a number."""
         self._descriptor = self._opened()
 
     def _opened(self) -> int:
@@ -193,19 +189,19 @@ class _DeviceFile:
         return descriptor
 
     def reopen(self) -> None:
-        """Use the file that has this name now."""
+        """Open the file that has this name now."""
         os.close(self._descriptor)
         self._descriptor = self._opened()
 
     def is_there(self) -> bool:
-        """Whether the file that is open still has its name."""
+        """Whether the open file still has its name."""
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self._descriptor))
         except FileNotFoundError:
             return False
 
     def number(self) -> int | None:
-        """The next number, whose byte is locked, unless another process takes one right now."""
+        """Take the next number and lock its byte; None while another process takes a number."""
         if not self._lock(_TAKING, 1):
             return None
         try:
@@ -216,25 +212,25 @@ class _DeviceFile:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, _TAKING)
 
     def newest(self) -> int:
-        """The number that was taken last."""
+        """The last number taken."""
         return int.from_bytes(os.pread(self._descriptor, _NUMBER_BYTES, 0), "big")
 
     def entered(self, number: int) -> bool:
-        """Whether everybody with a lower number has gone; if so, ``number`` has the device."""
+        """Lock all bytes up to ``number``; success means that ``number`` holds the device."""
         return self._lock(_NUMBERS, number + 1)
 
     def leave(self, number: int | None) -> None:
-        """``number`` neither holds nor waits any longer."""
+        """Unlock the byte of ``number`` and all before it."""
         if number is not None:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, number + 1, _NUMBERS)
 
     def tell(self, who: str) -> None:
-        """Write down who has the device."""
+        """Record the holder's name in the file."""
         said = f"process {os.getpid()}, {who}".encode() if who else b""
         os.pwrite(self._descriptor, said[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), _NUMBER_BYTES)
 
     def holder(self) -> str:
-        """Who has the device, in words."""
+        """The holder of the device, in words."""
         said = os.pread(self._descriptor, _TEXT_BYTES, _NUMBER_BYTES).rstrip(b"\0").decode(errors="replace")
         return f"it is held by {said or 'a process that has not written that down'}"
 

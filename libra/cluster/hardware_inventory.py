@@ -1,5 +1,4 @@
-"""Hardware of this machine and of a cluster's workers: GPUs, their names, CPU cores, and what a
-tool worker has for its tools."""
+"""Hardware of this machine and of a cluster's workers: GPUs, CPU cores, supplies for tools."""
 
 from __future__ import annotations
 
@@ -23,34 +22,34 @@ DRIVER, NODES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 CPU = "cpu"
 """Name of a machine without a GPU."""
 GPU_FILES = ("/proc/driver/nvidia", "/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/accel*")
-"""Files of the drivers of NVIDIA, AMD, Windows' Linux, and other accelerators. No process reaches a
-GPU without one."""
+"""Driver files of NVIDIA, AMD, Windows' Linux, and other accelerators; every GPU needs one of
+them."""
 MEMORY_SLACK_FRAC = 0.15
-"""Largest difference between the memory that a driver reports and the datasheet's: error correction
+"""Largest relative difference between a driver's memory and the datasheet's: error correction
 and the driver take a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine: the name of its GPUs (a datasheet's of Libra if there is one, else the driver's;
-    `CPU` without), their number, and the CPU cores that this process may use."""
+    """One machine: name and number of its GPUs, and the CPU cores that this process may use. The
+    name is a datasheet's in Libra, else the driver's; `CPU` without GPUs."""
 
     gpu: str
     num_gpus: int
     cores: int
 
     def ranks(self, threads: int | None) -> int:
-        """GPUs; without one, ranks of ``threads`` cores each (by default of all)."""
+        """Number of GPUs; without a GPU, of ranks with ``threads`` cores each (by default all)."""
         return self.num_gpus or max(self.cores // (threads or self.cores), 1)
 
 
 def may_have_gpu() -> bool:
-    """Whether this machine has a file of a GPU's driver (Linux). Without one torch finds none."""
+    """Whether this machine has a GPU driver's file (Linux), without which torch finds no GPU."""
     return any(glob.glob(pattern) for pattern in GPU_FILES)  # noqa: PTH207  of absolute paths
 
 
 def this_machine() -> Machine:
-    """The machine that this process is on, as torch sees it."""
+    """The machine of this process, as torch sees it."""
     cores = len(usable_cores())
     if sys.platform != "linux" or may_have_gpu():
         import torch  # more than a second
@@ -69,10 +68,10 @@ def usable_cores() -> list[int]:
 
 
 def gpu_name(reported: str, memory_bytes: float) -> str:
-    """Name of the datasheet of the GPU that the driver calls ``reported``; ``reported`` if none fits.
+    """Name of the datasheet of the GPU that the driver calls ``reported``, else ``reported``.
 
-    A datasheet fits if all words of its name are in the driver's ("RTX-4090-24G" in "NVIDIA
-    GeForce RTX 4090") and the memory is about the datasheet's.
+    A datasheet fits if the driver's name has all words of its name ("RTX-4090-24G" in "NVIDIA
+    GeForce RTX 4090") and the memory is about equal.
     """
     from libra.hardware import known_gpus  # workers do without its tables
 
@@ -85,8 +84,7 @@ def gpu_name(reported: str, memory_bytes: float) -> str:
 
 
 def cluster_gpu(client: Client) -> str:
-    """Name of the hardware of a cluster's rollout and training workers; several names, joined, if
-    they differ."""
+    """Name of the hardware of rollout and training workers; different names are joined."""
     from libra.cluster.connection import present_workers
 
     used = [
@@ -98,8 +96,7 @@ def cluster_gpu(client: Client) -> str:
 
 
 class VisibleGpu(NamedTuple):
-    """A GPU that a process sees. ``entry``: as CUDA_VISIBLE_DEVICES has it; ``name``: its UUID,
-    else ``gpu-N``."""
+    """A visible GPU: ``entry`` of CUDA_VISIBLE_DEVICES; ``name``, its UUID or else ``gpu-N``."""
 
     entry: str
     name: str
@@ -108,9 +105,9 @@ class VisibleGpu(NamedTuple):
 def visible_gpus(visible: str | None, machine: Sequence[str], least: int = 1) -> tuple[VisibleGpu, ...]:
     """The GPUs that a process sees, in its order.
 
-    ``visible``: its CUDA_VISIBLE_DEVICES, numbers or UUIDs, which may be cut short; without it all
-    are seen. ``machine``: UUIDs of the machine's GPUs by number, empty if not known. ``least``:
-    minimum number of GPUs if neither of the two has one.
+    ``visible``: its CUDA_VISIBLE_DEVICES, numbers or UUID prefixes; None means all. ``machine``:
+    UUIDs of the machine's GPUs by number, empty if unknown. ``least``: number of GPUs if both are
+    missing.
     """
     if visible is None:
         entries = [str(number) for number in range(len(machine) or least)]
@@ -128,8 +125,7 @@ def visible_gpus(visible: str | None, machine: Sequence[str], least: int = 1) ->
 
 
 def machine_gpus(driver: Path = DRIVER, nodes: Path = NODES) -> tuple[str, ...]:
-    """UUIDs of the GPUs that this process may open, in the order of their PCI addresses; empty
-    without a driver."""
+    """UUIDs of the GPUs that this process may open, by PCI address; empty without a driver."""
     found = []
     for file in sorted(driver.glob("*/information")):
         facts = dict(line.split(":", 1) for line in file.read_text().splitlines() if ":" in line)
@@ -145,7 +141,7 @@ def gpus_here(least: int = 1) -> tuple[VisibleGpu, ...]:
 
 
 class ToolSupply(NamedTuple):
-    """Supply of one tool worker: ids of the cores that it leases, memory in MiB, and GPUs of calls."""
+    """Supply of one tool worker: ids of its cores, memory in MiB, and number of GPUs for calls."""
 
     core_ids: tuple[int, ...]
     mib: int
@@ -153,8 +149,8 @@ class ToolSupply(NamedTuple):
 
 
 def tool_supply(config: RunConfig, index: int = 0) -> ToolSupply:
-    """Supply of tool worker ``index`` on this machine. Tool workers of a local cluster share it
-    evenly, at least a core each."""
+    """Supply of tool worker ``index``; local tool workers split the machine, at least a core
+    each."""
     cluster = config.cluster
     local = cluster.scheduler is None
     share = (cluster.tool_workers_most or cluster.tool_workers) if local else 1
@@ -170,7 +166,7 @@ def tool_supply(config: RunConfig, index: int = 0) -> ToolSupply:
 
 def tool_gpus(config: RunConfig, index: int, seen: Sequence[VisibleGpu]) -> tuple[VisibleGpu, ...]:
     """GPUs for calls of tools on tool worker ``index``, which sees ``seen``. Tool workers of a
-    local cluster have different ones, as far as there are enough."""
+    local cluster have different GPUs as long as there are enough."""
     count = min(config.cluster.tool_supply.get("gpus", 0), len(seen))
     first = index * count if config.cluster.scheduler is None else 0
     return tuple(seen[(first + i) % len(seen)] for i in range(count))

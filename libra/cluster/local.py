@@ -39,19 +39,18 @@ LOOPBACK = "127.0.0.1"
 NANNY_CHECK_S = 0.5
 TOOLS_CHECK_S = 1.0
 RENEW_AFTER_S = (0.0, 1.0, 5.0, 30.0)
-"""Delay before another nanny is started: after the first, second, third end in a row, and after any
-other."""
+"""Delay before a nanny is replaced: after the first, second, third end in a row, and any later
+end."""
 WORKER_START = "libra.cluster.worker_process"
 ENDED = (Status.closed, Status.failed)
 
 
 class ElasticTools:
-    """Tool workers of a cluster beyond the first ``least``, started and ended as actions need
-    (``cluster.tool_workers_most``).
+    """Tool workers from ``least`` to ``cluster.tool_workers_most``, started and ended on demand.
 
-    ``cluster`` is a `distributed.SpecCluster` beside its scheduler: adding a worker's description
-    starts it. The descriptions of tool workers beyond ``least`` are taken out of ``specs``.
-    `libra.scheduler.worker_supply` decides, in the scheduler.
+    ``cluster`` is a `distributed.SpecCluster` in the scheduler's process: adding a worker's
+    description to it starts the worker. Descriptions beyond ``least`` are removed from ``specs``.
+    `libra.scheduler.worker_supply` decides.
     """
 
     def __init__(self, cluster: Any, specs: dict[str, Any], least: int) -> None:
@@ -65,7 +64,7 @@ class ElasticTools:
         return sorted(tools, key=lambda name: int(name.removeprefix("tool-")))
 
     async def look(self) -> bool:
-        """Follow what the scheduler orders now; whether descriptions of workers have changed."""
+        """Follow the scheduler's order; returns whether descriptions of workers have changed."""
         plugin = self._cluster.scheduler.plugins.get("libra")
         if plugin is None or self._most == self._least:  # no run has come yet, or none may be added
             return False
@@ -83,21 +82,21 @@ class ElasticTools:
 
 
 def most_tools(config: RunConfig) -> int:
-    """Tool workers that there may be of a local cluster, or of Slurm."""
+    """Largest number of tool workers of a local cluster, or of Slurm."""
     return config.cluster.tool_workers_most or config.cluster.tool_workers
 
 
 class LocalWorkers(SpecCluster):
-    """Worker processes whose nannies restart them always, however long that takes, and nannies that
-    are restarted too.
+    """Worker processes that nannies always restart, and nannies that are restarted themselves.
 
     Dask closes a nanny permanently if it has no worker ``distributed.deploy.lost-worker-timeout``
-    after one was lost. And a nanny ends if it cannot start its worker (a full disk, no process to
-    be had), or if the worker ends by itself, as one does that the scheduler has removed.
+    after a loss. A nanny also ends if it cannot start its worker (full disk, no free process), or
+    if the worker ends by itself, as after the scheduler has removed it.
     """
 
     def __init__(self, least: int, workers: dict[str, Any], **options: Any) -> None:
-        """``least``: tool workers that start at once; the further ones of ``workers`` as actions need."""
+        """``least`` tool workers start at once, the further tool workers in ``workers`` on
+        demand."""
         self._elastic = ElasticTools(self, workers, least)
         with sigint_blocked():  # starts what unblocks it, before a thread relies on that
             pass
@@ -108,8 +107,7 @@ class LocalWorkers(SpecCluster):
             raise
 
     def kill(self) -> None:
-        """End every worker process at once, and close in the background: an ordinary close waits
-        for workers that start or work."""
+        """Kill every worker process at once; close in the background, since closing waits."""
         SpecCluster._instances.discard(self)
         for nanny in list(self._created):
             nanny.auto_restart = False
@@ -166,7 +164,7 @@ class LocalWorkers(SpecCluster):
 
 
 def check_port(port: int) -> None:
-    """ClusterError if the dashboard's port is taken; 0 means any free one."""
+    """ClusterError if the dashboard's port is taken; port 0 means any free port."""
     try:
         socket.create_server((LOOPBACK, port)).close()
     except OSError as error:
@@ -177,25 +175,25 @@ def check_port(port: int) -> None:
 
 
 def number_of_workers(config: RunConfig) -> dict[str, int]:
-    """Workers of each role, as section ``cluster`` lists them."""
+    """Number of workers of each role in section ``cluster``."""
     cluster = config.cluster
     engines = sum(group.count for group in cluster.engines) or cluster.rollout_workers
     return {"rollout": engines, "train": cluster.train_workers, "tool": cluster.tool_workers}
 
 
 def most_workers(config: RunConfig) -> dict[str, int] | None:
-    """The same with the tool workers that may be added, if any may."""
+    """`number_of_workers` with the most tool workers; None if no tool worker may be added."""
     most = most_tools(config)
     return None if most == config.cluster.tool_workers else number_of_workers(config) | {"tool": most}
 
 
 def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
-    """Resources of each worker by its name, ``ROLE-NUMBER``; ``number`` of each role, by default
-    `number_of_workers`.
+    """Resources of each worker by its name, ``ROLE-NUMBER``.
 
-    The first rollout workers are the hybrid ones, and the first tool worker is the committer. A
-    teacher has a worker of its own, ``teacher-0``; where jobs are of the three roles (``number``),
-    and where it is a service, it is with the first tool worker.
+    ``number`` gives the workers of each role, by default `number_of_workers`. The first rollout
+    workers are the hybrid workers, and the first tool worker is the committer. A teacher has its
+    own worker ``teacher-0``; if it is a service, or ``number`` is given, the first tool worker has
+    it.
     """
     teacher = "teacher-0" if number is None else "tool-0"
     number, engines = number or number_of_workers(config), engine_resources(config)
@@ -218,14 +216,13 @@ def worker_resources(config: RunConfig, number: Mapping[str, int] | None = None)
 
 
 def num_threads(resources: Mapping[str, int]) -> int:
-    """Threads of a worker: one for each quantum, and each group that a service scores; and some for
-    other tasks."""
+    """Threads of a worker: one per quantum and per scored group, plus `SPARE_THREADS`."""
     scored = resources.get(keys.TEACHER, 0) if keys.TOOL in resources else 0
     return max(resources.get(keys.ROLLOUT, 0), resources.get(keys.TOOL, 0)) + scored + SPARE_THREADS
 
 
 def engine_resources(config: RunConfig) -> list[dict[str, int]]:
-    """Resources of each rollout worker; with `cluster.engines` they describe its engine."""
+    """Resources of each rollout worker, which describe its engine if `cluster.engines` is given."""
     cluster, rollout = config.cluster, config.rollout
     found = []
     for group in cluster.engines:
@@ -238,8 +235,8 @@ def engine_resources(config: RunConfig) -> list[dict[str, int]]:
 
 
 def thread_bindings(config: RunConfig, cores: list[int]) -> dict[str, str]:
-    """Cores of each vLLM engine by worker, a list per rank; empty, and left to the kernel, where
-    there are too few for all."""
+    """Cores of each vLLM engine by worker, a list per rank; empty if there are too few cores for
+    all. Without a binding the kernel places the threads."""
     kinds = [
         (resources.get(keys.TP, config.rollout.tp), resources.get(keys.THREADS, config.cluster.threads))
         for resources in engine_resources(config)
@@ -256,11 +253,11 @@ def thread_bindings(config: RunConfig, cores: list[int]) -> dict[str, str]:
 def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
     """GPUs of each worker (CUDA_VISIBLE_DEVICES); a worker without an entry sees all.
 
-    With enough GPUs, every engine has as many of its own as its tensor-parallel degree, engines
-    first, and every training worker and a teacher one. Tool workers with services that have a
-    model, among them a teacher, have one more together; if only that is missing, they share the
-    last training worker's. With fewer, workers share, except that each training worker of a group
-    has its own: ClusterError if there are fewer GPUs than those.
+    With enough GPUs, every engine has as many GPUs as its tensor-parallel degree, and every
+    training worker and a teacher's own worker has one GPU. Tool workers whose services have models,
+    a teacher's included, share one further GPU, or the last training worker's GPU if only the
+    further GPU is missing. With fewer GPUs, workers share GPUs, except training workers of a group:
+    ClusterError if there are too few for them.
     """
     workers, on_cores = worker_resources(config, most_workers(config)), config.cluster.device == "cpu"
     wanted = {
@@ -289,19 +286,18 @@ def device_bindings(config: RunConfig, num_gpus: int) -> dict[str, str]:
 
 
 def preloads(process: str) -> list[str]:
-    """Modules that a ``worker`` or ``scheduler`` loads when it starts: ours, and the ones in the
-    user's own Dask settings."""
+    """Modules that a ``worker`` or ``scheduler`` loads at start: Libra's and the user's own."""
     configured = dask.config.get(f"distributed.{process}.preload") or []
     own = [configured] if isinstance(configured, str) else list(configured)
     return [GUARD, *(name for name in own if name != GUARD)]
 
 
 def local_cluster(config: RunConfig, logs: Path | None = None) -> SpecCluster:
-    """Start scheduler (in this process) and workers (a process each), bound to loopback.
+    """Start the scheduler (in this process) and workers (a process each), bound to loopback.
 
-    Only who has the key of this cluster, which is in memory, can connect to any of them: other
-    users of the machine could. Workers write their errors to ``WORKER.log`` in the directory
-    ``logs``, by default to the driver's standard error.
+    Only processes with the cluster's key, which exists only in memory, can connect; other users of
+    the machine cannot. Workers write errors to ``WORKER.log`` in ``logs``, by default to the
+    driver's standard error.
     """
     port = config.cluster.dashboard_port
     try:

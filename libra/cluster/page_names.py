@@ -1,17 +1,16 @@
-"""Which web pages may use the dashboard: those that it served itself, under a name of this machine.
+"""A check of Host and Origin: only pages that the dashboard served itself may use the dashboard.
 
-A page of another site that is open in the same browser could otherwise read it, by a websocket or
-by a domain name that it lets point to 127.0.0.1 (DNS rebinding). Such requests have the other
-site's name in their Host or Origin header.
+Otherwise another site's page in the same browser could read it, by a websocket or by a domain name
+that points to 127.0.0.1 (DNS rebinding). Such requests carry the other site's name.
 
 Invariants
 ----------
-1. A request is answered only if its Host is an IP address, localhost, a name of this machine, or one of
-   ``cluster.dashboard_names``. An IP address cannot be rebound.
-2. If it has an Origin, that is its Host (with the port), or its name is one of ``cluster.dashboard_names``.
-3. Names are compared without regard to case, and to a dot at the end.
-4. Of a scheduler that was started without Libra's settings, and that others may share, only Libra's own pages are checked; all of
-   them where its configuration of Dask has `SETTING`.
+1. A request is answered only if its Host is an IP address, localhost, a name of this machine, or
+   one of ``cluster.dashboard_names``. An IP address cannot be rebound.
+2. An Origin must equal that Host (with the port) or have a name in ``cluster.dashboard_names``.
+3. Comparisons of names ignore case and a final dot.
+4. On a scheduler that was started without Libra's settings, and that others may share, only Libra's
+   own pages are checked; with `SETTING` in its Dask configuration, all pages.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ SETTING = "libra.dashboard-names"
 
 
 def check_names(pages: Application, *, shared: bool = False) -> None:
-    """Answer only requests that `refusal` allows. A second call changes nothing.
-
-    ``shared``: the scheduler may have been started by another user, for other work.
-    """
+    """Answer only requests that `refusal` allows. A second call changes nothing. ``shared``:
+    whether another user may have started the scheduler, for other work."""
     if hasattr(pages, "libra_names"):
         return
     given: Iterable[str] | None = dask.config.get(SETTING, None)
@@ -53,11 +50,8 @@ def check_names(pages: Application, *, shared: bool = False) -> None:
 
 
 def refusal(host: str, origin: str | None, machine: frozenset[str], allowed: frozenset[str]) -> str | None:
-    """Why a request with these headers is refused; None if it is allowed.
-
-    ``machine``: names of this machine; ``allowed``: names that a user has added. Both in lower
-    case.
-    """
+    """Why a request with these headers is refused; None if it is allowed. ``machine`` has names of
+    this machine, ``allowed`` names that a user added, both in lower case."""
     name, port = _place(f"//{host}")
     if not name or not (_is_address(name) or name.endswith(".localhost") or name in machine | allowed):
         return f"Host {host!r} is not a name of this machine"
@@ -76,7 +70,6 @@ def own_names() -> frozenset[str]:
 
 
 def _place(url: str) -> tuple[str, int | None]:
-    """Name and port of a URL; "" without a name or with a wrong port."""
     try:
         found = urlsplit(url)
         return _plain(found.hostname or ""), found.port

@@ -1,4 +1,4 @@
-"""Missing parts of a connected cluster for a run, checked before anything is submitted."""
+"""Parts that a connected cluster lacks for a run, found before anything is submitted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def resource_problems(
     """Resources that the workers of a cluster lack, each with the line to type.
 
     ``workers``: `libra.cluster.connection.present_workers`. Training workers beyond
-    ``train_workers`` wait to replace a lost one. ``teacher``: one is needed.
+    ``train_workers`` stand by for a loss. ``teacher``: whether the run needs a teacher.
     """
     problems = []
     for resource, (meaning, options) in NEEDED.items():
@@ -87,8 +87,10 @@ def resource_problems(
 
 
 def engine_problems(workers: Mapping[str, Mapping[str, Any]], address: str, config: RunConfig) -> list[str]:
-    """Differences between the rollout workers of a cluster and ``cluster.engines``, each with the
-    line to type; none if ``cluster.engines`` is empty: a run uses the engines that the cluster has."""
+    """Differences between the rollout workers and ``cluster.engines``, each with the line to type.
+
+    If ``cluster.engines`` is empty there are none: the run uses the engines that the cluster has.
+    """
     cluster, rollout = config.cluster, config.rollout
     listed, found = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
     for group in cluster.engines:
@@ -117,11 +119,10 @@ def engine_problems(workers: Mapping[str, Mapping[str, Any]], address: str, conf
 
 
 def check_cluster(client: Client, config: RunConfig, *, wait_s: float = RETURN_WAIT_S) -> None:
-    """ClusterError with everything that is missing or set wrongly on the scheduler and the workers
-    of ``client``.
+    """ClusterError with everything that is missing or set wrongly on the scheduler and the workers.
 
-    If a worker left less than ``wait_s`` ago, e.g. at the end of the run before, its return is
-    awaited for that long.
+    If a worker left less than ``wait_s`` ago, e.g. at the end of an earlier run, this waits that
+    long for its return.
     """
     cluster, address = config.cluster, str(client.scheduler_info(n_workers=0)["address"])
     until_s, said = time.monotonic() + wait_s, False
@@ -152,10 +153,11 @@ def check_cluster(client: Client, config: RunConfig, *, wait_s: float = RETURN_W
 def _seen_by_scheduler(
     run: str | None, within_s: float, dask_scheduler: Scheduler
 ) -> tuple[dict[str, dict[str, int]], list[str], dict[str, Any]]:
-    """On the scheduler: resources that workers will supply besides, by address; names of workers
-    that left less than ``within_s`` ago; and Dask's settings.
+    """On the scheduler: resources still to come by address, names of workers that left, Dask's
+    settings.
 
-    Workers in setup, and workers whose roles an earlier start of this run changed, will supply more.
+    Resources are still to come from workers in setup, and from workers whose roles an earlier start
+    of this run changed. Only workers that left less than ``within_s`` ago are named.
     """
     settings: dict[str, Any] = dask.config.get("distributed")
     plugin: Any = dask_scheduler.plugins.get("libra")

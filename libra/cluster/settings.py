@@ -1,9 +1,9 @@
 """Dask settings that Libra needs, with reasons, and the check of a cluster's settings.
 
-Each was chosen after a measurement or a failure. The driver sets them for a local cluster. For a
-scheduler and workers started by hand: ``libra cluster tls DIR``, then ``DASK_CONFIG=DIR/dask.yaml``
-in their environment. It has a key of their own, too, without which anyone who reaches the
-scheduler's port may run code there. ``libra doctor --settings`` prints the settings alone.
+The driver sets them for a local cluster. A scheduler and workers that you start yourself get them
+by ``libra cluster tls DIR``, then ``DASK_CONFIG=DIR/dask.yaml`` in their environment; that file
+also names a key, without which anyone who reaches the scheduler's port may run code there.
+``libra doctor --settings`` prints the settings alone.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Process = Literal["scheduler", "worker"]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One Dask setting: the process that reads it ("worker" includes the nanny), its dotted key, Libra's value.
+    """One Dask setting: reading process ("worker" includes the nanny), dotted key, Libra's value.
 
-    ``breaks``: whether a run with another value hangs, fails or uses a wrong order; otherwise it is
-    only slower or less robust. ``reason``: the effect of another value.
+    ``breaks``: whether a run with another value hangs, fails or uses a wrong order; otherwise the
+    run is only slower or less robust. ``reason``: the effect of another value.
     """
 
     process: Process
@@ -40,8 +40,7 @@ class Setting:
 
 
 KEPT_KEYS = 8_192
-"""Keys after which `bound_key_cache` empties the cache. The next call for a key takes a few
-microseconds."""
+"""Keys above which `bound_key_cache` empties the cache; refilling takes microseconds per key."""
 GUARD = "libra.cluster.connection_guard"
 """Module that schedulers, workers and nannies load when they start."""
 MIN_WORKER_TTL_S = 30.0
@@ -73,22 +72,22 @@ SETTINGS: tuple[Setting, ...] = tuple(
 )
 
 DASK_SETTINGS: dict[str, Any] = {setting.key: setting.value for setting in SETTINGS}
-"""For ``dask.config.set``."""
+"""`SETTINGS` for ``dask.config.set``."""
 
 MESSAGE_LOG = "distributed.admin.low-level-log-length"
-"""Of `SETTINGS`; read by every process, clients included."""
+"""A key of `SETTINGS` that every process reads, clients included."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingProblem:
-    """A setting in force with another value, ``got``."""
+    """A setting whose value in force, ``got``, differs from Libra's."""
 
     setting: Setting
     got: Any
 
     @property
     def message(self) -> str:
-        """The difference, its effect, and what to type."""
+        """The difference, its effect, and the text to type."""
         setting, wanted = self.setting, one_line_yaml(self.setting.value)
         return (
             f"{setting.key} is {one_line_yaml(self.got)} in the {setting.process}, not {wanted}: {setting.reason}; type libra "
@@ -103,8 +102,7 @@ def check_settings(in_force: dict[Any, Any], process: Process) -> tuple[SettingP
 
 
 def cluster_setting_problems(client: Client) -> tuple[SettingProblem, ...]:
-    """Differences from `SETTINGS` in the scheduler and the workers a synchronous client is
-    connected to, each once."""
+    """Differences from `SETTINGS` in a client's scheduler and workers, each listed once."""
     found = list(check_settings({"distributed": client.run_on_scheduler(dask.config.get, "distributed")}, "scheduler"))
     for in_force in client.run(dask.config.get, "distributed").values():
         found += [p for p in check_settings({"distributed": in_force}, "worker") if p not in found]
@@ -112,8 +110,8 @@ def cluster_setting_problems(client: Client) -> tuple[SettingProblem, ...]:
 
 
 def settings_yaml(certificate: Path | None = None, key: Path | None = None) -> str:
-    """`SETTINGS` as a Dask configuration file; with paths of a certificate and its key, every
-    connection needs them."""
+    """`SETTINGS` as a Dask configuration file. With paths of a certificate and its key, every
+    connection must show them."""
     values, name = dict(DASK_SETTINGS), "libra-dask.yaml"
     if certificate is not None:
         name = str(certificate.parent / "dask.yaml")
@@ -156,10 +154,7 @@ def _seconds(got: Any) -> float:
 
 
 def bound_key_cache() -> None:
-    """Empty Dask's cache of key prefixes (``dask.utils.key_split``) in this process if it has more
-    than `KEPT_KEYS` keys.
-
-    Each process keeps the last 100,000, 300 bytes each, of tasks that are long forgotten.
-    """
+    """Empty Dask's cache ``dask.utils.key_split`` if it has over `KEPT_KEYS` keys. Otherwise each
+    process keeps the last 100,000 keys, 300 bytes each, of forgotten tasks."""
     if key_split.cache_info().currsize > KEPT_KEYS:
         key_split.cache_clear()

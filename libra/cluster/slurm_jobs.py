@@ -1,6 +1,6 @@
-"""The Slurm jobs of a configuration, one Dask worker each: scripts, submission, states in the queue.
+"""The Slurm jobs of a configuration, one Dask worker each: scripts, submission, queue states.
 
-dask-jobqueue writes the scripts and submits them. Its own clusters have one kind of job; here each
+dask-jobqueue writes and submits the scripts. Its own clusters have one kind of job, but here each
 worker has its own options.
 """
 
@@ -49,7 +49,7 @@ END_OF_JOB = "export LIBRA_JOB_END_S=${SLURM_JOB_END_TIME:-" + _ENDS + "}"
 
 
 class OwnJob(SLURMJob):  # type: ignore[misc]
-    """A job that is cancelled only while it has our name, and whose submission fails with sbatch's words."""
+    """A job that is cancelled only under its own name; a failed submission shows sbatch's words."""
 
     submit_command = "sbatch --parsable"
 
@@ -58,7 +58,6 @@ class OwnJob(SLURMJob):  # type: ignore[misc]
         self.cancel_command = f"scancel --name={self.job_name}"  # the number may be another job's by then
 
     async def _submit_job(self, script_filename: str) -> str:
-        """The job's number; ClusterError with sbatch's words if there is none."""
         process = await asyncio.create_subprocess_exec(
             *self.submit_command.split(), script_filename, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -99,7 +98,7 @@ def worker_specs(
     """An `OwnJob` and its options for each worker by name, for `distributed.SpecCluster`.
 
     ``directory`` is the absolute ``slurm.dir``; ``security`` names files that the jobs can read;
-    ``number`` of each role, by default from section ``cluster``.
+    ``number`` gives the workers of each role, by default from section ``cluster``.
     """
     check_layout(config)
     return {
@@ -155,15 +154,14 @@ def times(memory: str, ranks: int) -> str:
 
 
 def scripts(config: RunConfig, directory: Path) -> dict[str, str]:
-    """The script of each worker by name, as submitted but for the scheduler's address."""
+    """The script of each worker by name, as submitted, but without the scheduler's address."""
     address = f"tls://{config.slurm.host or 'HOST'}:PORT"
     specs = worker_specs(config, directory, security_in(directory / CERTIFICATES))
     return {name: spec["cls"](address, **spec["options"]).job_script() for name, spec in specs.items()}
 
 
 def job_states(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """State and reason (or node) of each of these jobs in this user's queue; ClusterError if squeue
-    fails."""
+    """State and reason (or node) of each job in this user's queue; ClusterError if squeue fails."""
     ids = set(job_ids)
     command = ["squeue", "--noheader", "--me", "--states=all", "--format=%i|%T|%R"]
     try:

@@ -1,14 +1,15 @@
-"""A cluster of Slurm jobs: the process that keeps it, and ``up``, ``status`` and ``down``.
+"""A cluster of Slurm jobs: the process that maintains it, and ``up``, ``status`` and ``down``.
 
 ``python -m libra.cluster.slurm_service CONFIG DIRECTORY`` runs Dask's scheduler, and submits lost
 jobs again, until it gets SIGTERM or a client shuts the scheduler down.
 
 Invariants
 ----------
-1. At most one job of a worker's name is in the queue: a new one is submitted after the old one was cancelled or had ended.
+1. At most one job of a worker's name is in the queue: a new job is submitted after the old one was
+   cancelled or had ended.
 2. ``cluster.json`` exists exactly while the scheduler answers.
-3. When the process ends normally, it has no job left in the queue. After it was killed, its jobs end ``DEATH_TIMEOUT_S`` after
-   they lost the scheduler.
+3. When the process ends normally, it has no job left in the queue. After it was killed, its jobs
+   end ``DEATH_TIMEOUT_S`` after they lost the scheduler.
 4. All traffic is encrypted, and only processes with the key of ``slurm.dir`` can connect.
 """
 
@@ -119,8 +120,7 @@ class SlurmPools:
         self._write_jobs()  # last: `up` waits for it
 
     async def reconcile(self) -> ClusterError | None:
-        """Submit a job for every worker without one; returns sbatch's refusal of one, which is tried
-        again next time."""
+        """Submit a job for every worker without a job; returns sbatch's refusal, to be retried."""
         held: dict[str, Any] = self.cluster.workers
         by_job = {job.job_id: name for name, job in held.items()}
         for job_id in lost(await asyncio.to_thread(job_states, by_job), by_job):
@@ -200,7 +200,7 @@ def main() -> None:
 
 
 class WorkerStatus(NamedTuple):
-    """One configured worker."""
+    """A configured worker."""
 
     name: str
     role: str
@@ -211,10 +211,8 @@ class WorkerStatus(NamedTuple):
 
 
 def up(config: RunConfig) -> Contact:
-    """Start the cluster that ``config`` describes; returns as soon as its jobs are submitted.
-
-    ClusterError if Slurm is missing, a cluster is already up in ``slurm.dir``, or it does not start.
-    """
+    """Start the configured cluster; returns once its jobs are submitted. ClusterError if Slurm is
+    missing, a cluster is already up in ``slurm.dir``, or the start fails."""
     check_layout(config)
     for program in ("sbatch", "squeue", "scancel"):
         if shutil.which(program) is None:
@@ -259,7 +257,7 @@ def submitted(config: RunConfig) -> dict[str, str]:
 
 
 def status(config: RunConfig) -> tuple[Contact, list[WorkerStatus]]:
-    """Contact of the cluster, and the state of each worker; ClusterError if none answers."""
+    """Contact of the cluster, and the state of each worker; ClusterError if no cluster answers."""
     path = config.slurm.dir.absolute() / CONTACT_FILE
     contact = Contact.read(path)
     jobs = submitted(config)
@@ -279,7 +277,7 @@ def status(config: RunConfig) -> tuple[Contact, list[WorkerStatus]]:
 
 
 def down(config: RunConfig) -> Contact:
-    """Cancel all jobs and stop the scheduler; returns its contact. ClusterError if none was up."""
+    """Cancel all jobs and stop the scheduler; returns its contact. ClusterError if none is up."""
     path = config.slurm.dir.absolute() / CONTACT_FILE
     contact = Contact.read(path)
     try:

@@ -1,9 +1,9 @@
-"""A worker's process: its environment, the preload before it connects, its end before a time limit, and its stacks.
+"""A worker's process: environment, preload before the connection, end before a time limit, stacks.
 
-A local worker writes errors to a file of the run and leaves Ctrl-C to the driver; standard output
-stays the terminal, for prints of a user's own functions. A worker whose event loop runs answers
-``libra_stacks`` itself. For a blocked one, Python's faulthandler writes its threads to a file in its
-local directory on SIGUSR1, which goes only to a process of this machine that has that file open.
+A local worker writes errors to a file of the run and ignores Ctrl-C; standard output stays the
+terminal, for prints of a user's own functions. Stacks of a worker come from its event loop. If the
+loop is blocked, SIGUSR1 makes Python's faulthandler write all threads to a file in the worker's
+local directory. The signal goes only to a process of this machine that has the file open.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ PRELOAD = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.auto.modeling_auto",
 )
-"""Modules of workers, by name: this package must not know what its workers do."""
+"""Modules of workers, by name, because this package must not import them."""
 HASH_SEED = "6640"
-"""What Dask's nannies give workers that have none."""
+"""The hash seed that Dask's nannies give to workers without one."""
 _drains: set[asyncio.Task[None]] = set()
 _dumps: dict[int, Any] = {}
-"""The open file of this process, by process id (a fork inherits it, and must open its own)."""
+"""The open stack file by process id, because a fork must open its own file."""
 
 
 def worker_environment(config: RunConfig) -> dict[str, str]:
@@ -84,7 +84,7 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
 
 
 def inherited_environment(config: RunConfig) -> dict[str, str]:
-    """All variables of a local worker: this process's, changed by `worker_environment`."""
+    """All variables of a local worker: this process's, overridden by `worker_environment`."""
     found = {**worker_environment(config), **os.environ}
     if found.get("PYTHONHASHSEED") in (None, "0"):
         found["PYTHONHASHSEED"] = HASH_SEED
@@ -92,10 +92,8 @@ def inherited_environment(config: RunConfig) -> dict[str, str]:
 
 
 def begin_forking(config: RunConfig) -> bool:
-    """Start importing the modules of local workers, which are forked from there; returns whether they can be.
-
-    Only with transformers' engine, and on a machine without a GPU.
-    """
+    """Start importing the modules of local workers; returns whether workers can be forked from
+    there. That needs transformers' engine and a machine without a GPU."""
     if config.cluster.scheduler is not None or config.rollout.engine != "transformers" or may_have_gpu():
         return False
     model: list[str] = []
@@ -126,18 +124,18 @@ async def dask_setup(worker: Worker) -> None:
 
 
 def _leave_to_the_driver(number: int, frame: FrameType | None) -> None:
-    """A handler, unlike SIG_IGN, is not inherited by programs that a tool starts."""
+    """A handler, which programs of tools do not inherit; they would inherit SIG_IGN."""
 
 
 def end_of_job_s(environment: Mapping[str, str]) -> float | None:
-    """Time of the limit in seconds since the epoch, from ``LIBRA_JOB_END_S`` of the job's script;
-    None without one."""
+    """``LIBRA_JOB_END_S``: the job's time limit in seconds since the epoch; None without a
+    limit."""
     end = environment.get("LIBRA_JOB_END_S", "")
     return float(end) if end.isdecimal() and int(end) > 0 else None
 
 
 async def leave_in_time(worker: Worker, end_s: float, drain_s: float) -> None:
-    """Wait until ``drain_s`` before ``end_s``, take no new tasks, and leave after the last running one."""
+    """At ``drain_s`` before ``end_s`` take no new tasks, and leave after the last running task."""
     from distributed.core import Status  # `libra run` reads this module before it needs Dask
 
     await asyncio.sleep(max(0.0, end_s - drain_s - time.time()))
@@ -182,7 +180,7 @@ def stacks() -> str:
 
 
 def _awaited(coroutine: Any) -> list[str]:
-    """Frames of a suspended coroutine, outermost first; ``Task.get_stack`` gives only the first."""
+    """All frames of a suspended coroutine, outermost first, unlike ``Task.get_stack``."""
     lines: list[str] = []
     while coroutine is not None and len(lines) < 64:
         kind = next((k for k in ("cr", "gi", "ag") if getattr(coroutine, f"{k}_frame", None) is not None), None)
@@ -194,7 +192,7 @@ def _awaited(coroutine: Any) -> list[str]:
 
 
 async def stacks_of(scheduler: Scheduler, ws: WorkerState) -> str:
-    """Stacks of a worker's process, requested by the scheduler; else why there are none."""
+    """Stacks of a worker's process, requested by the scheduler, or why there are none."""
     try:
         answer: str = await asyncio.wait_for(scheduler.rpc(ws.address).libra_stacks(), ANSWER_TIMEOUT_S)
         return f"(answered by the worker itself)\n{answer}"
@@ -219,7 +217,6 @@ async def stacks_of(scheduler: Scheduler, ws: WorkerState) -> str:
 
 
 def _holds_open(pid: int, path: Path) -> bool:
-    """Whether a process of this machine has this file open, as far as /proc shows it."""
     try:
         return any(link.readlink() == path for link in Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
@@ -227,7 +224,6 @@ def _holds_open(pid: int, path: Path) -> bool:
 
 
 def _state(pid: int) -> str:
-    """The kernel's state of a process (proc(5)), in words."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

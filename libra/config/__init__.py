@@ -1,5 +1,4 @@
-"""Configuration: models of every setting, YAML files with deltas and overrides, and names of
-models."""
+"""Configuration: models of every setting, YAML files with overrides, and names of models."""
 
 from libra.config.load import RunConfig, config_from_dict, dump_config, load_config, typed_settings
 from libra.config.model_paths import resolve_model

@@ -1,8 +1,7 @@
-"""Training algorithms by name: the settings that each paper's defaults amount to.
+"""Training algorithms by name: a preset of settings for each paper.
 
-An algorithm is a preset. ``trainer.algorithm`` fills the keys of ``trainer`` that are fields of
-`Preset` and were not given; a key that is given wins. ``make docs`` makes docs/algorithms.md from
-this table.
+``trainer.algorithm`` fills the keys of ``trainer`` that are fields of `Preset` and were not given.
+``make docs`` makes docs/algorithms.md from this table.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ GROUP_ADVANTAGES = tuple(name for name, (scope, _) in ADVANTAGES.items() if scop
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What an algorithm sets. Names and meanings are as in section ``trainer``."""
+    """Settings of an algorithm; names and meanings as in section ``trainer``."""
 
     advantage: str = "grpo"
     normalize_std: bool = True
@@ -203,19 +202,14 @@ class Preset:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """A preset with what a reader needs to choose it.
+    """A preset, and its description for users.
 
     Attributes
     ----------
-    preset : Preset
-    what : str
-        Description in one sentence.
-    when : str
-        What it is good for.
-    source : str
-        Paper.
-    differs : str
-        From the paper; "" if nothing does.
+    what, when : str
+        Description in one sentence, and recommended use.
+    source, differs : str
+        Paper, and differences from the paper or "".
     """
 
     preset: Preset
@@ -346,8 +340,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = MappingProxyType(
 
 
 def preset_values(algorithm: str) -> dict[str, Any]:
-    """The keys of ``trainer`` that an algorithm fills, with their values; empty for an unknown
-    name."""
+    """The keys of ``trainer`` that an algorithm fills, with values; empty for an unknown name."""
     found = ALGORITHMS.get(algorithm)  # type: ignore[call-overload]
     if found is None:
         return {}

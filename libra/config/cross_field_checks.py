@@ -1,7 +1,7 @@
-"""Checks that concern more than one field of a configuration.
+"""Checks between fields of a configuration.
 
-Each check yields one message per contradiction: ``FIELD: what contradicts what; type A, or B``. The
-message names every field involved by its dotted name, the one to change first.
+Each check yields one message per contradiction: ``FIELD: what contradicts what; type A, or B``,
+with the dotted name of every field involved. FIELD is the field to change first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DOTTED_NAME = re.compile(r"\b[a-z_]+\.[a-z][a-z0-9_]*\b")
 
 
 def contradictions(config: RunSections) -> list[str]:
-    """A message for every contradiction between fields; empty if there is none."""
+    """A message for every contradiction between fields."""
     checks = (
         _agent, _services, _rollout, _vllm_only, _transformers_only, _workers, _boundaries, trainer_contradictions,
         _schedules, _planner, _layout_auto, _as_planned,
@@ -27,7 +27,7 @@ def contradictions(config: RunSections) -> list[str]:
 
 
 def fields_of(message: str) -> list[str]:
-    """Dotted names in a message, in order, each once."""
+    """Distinct dotted names in a message, in order."""
     return list(dict.fromkeys(_DOTTED_NAME.findall(message)))
 
 
@@ -165,7 +165,7 @@ def _planner(config: RunSections) -> Iterator[str]:
 
 
 def _layout_auto(config: RunSections) -> Iterator[str]:
-    """What ``planner.layout=auto`` plans must not be configured too."""
+    """Settings that ``planner.layout=auto`` plans must not be configured."""
     cluster = config.cluster
     if config.planner.layout != "auto":
         return
@@ -226,7 +226,6 @@ def _as_planned(config: RunSections) -> Iterator[str]:
 
 
 def _engine_words(engines: list[tuple[int, int, int]]) -> str:
-    """Engines, each (degree, number, slots), in words."""
     return ", ".join(f"{count} x TP{tp} with {slots} slots" for tp, count, slots in engines) or "none"
 
 

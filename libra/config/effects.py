@@ -1,14 +1,11 @@
-"""When each setting has an effect: one table of all of them, and the check that reports settings
-without one.
+"""A table of the conditions under which each setting has an effect, and the check against it.
 
-Contradictions are errors (`libra.config.cross_field_checks`). A setting that contradicts nothing
-and has no effect is reported in one line before anything starts, and never refused. Only given
-settings are checked: those that a file, an override or a keyword argument sets to another value
-than the default or the algorithm's preset.
+Given settings without effect are reported in one line before anything starts, never refused;
+contradictions are errors (`libra.config.cross_field_checks`). A setting counts as given if a file,
+an override or a keyword argument sets it to another value than the default or the preset.
 
-One file may serve several commands, so a setting in a file is checked against every command that
-reads it: `planner` by `libra plan`, `simulation` by `libra simulate`. A setting typed for a command
-is checked against that command.
+A setting in a file is checked against every command that reads the file: `planner` by `libra plan`,
+`simulation` by `libra simulate`. A setting typed for a command is checked against that command.
 """
 
 from __future__ import annotations
@@ -29,18 +26,19 @@ CommandName = Literal["run", "plan", "simulate", "slurm"]
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Facts that decide whether a setting has an effect, besides the configuration.
+    """Facts besides the configuration that decide whether a setting has an effect.
 
     Attributes
     ----------
     command : {"run", "plan", "simulate", "slurm"} or None
-        The command that is about to read it (``slurm``: `libra cluster slurm`). If null, none yet (`libra config`).
+        Command that will read the configuration (``slurm``: `libra cluster slurm`); None if it is
+        not known (`libra config`).
     typed : frozenset of str
-        Dotted names given for this very command: overrides, or keyword arguments of `libra.train`.
+        Dotted names typed for this command: overrides, or keyword arguments of `libra.train`.
     options : frozenset of str
         Options of the command that replace a setting, e.g. "--workload".
     client : bool
-        A connected Dask client was given.
+        Whether a connected Dask client was given.
     """
 
     command: CommandName | None = None
@@ -51,8 +49,8 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One condition: ``fields`` it reads (empty: the command or the machine), ``text`` to type, and
-    whether it is ``met``."""
+    """A condition: ``fields`` read (empty: command or machine), ``text`` to type, whether
+    ``met``."""
 
     fields: tuple[str, ...]
     text: str
@@ -78,29 +76,29 @@ def is_not(name: str, *values: object) -> Need:
 
 
 def own(name: str) -> Need:
-    """The field names a part of the user's own, which may read the setting."""
+    """The field names a user's own part, which may read the setting."""
     return Need((name,), f"a {name} of your own", lambda config, _: ":" in str(value_of(config, name)))
 
 
 def above(name: str, bound: float) -> Need:
-    """The field is larger than ``bound``; None is not."""
+    """The field is larger than ``bound``; false for None."""
     text = f"{name} above {bound:g}"
     return Need((name,), text, lambda config, _: (value_of(config, name) or 0) > bound)
 
 
 def given(name: str) -> Need:
-    """The field is not None, and no empty list."""
+    """The field is neither None nor an empty list."""
     return Need((name,), f"a value of {name}", lambda config, _: value_of(config, name) not in (None, (), [], {}))
 
 
 def missing(name: str) -> Need:
-    """The field is None, or an empty list."""
+    """The field is None or an empty list."""
     text = f"no {name}"
     return Need((name,), text, lambda config, _: value_of(config, name) in (None, (), [], {}))
 
 
 def either(*needs: Need) -> Need:
-    """At least one of ``needs``."""
+    """At least one of ``needs`` is met."""
     return Need(
         tuple(name for need in needs for name in need.fields),
         ", or ".join(need.text for need in needs),
@@ -109,7 +107,7 @@ def either(*needs: Need) -> Need:
 
 
 def without(*options: str) -> Need:
-    """None of these options of the command is given."""
+    """The command has none of these options."""
     return Need((), f"no {' or '.join(options)}", lambda _, situation: not situation.options & set(options))
 
 
@@ -138,12 +136,12 @@ def _run(*needs: Need) -> Reading:
 
 
 def _plan(*needs: Need) -> Reading:
-    """Read by `libra plan`, and by a run that starts what it plans."""
+    """A setting read by `libra plan`, and by a run that starts the plan."""
     return {"plan": needs, "run": (*needs, is_("planner.layout", "auto"))}
 
 
 def _planned(*needs: Need) -> Reading:
-    """Read by `libra plan`, and by a run that plans before or after it starts."""
+    """A setting read by `libra plan`, and by a run that plans before or after it starts."""
     return {"plan": needs, "run": (*needs, either(is_not("planner.replan", "off"), is_("planner.layout", "auto")))}
 
 
@@ -375,8 +373,7 @@ the code. What an algorithm sets counts as read by itself here (`_reading`)."""
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A given setting without effect: ``given`` is the field with its value as typed, ``why`` the
-    change that would make it effective."""
+    """A given setting without effect, as typed; ``why`` is the change that would give an effect."""
 
     field: str
     given: str
@@ -384,20 +381,19 @@ class Ignored:
 
     @property
     def message(self) -> str:
-        """All of it in one line."""
+        """Setting and reason in one line."""
         return f"{self.given} has no effect {self.why}"
 
 
 def ignored_settings(config: RunSections, situation: Situation | None = None) -> tuple[Ignored, ...]:
-    """Settings that were given and have no effect in this combination, in the order of the
-    sections."""
+    """Given settings that have no effect in this combination, in the order of the sections."""
     around = situation or Situation()
     found = ((name, _why_ignored(config, name, around)) for name in _given(config))
     return tuple(Ignored(name, _with_value(config, name), why) for name, why in found if why)
 
 
 def warning_lines(ignored: Iterable[Ignored]) -> list[str]:
-    """A line for each reason, with all settings that have it."""
+    """One line per reason, with all settings that have it."""
     by_why: dict[str, list[str]] = {}
     for each in ignored:
         by_why.setdefault(each.why, []).append(each.given)
@@ -407,7 +403,7 @@ def warning_lines(ignored: Iterable[Ignored]) -> list[str]:
 
 
 def _why_ignored(config: RunSections, name: str, situation: Situation) -> str | None:
-    """Why a given setting has no effect, and what would give it one; None if it has one."""
+    """Why a given setting has no effect, and the remedy; None if the setting has an effect."""
     reading, command, typed = _reading(config, name, situation), situation.command, name in situation.typed
     judges: list[CommandName]
     if "slurm" in reading and command != "slurm" and not _is_for_slurm(config):
@@ -425,8 +421,8 @@ def _why_ignored(config: RunSections, name: str, situation: Situation) -> str | 
 
 
 def _reading(config: RunSections, name: str, situation: Situation) -> Reading:
-    """Who reads a setting. Of an algorithm these are all who read a value that differs by it, or a
-    teacher, which needs it."""
+    """A setting's readers; for an algorithm, readers of every value that its preset or teacher
+    changes."""
     if name != "trainer.algorithm":
         return READ[name]
     sets, usual = preset_values(config.trainer.algorithm), preset_values(DEFAULT_ALGORITHM)
@@ -441,8 +437,7 @@ def _reading(config: RunSections, name: str, situation: Situation) -> Reading:
 
 
 def _is_for_slurm(config: RunSections) -> bool:
-    """Whether a configuration has something of `libra cluster slurm`, so that its cluster may have
-    been started from it."""
+    """Whether settings of `libra cluster slurm` are given, which may have started the cluster."""
     return any(name.startswith("slurm") for name in _given(config))
 
 
@@ -455,7 +450,6 @@ def _readers(reading: Reading) -> str:
 
 
 def _given(config: RunSections) -> Iterator[str]:
-    """Names of fields that were given another value than their default."""
     for section_name, kind in sections().items():
         section = getattr(config, section_name)
         given_keys = section.model_fields_set if section_name in config.model_fields_set else set()
@@ -466,7 +460,7 @@ def _given(config: RunSections) -> Iterator[str]:
 
 
 def default_of(config: RunSections, name: str) -> Any:
-    """The value of a field that is not given, the algorithm's preset included."""
+    """A field's value if it is not given, which the algorithm's preset may set."""
     section, _, key = name.partition(".")
     preset = preset_values(config.trainer.algorithm) if section == "trainer" else {}
     if key == "loss_args" and config.trainer.loss != preset["loss"]:

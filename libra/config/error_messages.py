@@ -75,8 +75,7 @@ _EXAMPLES: Mapping[str, str] = {
 
 
 def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
-    """A message for one entry of pydantic's ``ValidationError.errors()``: field, place, value,
-    allowed values, what to type."""
+    """Field, place, value, allowed values and advice for one of pydantic's ``errors()``."""
     path = tuple(str(part) for part in error["loc"] if part != "[key]")  # pydantic's mark of a key that is not allowed
     if error["type"] == "extra_forbidden":
         inside = [str(key) for key in error["input"]] if isinstance(error["input"], Mapping) else []
@@ -95,7 +94,6 @@ def problem_message(error: Mapping[str, Any], origins: Origins) -> str:
 
 
 def _argument_message(error: ArgumentError, path: tuple[str, ...], origins: Origins) -> str:
-    """A message for a wrong argument in a mapping such as `trainer.loss_args`."""
     key, report = str(error.report["loc"][0]), error.report
     name, where = ".".join((*path, key)), origin_of((*path, key), origins)
     if report["type"] == "extra_forbidden":
@@ -108,8 +106,7 @@ def _argument_message(error: ArgumentError, path: tuple[str, ...], origins: Orig
 
 
 def unknown_key_message(path: Sequence[str], where: str, inside: Sequence[str] = ()) -> str:
-    """Message for an unknown key, with the nearest known one; ``inside`` are the keys given in an
-    unknown section."""
+    """Message for an unknown key, with the nearest key; ``inside``: keys of an unknown section."""
     name = ".".join(path)
     nearest = (nearest_key((*path, inside[0])) if len(path) == 1 and inside else None) or nearest_key(path)
     if nearest and len(path) < 3:
@@ -126,8 +123,7 @@ def unknown_key_message(path: Sequence[str], where: str, inside: Sequence[str] =
 
 
 def nearest_key(path: Sequence[str]) -> str | None:
-    """The existing section or dotted name that is most similar to an unknown one, or None if none
-    is similar."""
+    """The section or dotted name most similar to an unknown one; None without a similar name."""
     names, last = list(field_references()), path[-1].lower().replace("-", "_")
     same = [name for name in names if name.split(".")[1] == last]
     if len(path) == 2 and _INSIDE.get(last, "").startswith(f"{path[0]}."):
@@ -157,8 +153,7 @@ def nearest_key(path: Sequence[str]) -> str | None:
 
 
 def origin_of(path: Sequence[str], origins: Origins) -> str:
-    """`` (file:line)`` of a key, of the nearest parent that was set or of the first key in it;
-    empty if set in Python."""
+    """`` (file:line)`` of a key, its nearest parent or its first key; "" if set in Python."""
     for length in range(len(path), 0, -1):
         if tuple(path[:length]) in origins:
             return f" ({origins[tuple(path[:length])]})"
@@ -167,8 +162,7 @@ def origin_of(path: Sequence[str], origins: Origins) -> str:
 
 
 def _advice(field: FieldReference, got: object) -> str:
-    """What to type: the same number if it was given as text or as 1000.0, the nearest of some
-    names, else the default."""
+    """The text to type: a correctly typed number, the nearest allowed name, or the default."""
     if isinstance(got, str | float) and field.allowed.startswith(("a whole number", "a number")):
         try:
             number = float(got)
@@ -188,7 +182,6 @@ def _advice(field: FieldReference, got: object) -> str:
 
 
 def _typed(field: FieldReference, value: str) -> str:
-    """A setting as an override has it; one inside a mapping as it stands there."""
     inside = field.name.count(".") > 1 and not in_arguments(field.name.split("."))
     return f"{field.name.rpartition('.')[2]}: {value}" if inside else f"{field.name}={value}"
 

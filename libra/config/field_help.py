@@ -1,4 +1,4 @@
-"""Every setting as the models describe it: its name, allowed values and default."""
+"""Every setting as its model describes it: name, allowed values and default."""
 
 from __future__ import annotations
 
@@ -48,13 +48,11 @@ class FieldReference:
     allowed : str
         Type and bounds in words.
     default : str
-        Default value as it is typed in YAML.
+        Default value as typed in YAML.
     description : str
         Docstring of the field, on one line.
-    takes_text : bool
-        Whether any text is of the right type.
-    takes_mapping : bool
-        Whether mappings are of a right type, too.
+    takes_text, takes_mapping : bool
+        Whether any text, or a mapping, has a valid type.
     """
 
     name: str
@@ -73,7 +71,7 @@ def sections() -> dict[str, type[Section]]:
 
 
 def in_arguments(path: Sequence[str]) -> bool:
-    """Whether ``path`` is a key inside a mapping whose keys are set one by one."""
+    """Whether ``path`` is a key inside a mapping whose keys are set individually."""
     return tuple(path[:2]) in MERGED and len(path) > 2
 
 
@@ -89,8 +87,7 @@ def field_references() -> dict[str, FieldReference]:
 
 
 def inner_reference(path: Sequence[str]) -> FieldReference | None:
-    """A key of a section that is a value of a setting's mapping, e.g.
-    ``services.named.judge.max_batch``; If null, it is none."""
+    """A key inside an entry of a mapping, e.g. ``services.named.judge.max_batch``, or None."""
     annotation: Any = sections()[path[0]].model_fields[path[1]].annotation
     found = None
     for number, key in enumerate(path[2:], start=3):
@@ -160,7 +157,6 @@ def _type_words(annotation: Any) -> str:
 
 
 def _own_words(metadata: typing.Iterable[Any]) -> str:
-    """Allowed names where a part of one's own may be named; empty elsewhere."""
     return next((item.words for item in metadata if isinstance(item, OwnOr)), "")
 
 
@@ -177,7 +173,6 @@ def _bounds(metadata: typing.Iterable[Any]) -> Iterator[str]:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The types that a field takes, without their bounds."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         yield from _kinds(arguments[0])

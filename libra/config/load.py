@@ -1,12 +1,13 @@
-"""Reading a configuration: a YAML file, the files it extends, and overrides from the command line.
+"""Reading a configuration: a YAML file, the files that it extends, and overrides.
 
 Invariants
 ----------
 1. Every key is used or refused; none is dropped.
-2. A later layer wins over an earlier one: extended file, file, further files, overrides (the last of two equal ones). A layer
-   that changes `environment.name` or `trainer.algorithm` also drops the `args` of the other environment, or the keys of the other
-   algorithm's preset, from earlier layers: a resolved configuration gives every key, and would keep the other values.
-3. All problems of a configuration are reported at once, each with the file and line or the override it comes from.
+2. A later layer wins: extended file, file, further files, overrides (the last of two equal keys). A
+   layer that changes `environment.name` or `trainer.algorithm` drops the `args` of the other
+   environment, or the keys of the other preset, from earlier layers, because a resolved
+   configuration gives every key.
+3. All problems of a configuration are reported at once, each with its file and line or override.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ Path_ = tuple[str, ...]
 
 
 class RunConfig(RunSections):
-    """Every setting of one run. Build it with `load_config` or `config_from_dict`, whose errors are
-    Libra's own."""
+    """Every setting of one run. Make it with `load_config` or `config_from_dict`, which raise
+    Libra's errors."""
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
@@ -56,24 +57,23 @@ class _Layer:
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
 ) -> RunConfig:
-    """The configuration a file, ``values`` over it and overrides over those describe.
+    """The configuration of a file, with ``values`` over the file and overrides over both.
 
     Parameters
     ----------
     path : str or Path
-        A YAML file, or ``libra/NAME`` for one that ships with Libra. Its ``extends:`` names the file below it, relative to it
-        or one that ships.
+        A YAML file, or ``libra/NAME`` for a file that ships with Libra. Its ``extends:`` names the
+        file below it, by a relative path or ``libra/NAME``.
     overrides : sequence of str
-        ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``,
-        ``trainer.loss_args.clip_high=0.3``, ``run.name=null``. Further files (``*.yaml``,
-        ``libra/NAME``) may stand among them: they are merged over ``path`` in their order, below
-        all overrides.
+        ``section.key=value``, the value in YAML: ``trainer.lr=1e-4``, ``run.name=null``,
+        ``trainer.loss_args.clip_high=0.3``. Further files (``*.yaml``, ``libra/NAME``) among them
+        are merged over ``path`` in their order, below all overrides.
     values : mapping of section to {key: value}, optional
 
     Raises
     ------
     ConfigError
-        With every problem found, one a line.
+        With every problem, one a line.
     """
     layer = _Layer()
     further = [text for text in overrides if _names_file(text)]
@@ -90,8 +90,7 @@ def _names_file(text: str) -> bool:
 
 
 def config_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of nested mappings ``{section: {key: value}}``; ConfigError with every
-    problem found."""
+    """The configuration of mappings ``{section: {key: value}}``; ConfigError with every problem."""
     layer = _Layer()
     _merge(layer, _plain(values), {})
     _merge_overrides(layer, overrides)
@@ -99,11 +98,8 @@ def config_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -
 
 
 def typed_settings(overrides: Sequence[str]) -> dict[str, Any]:
-    """Overrides ``section.key=value`` as arguments of `libra.train`, ``section__key``: what the
-    command line of a script takes.
-
-    Keys and values are checked by `libra.train`; ConfigError for an override of another form.
-    """
+    """Overrides ``section.key=value`` as arguments ``section__key`` of `libra.train`, for scripts.
+    `libra.train` checks keys and values; ConfigError for an override of another form."""
     layer = _Layer()
     _merge_overrides(layer, overrides)
     if layer.problems:
@@ -117,7 +113,7 @@ def dump_config(config: RunConfig) -> str:
 
 
 def _files(name: str, parent: Path | None, seen: tuple[Path, ...]) -> list[tuple[dict[str, Any], dict[Path_, str]]]:
-    """Values and origins of a file and of all it extends, the outermost first."""
+    """Values and origins of a file and of all files that it extends, the outermost first."""
     path = packaged_config(name) or (Path(name) if parent is None else parent.parent / name)
     by = f" (extended by {parent})" if parent else ""
     if path.resolve() in seen:
@@ -152,7 +148,7 @@ def _files(name: str, parent: Path | None, seen: tuple[Path, ...]) -> list[tuple
 
 
 def _merge(layer: _Layer, values: Mapping[str, Any], origins: Mapping[Path_, str]) -> None:
-    """Merge ``values`` over ``layer``, section by section and within `environment.args` key by key."""
+    """Merge ``values`` over ``layer``, per section, and within `environment.args` per key."""
     for section, key, args in (("environment", "name", "args"), ("trainer", "loss", "loss_args")):
         if _has(values, f"{section}.{key}"):
             below = layer.values.get(section)
@@ -201,7 +197,6 @@ def _forget(layer: _Layer, path: Path_) -> None:
 
 
 def _merge_overrides(layer: _Layer, overrides: Sequence[str]) -> None:
-    """Merge all overrides over ``layer`` as one layer, collecting malformed ones as problems."""
     values: dict[str, Any] = {}
     origins: dict[Path_, str] = {}
     for override in overrides:
@@ -248,7 +243,6 @@ def _first_key(section: str) -> str:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy as dicts, so that merging never writes into the caller's mappings."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"a configuration is a mapping of sections; got {type(values).__name__}")
     return {key: _plain(value) if isinstance(value, Mapping) else value for key, value in values.items()}
@@ -265,7 +259,6 @@ def _validated(layer: _Layer) -> RunConfig:
 
 
 def _messages(error: ValidationError, layer: _Layer) -> list[str]:
-    """One message per wrong field, then those of cross-field checks without a wrong field."""
     found: list[str] = []
     wrong: set[str] = set()
     for entry in error.errors(include_url=False):
@@ -327,14 +320,9 @@ FREE_FIELDS = (
 
 
 def load_resumed(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Configuration of the run in ``run_dir``, with overrides of what may change.
+    """Configuration of the run in ``run_dir``, with overrides of settings that may change.
 
-    Raises
-    ------
-    RunDirectoryError
-        There is no run in ``run_dir``.
-    ConfigError
-        An override is wrong, or changes a field that would change the result.
+    RunDirectoryError without a run; ConfigError if an override is wrong or would change the result.
     """
     directory = run_dir.expanduser().absolute()
     file = directory / RESOLVED_FILE
@@ -350,8 +338,8 @@ def load_resumed(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def check_unchanged(directory: Path, config: RunConfig) -> RunConfig:
-    """The configuration that the run in ``directory`` was started with; ConfigError naming the
-    first field in which ``config`` differs from it and must not."""
+    """The configuration with which the run in ``directory`` started. ConfigError names the first
+    field in which ``config`` differs and must not."""
     file = directory / RESOLVED_FILE
     was = load_config(file)
     before, after = _flat(was.model_dump()), _flat(config.model_dump())

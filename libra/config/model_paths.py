@@ -1,4 +1,4 @@
-"""Files behind names in a configuration: models, and configurations that ship."""
+"""Paths of models and shipped configurations by their names."""
 
 from __future__ import annotations
 
@@ -27,11 +27,8 @@ def prepared_dir(name: str) -> Path:
 
 
 def packaged_config(name: str) -> Path | None:
-    """File of a configuration that ships, from ``libra/NAME``, or None if the name is not of that
-    form or unknown.
-
-    They are in ``libra/assets/configs`` of an installed package, and in ``configs`` of a checkout.
-    """
+    """File of the shipped configuration ``libra/NAME``, or None for any other name. An installed
+    package has these files in ``libra/assets/configs``, a checkout in ``configs``."""
     match = _SHIPPED.fullmatch(name)
     if match is None:
         return None
@@ -42,18 +39,18 @@ def packaged_config(name: str) -> Path | None:
 
 
 def resolve_model(path: str) -> Path | str:
-    """Directory of a model, or its Hugging Face id where there is no such directory.
+    """Directory of a model, or its Hugging Face id without such a directory.
 
     Parameters
     ----------
     path : str
-        ``model.path``: ``libra/NAME`` for a model that ships, ``NAME`` or ``libra/NAME`` for a prepared one (`PREPARED_MODELS`),
-        a directory in Hugging Face layout, or ``org/name``.
+        ``model.path``: ``libra/NAME`` for a model that ships, ``NAME`` or ``libra/NAME`` for a
+        prepared model (`PREPARED_MODELS`), a directory in Hugging Face layout, or ``org/name``.
 
     Raises
     ------
     ModelError
-        Where it names a directory that is missing or incomplete, a model that does not ship, or one that is not prepared yet.
+        A missing or incomplete directory, or a model that does not ship or is not prepared yet.
     """
     if path.removeprefix("libra/") in PREPARED_MODELS and not Path(path).is_dir():
         return _prepared(path.removeprefix("libra/"))
@@ -104,15 +101,14 @@ def shipped_models() -> list[str]:
 
 
 def model_line(path: str) -> str:
-    """The model that a run trains, for its first line; what it was made for, if it is the one that
-    ships."""
+    """The model of a run, for its first line, with the purpose of a shipped model."""
     if path != TOY:
         return path
     return f"{path} (0.5 M parameters, made for arithmetic with a calculator; give a model to train another)"
 
 
 def whole_model(directory: Path, path: str) -> Path:
-    """``directory``, if it holds a complete model; else ModelError with the missing files."""
+    """``directory`` if it holds a complete model; else ModelError with the missing files."""
     missing = []
     if not (directory / "config.json").is_file():
         missing.append("config.json")

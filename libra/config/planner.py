@@ -1,5 +1,4 @@
-"""Sections ``planner`` and ``simulation``: input of `libra plan` and `libra simulate`, and the plan
-that a run starts."""
+"""Sections ``planner`` and ``simulation``, and the plan that a run starts."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ _Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class PlannedEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Engines of one tensor-parallel degree in a plan: degree (GPUs of each), number, and
-    concurrent generations of each."""
+    """Engines of one tensor-parallel degree: GPUs of each, number, and generations of each."""
 
     tp: _Count
     count: _Count
@@ -31,13 +29,13 @@ class PlannedEngines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan that a run starts, and its purpose. `libra plan --write` and `planner.layout=auto`
-    write it.
+    """A plan that a run starts, written by `libra plan --write` and `planner.layout=auto`.
 
     Attributes
     ----------
     model, model_digest : str
-        Name of the model; SHA-256 of its sizes and number format: the plan holds for every model with these.
+        Name of the model; SHA-256 of its sizes and number format. The plan holds for every model
+        with this digest.
     gpu : str
         Name of the GPU, or "cpu", where a rank of a worker counts as a GPU.
     num_gpus, train_gpus : int
@@ -45,15 +43,18 @@ class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     engines : tuple of PlannedEngines
         By rising degree (`cluster.engines`).
     boundaries_tokens : tuple of float
-        Generated tokens at which one degree's trajectories end and the next one's begin, one fewer than degrees.
+        Generated tokens at which trajectories move from one degree to the next; one fewer than
+        degrees.
     teacher : str
-        Where a teacher computes, and its seconds for a batch; empty without one.
+        Where a teacher computes, and its seconds for a batch; empty without a teacher.
     micro_batch_tokens : int
         Tokens per forward and backward pass (`trainer.micro_batch_tokens`).
     step_s, rests_on, why, lost
-        Predicted seconds of a step, their source, what limits the step, and why the next best layouts are worse.
+        Predicted seconds of a step, their source, what limits the step, and why the next best
+        layouts are worse.
     way, way_why
-        How its steps should be taken, and the reason; a run with `trainer.streaming` or `trainer.turning` auto begins with it.
+        Planned way of the steps, and its reason; the start of a run with `trainer.streaming` or
+        `trainer.turning` auto.
     """
 
     model: _Text
@@ -74,15 +75,14 @@ class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def boundaries(self) -> tuple[tuple[int, float], ...]:
-        """Pairs (degree, generated tokens): the boundary of each degree but the last, which has
-        none."""
+        """Pairs (degree, generated tokens) for every degree but the last."""
         return tuple(
             (engines.tp, tokens) for engines, tokens in zip(self.engines, self.boundaries_tokens, strict=False)
         )
 
     @property
     def route(self) -> dict[str, float]:
-        """`boundaries` as `policy.boundaries_tokens`, without degrees for which no length remains."""
+        """`boundaries` as `policy.boundaries_tokens`, without degrees that serve no length."""
         found: dict[str, float] = {}
         for tp, tokens in self.boundaries:
             if tokens > max(found.values(), default=0.0):

@@ -1,4 +1,4 @@
-"""The base class of every section, types of its fields, and names of parts of the user's own."""
+"""The base class of every section, types of its fields, and names of the user's own parts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ VariableNames = Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z
 
 
 class Section(BaseModel):
-    """A group of settings: unknown keys are refused, values are strict and cannot change
-    afterwards."""
+    """A group of settings: unknown keys are refused, and values are strict and frozen."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -25,8 +24,7 @@ class Section(BaseModel):
 
 
 class ArgumentError(ValueError):
-    """A wrong argument in a mapping of arguments: its model, the place that has them, and
-    pydantic's report."""
+    """A wrong argument in a mapping of arguments: model, place, and pydantic's report."""
 
     def __init__(self, kind: type[Section], owner: str, report: Any) -> None:
         super().__init__(f"{report['loc'][0]}: {report['msg']}")
@@ -34,7 +32,8 @@ class ArgumentError(ValueError):
 
 
 def arguments(kind: type[Section], given: dict[str, Any], owner: str) -> dict[str, Any]:
-    """All arguments of ``kind`` as plain JSON values, defaults included; ArgumentError for the first wrong one."""
+    """All arguments of ``kind`` as JSON values, with defaults; ArgumentError for the first
+    error."""
     try:
         return kind(**given).model_dump(mode="json")
     except ValidationError as error:
@@ -47,7 +46,7 @@ FORM = "package.module:attribute"
 
 @dataclass(frozen=True, slots=True)
 class OwnOr:
-    """Metadata of a text field: one of ``names``, or a part of one's own."""
+    """Metadata of a text field: one of ``names``, or a user's own part."""
 
     names: tuple[str, ...] = ()
 
@@ -58,7 +57,7 @@ class OwnOr:
         return f"{shipped}{FORM} of your own"
 
     def check(self, given: str) -> str:
-        """``given``, if it is allowed."""
+        """``given`` if it is allowed."""
         if given in self.names or _NAMED.fullmatch(given):
             return given
         raise PydanticCustomError("own_part", "not the name of a part")

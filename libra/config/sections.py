@@ -1,9 +1,8 @@
-"""Every setting of a run, as frozen pydantic models: sections about engines, workers and files, and
-`RunSections` with all sections.
+"""Every setting of a run, as frozen pydantic models; `RunSections` has all sections.
 
-The docstring under a field is its documentation: meaning, unit, effect, and what None means.
+The docstring under a field is its documentation: meaning, unit, effect, and the meaning of None.
 ``docs/configuration.md`` and ``libra config --fields`` are made from it. Values are checked
-strictly: ``"3"`` is not a whole number, ``1`` is not a truth value, ``nan`` is not a number.
+strictly: ``"3"`` is not an integer, ``1`` is not a boolean, ``nan`` is not a number.
 """
 
 from __future__ import annotations
@@ -279,12 +278,12 @@ class SlurmSection(Section):
     again. E.g. `{train: {gpus: 1}}`."""
 
     def of_role(self, role: Role) -> SlurmJobs:
-        """Jobs of the workers of a role."""
+        """Jobs of a role's workers."""
         return self.jobs.get(role, SlurmJobs())
 
 
 class RunSections(Section):
-    """Every section of one run; `libra.config.RunConfig` is this with the checks across sections."""
+    """Every section of one run; `libra.config.RunConfig` adds the checks across sections."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -312,7 +311,7 @@ INSTALL_VLLM = f"type: make setup-vllm (vLLM for CPUs), or on a GPU machine: {pi
 
 
 def vllm_is_installed() -> bool:
-    """Whether vLLM can be imported; does not import it."""
+    """Whether vLLM can be imported, without importing it."""
     return find_spec("vllm") is not None
 
 

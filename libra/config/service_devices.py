@@ -1,5 +1,4 @@
-"""Where services with models compute: what a local cluster binds their workers to, and what a plan
-counts, by one rule."""
+"""The devices of services with models, for a local cluster's bindings and for plans."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ say."""
 
 
 class Place(Enum):
-    """Where a teacher, or services, compute."""
+    """Where a teacher or services compute."""
 
     OWN = "a worker of its own"
     TOOLS = "the tool workers, on a GPU that no engine or training worker has"
@@ -22,14 +21,13 @@ class Place(Enum):
 
     @property
     def gpus(self) -> int:
-        """GPUs that neither engines nor training have because of it."""
+        """GPUs that this place takes from engines and training."""
         return int(self in (Place.OWN, Place.TOOLS))
 
 
 def place_of_services(num_gpus: int, of_others: int, *, on_cores: bool = False) -> Place | None:
-    """Where services with models compute, on a machine or cluster with ``num_gpus`` GPUs of which
-    engines, training and a teacher of its own take ``of_others``; If null, they have too few, and
-    services share what there is."""
+    """Where services with models compute, on ``num_gpus`` GPUs; None if they must share.
+    ``of_others`` is the number of GPUs for engines, training and a teacher's own worker."""
     if on_cores:
         return Place.CORES
     if num_gpus > of_others:
@@ -38,17 +36,17 @@ def place_of_services(num_gpus: int, of_others: int, *, on_cores: bool = False) 
 
 
 def least_of_others(config: RunSections) -> int:
-    """The fewest GPUs that engines, training and a teacher of its own take."""
+    """Fewest GPUs for engines, training and a teacher's own worker."""
     return 2 + int(config.distil.teacher is not None and config.distil.service is None)
 
 
 def service_models(config: RunSections) -> dict[str, str]:
-    """Model of each service that has one, by the service's name."""
+    """Models by the names of their services; services without a model are left out."""
     return {name: entry.model for name, entry in config.services.named.items() if entry.model is not None}
 
 
 def late_services(config: RunSections) -> set[str]:
-    """Services that rewards do not wait for, as far as ``environment.args`` says."""
+    """Services for which no reward waits, according to ``environment.args``."""
     given = config.environment.args.get("reward")
     rewards = [each for each in (given if isinstance(given, list) else [given]) if isinstance(each, dict)]
     late: dict[str, bool] = {}
@@ -59,15 +57,14 @@ def late_services(config: RunSections) -> set[str]:
 
 
 def asked_models(config: RunSections) -> dict[str, str]:
-    """The same of those that rewards and tools may ask, which a teacher is not."""
+    """`service_models` without teachers: the services that rewards and tools may query."""
     named = config.services.named
     return {name: model for name, model in service_models(config).items() if named[name].function != "teach"}
 
 
 def service_workers(config: RunSections) -> int:
-    """Tool workers of a local cluster that restore weights of services to one device. A service
-    with function ``teach`` is asked on the first of them alone, and a job of Slurm has GPUs of its
-    own."""
+    """Tool workers of a local cluster that load services' weights onto one device. Only the first
+    tool worker serves a function ``teach``. A Slurm job has its own GPUs."""
     cluster = config.cluster
     if not asked_models(config) or cluster.scheduler is not None or config.slurm.of_role("tool").gpus:
         return 1
@@ -75,8 +72,7 @@ def service_workers(config: RunSections) -> int:
 
 
 def teacher_model(config: RunSections) -> str | None:
-    """The teacher's model, its own or that of its service, named as ``model.path`` is; If null, there
-    is no teacher."""
+    """Model of the teacher or its service, named like ``model.path``; None without a teacher."""
     teacher = config.distil.teacher
     if not isinstance(teacher, dict):
         return teacher
@@ -84,11 +80,11 @@ def teacher_model(config: RunSections) -> str | None:
 
 
 def draws_of_student(config: RunSections) -> bool:
-    """Whether the divergence is estimated from what the student draws as it generates."""
+    """Whether the divergence is estimated from tokens that the student samples as it generates."""
     distil = config.distil
     return distil.teacher is not None and (distil.divergence, distil.estimator) == ("reverse", "sampled")
 
 
 def extra_draws(config: RunSections) -> int:
-    """Tokens that an engine draws for each place beside the generated one (``TurnRequest.draws``)."""
+    """Tokens that an engine samples beside each generated token (``TurnRequest.draws``)."""
     return config.distil.tokens - 1 if draws_of_student(config) else 0

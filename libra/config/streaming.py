@@ -1,8 +1,7 @@
-"""Whether the steps of a run are streamed: the gradient of a batch is added up in waves while its
-last groups are generated.
+"""Whether steps are streamed: a batch's gradient is summed in waves while its last groups generate.
 
-A wave takes groups that are complete, so their advantages must not depend on groups that are not,
-and all waves of a batch must see the same weights.
+A wave takes complete groups, so their advantages must not depend on other groups, and all waves of
+a batch must see the same weights.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ that comes wait."""
 
 
 def streaming_obstacle(config: RunSections) -> str | None:
-    """Why the steps of this configuration cannot be streamed, with what to type; None if they can."""
+    """Why steps cannot be streamed, with the text to type; None if they can."""
     trainer = config.trainer
     passes = trainer.epochs * trainer.minibatches
     if passes > 1:
@@ -44,7 +43,7 @@ def streaming_obstacle(config: RunSections) -> str | None:
 
 
 def most_waves(config: RunSections) -> int:
-    """Waves of a batch at most; 0: its step is not streamed."""
+    """Most waves of a batch; 0 if its step is not streamed."""
     trainer = config.trainer
     if trainer.streaming == "off" or streaming_obstacle(config) is not None:
         return 0
@@ -52,13 +51,13 @@ def most_waves(config: RunSections) -> int:
 
 
 def wave_groups(config: RunSections) -> int:
-    """Fewest groups of a wave that is not the last: a sequence for each replica."""
+    """Fewest groups of a wave before the last: enough for a sequence per replica."""
     return -(-config.cluster.train_workers // config.trainer.group_size)
 
 
 def turning_obstacle(config: RunSections) -> str | None:
-    """Why no engine of this configuration can train while the tail of a rollout runs, with what to
-    type; None if one can."""
+    """Why no engine can train during the tail of a rollout, with the text to type; None if any
+    can."""
     cluster = config.cluster
     if not most_waves(config):
         return "its steps are not streamed, so that no gradient is computed before the batch is complete; type trainer.streaming=on"
@@ -75,13 +74,12 @@ def turning_obstacle(config: RunSections) -> str | None:
 
 
 def turns(config: RunSections) -> bool:
-    """Whether engines train while the tail of a rollout runs."""
+    """Whether engines train during the tail of a rollout."""
     return config.trainer.turning != "off" and turning_obstacle(config) is None
 
 
 def ways_of(config: RunSections) -> tuple[str, ...]:
-    """Ways in which a run of this configuration may take its steps, the least change first: of
-    `libra.policy.step_ways`, those that `auto` leaves open."""
+    """Names in `libra.policy.step_ways` that ``auto`` may choose, the smallest change first."""
     if not most_waves(config):
         return ("split",)
     trainer, may_turn = config.trainer, turns(config)
@@ -92,8 +90,7 @@ def ways_of(config: RunSections) -> tuple[str, ...]:
 
 
 def enough_groups(config: RunSections) -> int:
-    """Most groups of a wave where engines turn, 0 elsewhere: sequences for each trainer, and soon a
-    wave for one that comes."""
+    """Most groups of a wave if engines may train, else 0: `SEQUENCES` per possible trainer."""
     if not turns(config):
         return 0
     cluster = config.cluster
@@ -101,7 +98,7 @@ def enough_groups(config: RunSections) -> int:
 
 
 def streaming_words(config: RunSections) -> str:
-    """Whether the steps are streamed, and why, in one line; empty if that was not asked for."""
+    """Whether steps are streamed, and why, in one line; empty if streaming is off."""
     streaming = config.trainer.streaming
     if streaming == "off":
         return ""

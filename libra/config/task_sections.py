@@ -1,5 +1,4 @@
-"""Sections about what a run does: its length, model, environment, agent, services, teacher and
-staleness."""
+"""Sections on a run's task: length, model, environment, agent, services, teacher, staleness."""
 
 from __future__ import annotations
 
@@ -165,7 +164,7 @@ class AgentSection(Section):
 
     @property
     def given(self) -> bool:
-        """Whether there is an agent."""
+        """Whether an agent is configured."""
         return self.function is not None or self.command is not None
 
 
@@ -291,5 +290,5 @@ class DistilSection(Section):
 
     @property
     def service(self) -> str | None:
-        """The service that is the teacher; If null, it is none, or there is no teacher."""
+        """Name of the service that is the teacher; None if no service is."""
         return self.teacher["service"] if isinstance(self.teacher, dict) else None

@@ -1,7 +1,6 @@
-"""Section ``trainer`` of a configuration: the algorithm, its batch, its optimizer, and how a step
-is computed.
+"""Section ``trainer``: the algorithm, batch, optimizer, and computation of a step.
 
-Keys marked (preset) are filled from `libra.config.algorithms`.
+`libra.config.algorithms` fills keys marked (preset).
 """
 
 from __future__ import annotations
@@ -233,8 +232,7 @@ class TrainerSection(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _preset(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill missing keys from the algorithm's preset; they do not count as given
-        (``model_fields_set``)."""
+        """Fill missing keys from the preset; they do not count as given (``model_fields_set``)."""
         if not isinstance(given, dict):
             return validate(given)
         preset = preset_values(given.get("algorithm", DEFAULT_ALGORITHM))
@@ -252,8 +250,8 @@ class TrainerSection(Section):
     )
     @classmethod
     def _arguments(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        """The arguments of the chosen loss, correction or metric, with defaults. A loss of one's
-        own takes any."""
+        """Arguments of the chosen loss, correction or metric, with defaults; own losses take
+        any."""
         name = str(info.field_name).removesuffix("_args")
         chosen = info.data.get(name, "")
         kinds: dict[str, type[Section]] = {

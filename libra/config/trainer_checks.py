@@ -1,5 +1,4 @@
-"""Contradictions of the sections trainer, staleness and distil with other fields; as in
-`libra.config.cross_field_checks`."""
+"""Contradictions between the sections trainer, staleness and distil and other fields."""
 
 from __future__ import annotations
 
@@ -282,7 +281,6 @@ def _distil(config: RunSections) -> Iterator[str]:
 
 
 def _service_contradictions(config: RunSections) -> Iterator[str]:
-    """A message where ``{service: NAME}`` names none, or one that does not score trajectories."""
     name, named = config.distil.service, config.services.named
     if name is None:
         return

@@ -1,8 +1,8 @@
 """Reading and writing YAML: PyYAML with the core types of YAML 1.2, and the line of every key.
 
 YAML 1.1, PyYAML's default, reads ``1e-4`` as text, ``no`` as false, ``010`` as 8 and ``12:30`` as
-750, and keeps the last of two equal keys. Here numbers are numbers, only true and false are truth
-values, and a repeated key is an error.
+750, and keeps the last of two equal keys. Here numbers are numbers, only true and false are
+booleans, and a repeated key is an error.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ _Dumper.add_multi_representer(Path, lambda dumper, path: dumper.represent_data(s
 
 
 def read_mapping(text: str, source: str) -> tuple[dict[str, Any], Lines]:
-    """The mapping in a YAML document, and the line of each of its keys; an empty document is an
-    empty mapping.
+    """The mapping in a YAML document ({} if empty), and the line of each key.
 
-    Raises ConfigError, which begins with ``source``, where the text is not YAML, is not a mapping,
-    repeats a key, or has a key that is not text.
+    ConfigError, which begins with ``source``, if the text is not YAML or not a mapping, repeats a
+    key, or has a key that is not text.
     """
     node, value, lines = _parsed(text, source)
     if node is None:
@@ -71,8 +70,7 @@ def read_mapping(text: str, source: str) -> tuple[dict[str, Any], Lines]:
 
 
 def read_value(text: str, source: str) -> Any:
-    """The value of ``text`` as YAML, as in an override ``a.b=text``; ConfigError if it is not
-    exactly one value."""
+    """``text`` as YAML, as in an override ``a.b=text``; ConfigError unless it is one value."""
     node, value, _ = _parsed(text, source)
     if node is None or text[node.end_mark.index :].strip():
         raise ConfigError(f"{source}: {text!r} is not one value; type null for none, and quotes around text with '#'")
@@ -80,7 +78,7 @@ def read_value(text: str, source: str) -> Any:
 
 
 def write(value: Any) -> str:
-    """``value`` (JSON-able) as YAML text that `read_mapping` reads back to an equal value."""
+    """The JSON-able ``value`` as YAML text, which `read_mapping` reads back to an equal value."""
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
     return text
 
@@ -94,7 +92,6 @@ def one_line_yaml(value: object) -> str:
 
 
 def _parsed(text: str, source: str) -> tuple[yaml.Node | None, Any, Lines]:
-    """The root node of a document (None: an empty one), its value, and the line of every key."""
     lines: Lines = {}
 
     def value_of(node: yaml.Node, path: tuple[str, ...], parents: tuple[yaml.Node, ...]) -> Any:

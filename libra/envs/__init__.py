@@ -1,5 +1,4 @@
-"""Tasks: prompts, tools and rewards. `Environment` is the interface; `FunctionEnvironment` makes
-one from plain functions."""
+"""Tasks: the interface `Environment`, its prompts, tools and rewards, and `FunctionEnvironment`."""
 
 from __future__ import annotations
 

@@ -1,23 +1,23 @@
-"""Calls in processes of their own, with cores that no other call has, and a bound on memory.
+"""Calls in their own processes, with cores that no other call has and a bound on memory.
 
-A worker forks one *starter* from itself for the first such call. The starter holds the tools, has
-one thread, and forks a process for each call. So tools need not be importable, and no fork copies a
-thread of the worker that holds a lock.
+For the first such call a worker forks a single-threaded *starter*, which holds the tools and forks
+a process for each call. Tools therefore need not be importable, and no fork copies a worker's
+thread that holds a lock.
 
 Invariants
 ----------
-1. No core belongs to two calls of one worker at once, unless calls ask for more cores than it has.
-2. A call that ends, is cut off at its time-out, or exceeds its memory leaves no process of its
-   group behind, and other calls go on.
-3. A call gives text, never an object, read as JSON. Malformed text, and a process that the machine
-   refuses, are faults of that call alone.
-4. The calls of a worker end with it: its starter ends with its socket, and kills their groups
-   first.
-5. A group is killed by the pid of its leader only while that pid is the call's: the starter reaps a
-   call no sooner than it forks the next, and a task of its own reads the message with the pid,
-   which a cancelled call does not interrupt.
-6. Only the call holds the other end of its socket: its end means that the call has ended, or never
-   started.
+1. Two calls of a worker share a core only if calls demand more cores than the worker has.
+2. A call that ends, times out or exceeds its memory leaves no process of its group behind, and
+   other calls continue.
+3. A call returns JSON text, never an object. Malformed text, or a process that the machine refuses,
+   fails only that call.
+4. The calls of a worker end with the worker: its starter then reads the end of its socket and kills
+   their groups first.
+5. A group is killed by its leader's pid only while the pid belongs to the call: the starter reaps a
+   call no sooner than it forks the next, and a separate task, which a cancelled call does not
+   interrupt, reads the pid.
+6. Only the call holds the other end of its socket: end of file means that the call has ended or
+   never started.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ KILLED_S = 5.0
 MOST_BYTES = 64 << 20
 PROCESSES = 512
 BEGIN_S, SEND_S, END_S = 120.0, 10.0, 5.0
-"""Longest seconds for the start of a call, for handing its socket to the starter, and for the
+"""Longest seconds for a call's start, for passing its socket to the starter, and for the
 starter's end."""
 
 
 class Bounds(NamedTuple):
-    """Bounds of a call: ``cores`` of its own (0 shares those that are not leased), memory (0 is
-    unbounded), and GPUs."""
+    """Bounds of a call: own ``cores`` (0 uses unleased cores), memory (0 is unbounded), and
+    GPUs."""
 
     cores: int = 0
     memory_bytes: int = 0
@@ -74,7 +74,7 @@ class Bounds(NamedTuple):
 
 
 class HeldGpus(Protocol):
-    """GPUs of one call; ``entries`` in the form of CUDA_VISIBLE_DEVICES."""
+    """GPUs of one call; ``entries`` are values of CUDA_VISIBLE_DEVICES."""
 
     @property
     def entries(self) -> tuple[str, ...]: ...
@@ -89,8 +89,7 @@ class GpusOfCalls(Protocol):
 
 
 class Ran(NamedTuple):
-    """The end of a call: its value as text, or name and text of its error; its seconds; and an
-    API's refusal."""
+    """The end of a call: value as text, or an error's name and text; seconds; an API's refusal."""
 
     text: str
     error: str
@@ -100,14 +99,14 @@ class Ran(NamedTuple):
 
 
 class CoreSet:
-    """The cores of a worker, and the free ones among them."""
+    """The cores of a worker, and which are free."""
 
     def __init__(self, cores: Sequence[int]) -> None:
         self.all = tuple(cores)
         self._free = set(cores)
 
     def take(self, count: int) -> tuple[int, ...]:
-        """The lowest ``count`` free cores; missing ones are shared with other calls."""
+        """The lowest ``count`` free cores; if too few are free, cores of other calls are added."""
         taken = sorted(self._free)[:count]
         self._free.difference_update(taken)
         if len(taken) < count:
@@ -125,13 +124,12 @@ class CoreSet:
 
 
 def memory_enforcement() -> str:
-    """The bound on a call's memory here: ``cgroup`` or ``rlimit``."""
+    """``cgroup`` or ``rlimit``, whichever bounds a call's memory on this machine."""
     return "cgroup" if can_make_groups() else "rlimit"
 
 
 class ActionProcesses:
-    """Calls of one worker with processes of their own; ``to_text`` makes a returned value readable
-    for a model."""
+    """Calls of one worker in their own processes; ``to_text`` converts a value for the model."""
 
     def __init__(
         self,
@@ -167,8 +165,8 @@ class ActionProcesses:
     async def run(self, tool: str, arguments: Mapping[str, Any], timeout_s: float, bounds: Bounds) -> Ran | None:
         """Run one call; None after its time-out.
 
-        `ToolFault` if no process could start, or if it died, exceeded its memory, or wrote
-        something unreadable, or if the call got no GPUs for `GPU_WAIT_S`.
+        `ToolFault` if no process could start, the process died, exceeded its memory or wrote
+        malformed text, or the call got no GPUs for `GPU_WAIT_S`.
         """
         with contextlib.ExitStack() as stack:
             gpus: tuple[str, ...] = ()
@@ -234,8 +232,6 @@ class ActionProcesses:
                     raise
 
     def _handed_over(self) -> socket.socket:
-        """This end of a new call's socket; the other one goes to the starter, or to a new one if
-        that was killed."""
         mine, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
@@ -263,8 +259,6 @@ class ActionProcesses:
 
 
 class _Begun(NamedTuple):
-    """A call whose process, the leader of a group, has its request."""
-
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     pid: int
@@ -281,7 +275,7 @@ async def _begin(conn: socket.socket, request: bytes) -> _Begun:
 
 
 async def _killed(begun: asyncio.Future[_Begun]) -> None:
-    """Kill the group of a call, once its pid is known, and wait for its leader's end."""
+    """Kill the process group of a call once its pid is known, and wait for its leader's end."""
     with contextlib.suppress(EOFError, OSError, TimeoutError):
         call = await begun
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -295,7 +289,6 @@ async def _killed(begun: asyncio.Future[_Begun]) -> None:
 
 
 def _read(tool: str, data: bytes) -> Ran:
-    """The message of a call's process; `ToolFault` if it is malformed."""
     try:
         told = parsed_json(data)
         refusal = None
@@ -335,7 +328,7 @@ def _start_calls(
         os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # were it ignored, nobody could wait for a call
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, the starter could not wait for calls
         while True:
             message, fds, _, _ = socket.recv_fds(sock, 1, 1)
             if not message:
@@ -357,7 +350,6 @@ def _start_calls(
 
 
 def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_text: Callable[[Any], str]) -> NoReturn:
-    """In the process of a call, read the request, call the tool, and send the outcome."""
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -379,8 +371,7 @@ def _call(conn: socket.socket, functions: Mapping[str, Callable[..., Any]], to_t
 
 
 def _end_with(conn: socket.socket) -> None:
-    """End the call and its processes once the worker has closed its end: after a time-out, or with
-    the worker."""
+    """Kill the call's processes once the worker closes its end of the socket."""
     with contextlib.suppress(OSError):
         conn.recv(1)
     os.killpg(os.getpid(), signal.SIGKILL)

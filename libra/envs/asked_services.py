@@ -1,8 +1,7 @@
-"""`libra.ask`: requests of rewards and tools to the services of their run (section ``services``),
-on their worker.
+"""`libra.ask`: rewards and tools query the services of their run (section ``services``).
 
-A call finds its run by the context in which it started (`asking`). Without one, as in a thread of
-the user's, it is the only run of this process.
+A call finds its run by the context in which it started (`asking`). Without a context, as in a
+user's own thread, the run is the only run of this process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Asker(Protocol):
     """Process of that loop."""
 
     async def answer(self, service: str, given: Any) -> Any:
-        """The answer of a service; ServiceFault."""
+        """The answer of a service; raises ServiceFault."""
 
     def answer_later(self, service: str, given: Any, trajectory_id: str) -> None:
         """Deliver the answer later, as the reward of a trajectory."""
@@ -45,7 +44,7 @@ _ASKER: ContextVar[Asker | None] = ContextVar("libra_services", default=None)
 
 @contextmanager
 def services_here(asker: Asker) -> Iterator[None]:
-    """Give this process these services."""
+    """Make ``asker`` the services of this process."""
     _HERE.append(asker)
     try:
         yield
@@ -55,7 +54,7 @@ def services_here(asker: Asker) -> Iterator[None]:
 
 @contextmanager
 def asking(asker: Asker | None) -> Iterator[None]:
-    """Let `ask` use these services here and in calls that start here."""
+    """Make ``asker`` the services of `ask` here and in calls that start here."""
     token = _ASKER.set(asker)
     try:
         yield
@@ -71,14 +70,14 @@ def ask(service: str, given: Any) -> Any:
     service : str
         A name of ``services.named``.
     given : Any
-        One input of its function. The functions for models take a text, or a mapping with "prompt"
-        or "messages", and "completion".
+        One input of the service's function. The functions for models take a text, or a mapping with
+        "prompt" or "messages", and "completion".
 
     Raises
     ------
     ServiceFault
-        The service failed, its API refused it until retries were used up, the run does not have it,
-        or this call runs where no service can be asked.
+        The service failed, its API refused the call in every retry, the run has no such service, or
+        the caller runs where no service is available.
     """
     asker = _asker(service)
     try:
@@ -129,9 +128,9 @@ def service(
     Parameters
     ----------
     function : str or callable
-        "judge", "logprob", "score" or "embed", which ask ``model``; "teach" for ``distil.teacher``;
-        or a function at the top of a module, ``f(inputs)`` or with a model ``f(model, tokenizer,
-        inputs)``, with one value for each input.
+        "judge", "logprob", "score" or "embed", which query ``model``; "teach" for
+        ``distil.teacher``; or a function at the top of a module, ``f(inputs)`` or with a model
+        ``f(model, tokenizer, inputs)``, that returns one value per input.
     model : str, optional
         A name as in ``model.path``.
     max_batch, max_wait_s : int, float
@@ -155,8 +154,8 @@ def service(
 
 @dataclass(frozen=True, slots=True)
 class ServiceUse:
-    """A service that an environment asks, and the asking part; ``late`` does not wait for the
-    answer."""
+    """A service, and the part of an environment that queries it; ``late`` does not wait for
+    answers."""
 
     service: str
     where: str
@@ -167,9 +166,9 @@ class ServiceUse:
 class ServiceReward:
     """The number from a service as the reward: ``{service: judge}``.
 
-    Its input has the prompt's last message and all messages, the model's last turn, and columns.
-    With ``late`` the reward is `libra.Late`, and its value comes with the answer
-    (``trainer.late``); held-out questions wait. ``fast`` is the provisional reward of a late one.
+    The input has the prompt's last message and all messages, the model's last turn, and columns.
+    With ``late`` the reward is `libra.Late` with ``fast`` as provisional value; the final value
+    comes with the answer (``trainer.late``). Held-out questions always wait for the answer.
     """
 
     service: str

@@ -1,6 +1,6 @@
 """`Environment`, the interface of a task: prompts, tools, the parser of calls, and the grader.
 
-`make_environment` makes one by name: those that ship, or any ``package.module:attribute``.
+`make_environment` makes an environment that ships with Libra, or any ``package.module:attribute``.
 """
 
 from __future__ import annotations
@@ -29,17 +29,13 @@ HELD_OUT_SHARE = 8
 
 
 def question_class(text: str) -> int:
-    """Class of a question by a hash of its text, 0 to `HELD_OUT_SHARE` - 1; class 0 is evaluation
-    in every run."""
+    """Class of a question, 0 to `HELD_OUT_SHARE` - 1, by its text; class 0 is always evaluation."""
     return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_SHARE
 
 
 class Environment(ABC):
-    """A task family. Every worker makes its own instance from (name, args, seed), which has no
-    state between calls.
-
-    Subclasses define `prompt` and `grade`, and ``tools`` if there are any.
-    """
+    """A task family. Every worker makes an instance from (name, args, seed), stateless between
+    calls. Subclasses define `prompt` and `grade`, and ``tools`` if there are any."""
 
     tools: tuple[Tool, ...] = ()
     tool_format: str = "hermes"
@@ -67,55 +63,50 @@ class Environment(ABC):
         """Question ``index`` (>= 0, without limit) of ``split``, "train" or "eval".
 
         Deterministic in (seed, split, index); no question is in both splits. A fact "bin" (text or
-        a number) names its bin in an evaluation.
+        a number) is the bin of the question in an evaluation.
         """
 
     @abstractmethod
     def grade(self, episode: Episode) -> float:
-        """Reward of a finished trajectory: one finite number. It may be ``async def``; otherwise it
-        may block a thread."""
+        """Reward of a finished trajectory: one finite number. May be ``async def``, or block."""
 
     def reset(self, prompt: Prompt) -> Any:
-        """First state of a trajectory, for environments whose trajectories have one. It may be
-        ``async def``.
+        """First state of a trajectory, if the environment has states. May be ``async def``.
 
-        The state is a value, never a live object: each turn's record has it, because calls of one
-        trajectory may run on several workers, and a lost call runs again from the last record. It
-        is None, bool, int, float, str, bytes, list and dict, or the annotated type of the return: a
+        The state is a value, never a live object, because calls of one trajectory may run on
+        several workers, and a lost call runs again from the state in the last record. It consists
+        of None, bool, int, float, str, bytes, list and dict, or has the annotated return type: a
         dataclass, a msgspec.Struct, tuples, sets. Equal prompts give equal states, so that the
         samples of a group start alike.
 
-        Tools with a keyword ``trajectory_state`` and `step` get a copy. Their changes stay if they
-        return, and are dropped if they raise. The grader reads the last state as ``episode.state``.
+        Tools with a keyword ``trajectory_state`` and `step` get a copy. Its changes count if the
+        call returns, and are dropped if the call raises. The grader reads the last state as
+        ``episode.state``.
         """
         return None
 
     def step(self, text: str, state: Any) -> str | None:
-        """The user's next turn after a ``text`` without calls, or None to end the trajectory. It
-        may be ``async def``.
+        """The user's next turn after a ``text`` without calls; None ends the trajectory.
 
-        Define it for environments that talk back, such as text games. ``state`` is a copy to change
-        in place, None without a `reset`. An error is a failure of the environment, after which a
-        fresh draw starts.
+        Define it for environments that talk back, such as text games. May be ``async def``.
+        ``state`` is a copy to change in place, or None without a `reset`. An error is a failure of
+        the environment, and the trajectory is sampled again.
         """
         return None
 
     def prompt_id(self, split: str, index: int) -> str:
-        """``prompt_id`` of question ``index`` without making the prompt; empty (the default) if no
-        question repeats.
-
-        Lengths seen in one pass over the questions improve the forecasts of the next.
-        """
+        """``prompt_id`` of question ``index``, without making the prompt; "" if no question
+        repeats. Lengths seen in one pass over the questions improve the forecasts of the next
+        pass."""
         return ""
 
     def num_prompts(self, split: str) -> int | None:
-        """Number of questions of ``split``, which repeat after the last one; None (the default)
-        without a limit."""
+        """Number of questions of ``split``, which then repeat; None (the default) without a
+        limit."""
         return None
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
-        """The calls in a generated turn, in order, by the parser of ``tool_format``. A turn without
-        calls is the answer."""
+        """The calls in a generated turn, in order. A turn without calls is the answer."""
         return TOOL_FORMATS[self.tool_format].parse(text, self.tools)
 
     def check_split(self, split: str) -> None:
@@ -136,14 +127,14 @@ class Environment(ABC):
 
     @property
     def asked_services(self) -> tuple[ServiceUse, ...]:
-        """Services that its grader and its tools ask."""
+        """Services that the grader and the tools query."""
         graded = (ServiceUse(use, "grade") if isinstance(use, str) else use for use in self.services)
         of_tools = (ServiceUse(name, f"tool {tool.name!r}") for tool in self.tools for name in tool.services)
         return (*graded, *of_tools)
 
     @property
     def name(self) -> str:
-        """Its name in messages and logs."""
+        """The environment's name in messages and logs."""
         return type(self).__name__
 
     @property
@@ -153,8 +144,7 @@ class Environment(ABC):
 
 
 class ScriptedTurn(NamedTuple):
-    """One turn: tokens to generate, at least 1, and the calls after them; without calls the
-    trajectory ends."""
+    """One turn: at least 1 token to generate, then the calls; without calls the trajectory ends."""
 
     new_tokens: int
     calls: tuple[ToolCall, ...]
@@ -162,11 +152,10 @@ class ScriptedTurn(NamedTuple):
 
 @runtime_checkable
 class Scripted(Protocol):
-    """An `Environment` whose turns are scripted. It needs ``rollout.ignore_eos``."""
+    """An `Environment` whose turns are scripted; needs ``rollout.ignore_eos``."""
 
     def scripted(self, tid: TrajectoryId, prompt: Prompt, turn: int) -> ScriptedTurn:
-        """Turn ``turn``, from 0, of a trajectory; called for each in order, until one has no
-        calls."""
+        """Turn ``turn``, from 0; turns are requested in order until a turn has no calls."""
 
 
 # ---------------------------------------------------------------- environments by name
@@ -180,14 +169,10 @@ _METHODS = {"prompt": "def prompt(self, split, index)", "grade": "def grade(self
 
 
 def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environment:
-    """The environment ``name``, made with ``args``, and with ``seed`` where its constructor takes
-    one.
+    """The environment ``name``, made with ``args``, and ``seed`` if its constructor takes a seed.
 
-    Raises
-    ------
-    ConfigError
-        The name is unknown, an argument is unknown or missing, or the factory does not return an
-        `Environment`.
+    ConfigError if the name or an argument is unknown, an argument is missing, or the factory
+    returns something else than an `Environment`.
     """
     factory, arguments = _with_arguments(name, args, seed)
     try:
@@ -210,11 +195,8 @@ def make_environment(name: str, args: Mapping[str, Any], seed: int) -> Environme
 
 
 def check_named(name: str, args: Mapping[str, Any]) -> None:
-    """Check the name, the arguments and the files for `make_environment` without making anything;
-    ConfigError.
-
-    Only a module that is not found is imported, for the message.
-    """
+    """ConfigError if `make_environment` would refuse the name, the arguments or the files. Nothing
+    is made. A module is imported only for the message that it cannot be found."""
     top = name.partition(":")[0].partition(".")[0]
     if is_named(name) and (top in sys.modules or importlib.util.find_spec(top) is not None):
         return
@@ -223,8 +205,6 @@ def check_named(name: str, args: Mapping[str, Any]) -> None:
 
 
 def _with_arguments(name: str, args: Mapping[str, Any], seed: int) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The factory of an environment and its arguments; ConfigError if the factory does not take
-    them."""
     path = ENVIRONMENTS.get(name, name)
     if not is_named(path):
         raise ConfigError(
@@ -258,7 +238,7 @@ def _with_arguments(name: str, args: Mapping[str, Any], seed: int) -> tuple[Call
 
 
 def check_tool_types(environment: Environment) -> None:
-    """ConfigError for something among an environment's tools that is not a `Tool`."""
+    """ConfigError if any of the environment's tools is not a `Tool`."""
     for each in environment.tools:
         if not isinstance(each, Tool):
             called = getattr(each, "__name__", "f")

@@ -1,5 +1,4 @@
-"""An environment from plain Python: a list of prompts, a reward function, and functions as
-tools."""
+"""An environment from plain Python: prompts, a reward function, and functions as tools."""
 
 from __future__ import annotations
 
@@ -35,9 +34,8 @@ TRUTHS_READ = 64
 class FunctionEnvironment(Environment):
     """The environment behind ``libra.train(prompts=..., reward=..., tools=[...])``.
 
-    Training prompts repeat, in an order that the seed shuffles for each pass. Evaluation prompts
-    are ``eval_prompts`` in their order, or every tenth of ``prompts``; with fewer than ten there
-    are none.
+    Training prompts repeat; the seed shuffles each pass. Evaluation prompts are ``eval_prompts`` in
+    their order, or else every tenth of ``prompts``; fewer than ten prompts give none.
 
     Parameters
     ----------
@@ -47,10 +45,10 @@ class FunctionEnvironment(Environment):
         most `MOST_READ` rows.
     reward : callable, str, mapping, or a list of them
         A name of `libra.envs.rewards`, such as "gsm8k", a mapping with "name" and options,
-        ``{"service": "judge"}`` for the number from a service, or a function. A function takes by
-        name any of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode``
-        (`Episode`), and any column that every row has. It returns one finite number, and may be
-        ``async``. Forms of TRL and verifiers are recognised by their parameters
+        ``{"service": "judge"}`` for a service's number, or a function. A function takes by name any
+        of ``prompt`` (`Prompt`), ``completion`` (text of the last turn), ``episode`` (`Episode`),
+        and any column that every row has. It returns one finite number, and may be ``async``.
+        Functions of TRL and verifiers are recognised by their parameters
         (`libra.envs.rewards.reward_calls`).
     tools : sequence of functions or `Tool`
     session : SessionKind, optional
@@ -61,8 +59,8 @@ class FunctionEnvironment(Environment):
     Raises
     ------
     ConfigError
-        A prompt of another shape, a parameter of ``reward`` that no row has, a named reward that
-        can read none of the first 64 answers, or a tool without docstring or type hints.
+        A malformed prompt, a parameter of ``reward`` that no row has, a named reward that can read
+        none of the first 64 answers, or a tool without docstring or type hints.
     """
 
     def __init__(
@@ -122,7 +120,7 @@ class FunctionEnvironment(Environment):
 
     @property
     def graders(self) -> tuple[Callable[..., Any], ...]:
-        """The given reward functions, for messages."""
+        """The reward functions, for messages."""
         return tuple(term.function for term in self._reward.terms)
 
     def grade(self, episode: Episode) -> float:
@@ -140,7 +138,6 @@ Row = tuple[tuple[Mapping[str, str], ...], Mapping[str, Any]]
 
 
 def _listed_rows(given: Any, where: str) -> list[Any]:
-    """The rows of a list, an iterator or a table; ConfigError if it has none, or too many."""
     if isinstance(given, str | bytes | Mapping | set | frozenset | io.IOBase):
         raise ConfigError(f"{where}: got one {type(given).__name__}; {_advice(given, where)}")
     for whole in ("compute", "collect"):  # a collection of Dask, a lazy frame of polars
@@ -245,7 +242,7 @@ class JsonLines(FunctionEnvironment):
         A file with one JSON object a line: "prompt" (a str or a list of messages), "answer", and
         further columns. All workers must be able to read it.
     reward : str, mapping or list
-        A name of `libra.envs.rewards` with options, "module:function" of a function in the form of
+        A name of `libra.envs.rewards`, a mapping with options, "module:function" of a function for
         Libra, TRL or verifiers, or ``{function: module:function, weight: 0.5, form: trl}``; a list
         is a sum.
     eval_path : str, optional
@@ -258,7 +255,7 @@ class JsonLines(FunctionEnvironment):
     Raises
     ------
     ConfigError
-        The file cannot be read, a line is not an object or misses a column, or the reward is wrong.
+        An unreadable file, a line that is not an object or lacks a column, or a wrong reward.
     """
 
     def __init__(
@@ -296,7 +293,6 @@ def _reading(path: str, argument: str) -> Iterator[None]:
 
 
 def _file_rows(path: str, argument: str, columns: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The lines of a file, with their columns renamed to the keys of ``columns``."""
     where = f"environment.args.{argument}: {path}"
     with _reading(path, argument):
         lines = Path(path).read_text(encoding="utf-8").split("\n")

@@ -1,5 +1,4 @@
-"""Grades a finished trajectory: a finite number, a `libra.types.Late` with finite numbers, or a
-`RewardFault`."""
+"""Grading of a finished trajectory: a finite number, a `libra.types.Late`, or a `RewardFault`."""
 
 from __future__ import annotations
 
@@ -24,14 +23,11 @@ MAX_REWARD = 1e9
 async def run_grader(
     environment: Environment, episode: Episode, timeout_s: float = 60.0, back_off: BackOff | None = None
 ) -> float | Late:
-    """``environment.grade(episode)`` within ``timeout_s`` wall seconds, with retries by
-    ``back_off`` after HTTP 429.
+    """The value of ``environment.grade(episode)``; retries by ``back_off`` after HTTP 429.
 
-    Raises
-    ------
-    RewardFault
-        The reward raises, hangs (`RewardTimeout`), is not one finite number, or is refused until
-        retries are used up. A trajectory without a reward never counts as one with reward 0.
+    RewardFault if the reward raises, takes over ``timeout_s`` wall seconds (`RewardTimeout`), is
+    not one finite number, or is refused in every retry. A trajectory without a reward never counts
+    as a trajectory with reward 0.
     """
     where = f"environment {environment.name}, trajectory {episode.trajectory_id}"
     is_async, name = inspect.iscoroutinefunction(environment.grade), f"reward of {environment.name}"
@@ -57,7 +53,6 @@ async def run_grader(
 
 
 def _placed(message: str, cause: BaseException | None, environment: Environment) -> str:
-    """A message with the place in the user's code."""
     graders = getattr(environment, "graders", (environment.grade,))
     place = users_place(cause) or next(filter(None, map(defined_at, graders)), "")
     return f"{message[:1500]}{place and f' ({place.strip()})'}"
@@ -77,8 +72,7 @@ def _checked(value: Any, where: str) -> float:
 
 
 def plain_number(value: Any) -> Any:
-    """A number of numpy, torch, decimal or another library as Python's own; other values stay
-    unchanged."""
+    """A number of numpy, torch, decimal, ... as Python's own; other values unchanged."""
     if hasattr(value, "item"):
         try:
             value = value.item()
@@ -100,8 +94,7 @@ def _checked_late(late: Late, where: str) -> Late:
 
 
 def bounded_reward(reward: float, where: str) -> float:
-    """``reward``; RewardFault with ``where`` unless it is finite and at most `MAX_REWARD` in
-    magnitude."""
+    """``reward``; RewardFault unless it is finite and at most `MAX_REWARD` in magnitude."""
     if not math.isfinite(reward):
         raise RewardFault(f"{where}: the reward is {reward}; it must be one finite number")
     if abs(reward) > MAX_REWARD:
@@ -113,11 +106,8 @@ def bounded_reward(reward: float, where: str) -> float:
 
 
 def own_reward(episode: Episode) -> float:
-    """The reward that the agent returned or posted to its gateway; 0 for an agent without one that
-    ran out of length or turns.
-
-    ValueError if the agent ended by itself without a reward.
-    """
+    """The reward that the agent returned or posted to its gateway. An agent without a reward gets 0
+    if it exceeded the limit of length or turns, else ValueError."""
     if episode.own_reward is None and episode.end_reason in (EndReason.LENGTH, EndReason.MAX_TURNS):
         return 0.0
     if episode.own_reward is None:

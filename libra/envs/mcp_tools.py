@@ -2,13 +2,12 @@
 
 Invariants
 ----------
-1. A process has at most one server for each command and its variables, for all runs. The server and
-   its processes end with the last environment, or with the process (Linux,
-   `libra.processes.keeper`).
-2. A call whose server ended is a failure that the model does not read (`ToolFault`); the next call
+1. All runs of a process share one server for each command and its variables. The server and its
+   processes end with the last environment, or with the process (Linux, `libra.processes.keeper`).
+2. A call whose server ended raises `ToolFault`, which the model does not read; the next call starts
+   a new server.
+3. A call has `TIMEOUT_S`. A server that answers nothing for that time is killed, and the next call
    starts a new server.
-3. A call has `TIMEOUT_S`. A server that answered nothing all that time is killed, and the next call
-   starts another.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ _lock = threading.Lock()
 
 
 class _Life:
-    """One process of a server: a task, because the task that starts a connection of `mcp` must end
-    it."""
+    """One process of a server, as a task, because `mcp` opens and closes a connection in one
+    task."""
 
     def __init__(self, command: str, env: Sequence[str]) -> None:
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -72,7 +71,7 @@ class _Life:
             self.ready.set_exception(error)
 
     async def end(self) -> None:
-        """End the process; `mcp` kills it if it does not read."""
+        """End the process; `mcp` kills a process that does not read."""
         self.stop.set()
         if not self.ready.done():
             self.task.cancel()
@@ -81,8 +80,7 @@ class _Life:
 
 
 class McpServer:
-    """A server of one command. A thread of its own talks to it, and starts it for the first
-    request."""
+    """A server of one command, started at the first request; its own thread talks to the server."""
 
     def __init__(self, command: str, env: Sequence[str] = ()) -> None:
         self.command, self.env, self.users = command, tuple(env), 0
@@ -92,7 +90,7 @@ class McpServer:
         self._ending: set[asyncio.Task[None]] = set()
 
     def tools(self) -> list[Any]:
-        """Its tools in the form of `mcp`; ConfigError if it cannot be started."""
+        """The server's tools as `mcp` lists them; ConfigError if the server cannot start."""
         asked = self._submit(self._list())
         try:
             return list(asked.result(START_S))
@@ -104,8 +102,8 @@ class McpServer:
             ) from error
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text from a tool; RuntimeError with the text if the tool failed, ToolFault if the
-        server did."""
+        """A tool's text; RuntimeError with the text if the tool failed, ToolFault if the server
+        did."""
         return str(await asyncio.wrap_future(self._submit(self._call(name, arguments, time.monotonic()))))
 
     def close(self) -> None:
@@ -161,7 +159,6 @@ class McpServer:
         return text
 
     def _lose(self, life: _Life) -> None:
-        """End a process that has ended or does not answer, unless another call already did."""
         if self._life is life:
             self._life = None
             ending = asyncio.ensure_future(life.end())
@@ -181,7 +178,6 @@ class McpServer:
 
 
 def _found(words: Sequence[str], env: Mapping[str, str]) -> Sequence[str]:
-    """``words``, if their first names a program; FileNotFoundError."""
     if not words or shutil.which(words[0], path=env.get("PATH", os.defpath)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), *words[:1])
     return words
@@ -190,13 +186,9 @@ def _found(words: Sequence[str], env: Mapping[str, str]) -> Sequence[str]:
 def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = ()) -> Environment:
     """A copy of ``environment`` with the tools of a server beside its own.
 
-    ``env`` names variables for the server beside `libra.processes.child_environment`.
-
-    Raises
-    ------
-    ConfigError
-        The package is not installed, one of ``env`` is not set, the server cannot be started, or
-        two tools have one name.
+    The server gets the variables named in ``env`` beside `libra.processes.child_environment`.
+    ConfigError if the package is not installed, a variable of ``env`` is not set, the server cannot
+    start, or two tools have one name.
     """
     try:
         import mcp  # noqa: F401
@@ -209,7 +201,7 @@ def with_mcp_tools(environment: Environment, command: str, env: Sequence[str] = 
         server.users += 1
 
     def leave() -> None:
-        """End the server, if this environment is its last."""
+        """End the server if this environment was its last."""
         with _lock:
             server.users -= 1
             if last := server.users == 0:

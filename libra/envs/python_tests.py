@@ -1,14 +1,13 @@
-"""Tasks to write a Python function: a tool runs programs, and hidden tests in a sandbox grade the
-answer.
+"""Tasks to write a Python function: a tool runs programs, and hidden tests grade the answer.
 
 Invariants
 ----------
 1. A program gets the arguments of one hidden test in its own process, and no expected result:
-   results leave the sandbox as JSON and are compared here.
-2. Hidden tests of the families are drawn at grading from a key of the grading process, so no seed
-   reveals them. Hidden tests of a file stay in the file.
-3. Any damage to its sandbox is a failed test; a sandbox that cannot start is a failure of the
-   environment.
+   results leave the sandbox as JSON and are compared outside.
+2. Hidden tests of the families `TASKS` are drawn at grading from a key of the grading process, so
+   no seed reveals them. The prompt of a problem in a file has only its split and index as facts.
+3. A program that damages its sandbox fails the test; a sandbox that cannot start is a failure of
+   the environment.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A family of functions with one free number ``{k}``: its text, ``solution(k, *arguments)``,
-    and a function that draws JSON-able arguments of one hidden test."""
+    """A family of functions with one free number ``{k}``: text, solution, and drawn test arguments.
+    ``solution(k, *arguments)`` gives the expected result."""
 
     text: str
     solution: Callable[..., Any]
@@ -100,18 +99,19 @@ def _digits(number: int, radix: int) -> list[int]:
 
 
 class PythonTests(Environment):
-    """In a configuration: ``python_tests``.
+    """The environment registered as ``python_tests``.
 
     The reward is 1.0 if the function passes all hidden tests, else 0.0; with ``partial``, the share
-    of passed tests. A hash of (task, number) or of the problem's text decides the split; 1 in 8 is
-    evaluation. Facts: ``task`` and ``k``, or of a file ``split`` and ``problem``, its index.
+    of passed tests. A hash of (task, number) or of the problem's text puts 1 in 8 questions into
+    the evaluation split. Facts: ``task`` and ``k``; for a file ``split`` and ``problem``, its
+    index.
 
     Parameters
     ----------
     problems : str, optional
         A file of JSON lines with "prompt", "function" and "tests", a list of ``[arguments,
-        result]``, which all workers can read; the model sees the prompt only. Without it, functions
-        of the families `TASKS`.
+        result]``. All workers must be able to read it; the model sees only the prompt. Without it,
+        questions are from the families `TASKS`.
     num_tests : int
         Hidden tests per question of the families.
     timeout_s : float
@@ -119,7 +119,7 @@ class PythonTests(Environment):
     memory_mb : int
         Address space of one process, in 2**20 bytes.
     isolation : str
-        "bubblewrap", "none", or a function of yours (`libra.envs.sandbox`).
+        "bubblewrap", "none", or your own function (`libra.envs.sandbox`).
     key : str, optional
         Seed of hidden tests, for tests and comparisons; by default random for each process.
     """
@@ -205,7 +205,7 @@ class PythonTests(Environment):
 
 
 def _same(result: str | None, expected: Any) -> bool:
-    """Whether a program's JSON is the expected value of the same type: ``true`` is not 1."""
+    """Whether a program's JSON is the expected value with the same type: ``true`` is not 1."""
     try:
         return result is not None and json.dumps(json.loads(result)) == json.dumps(expected)
     except (ValueError, RecursionError):
@@ -225,7 +225,7 @@ class Problem:
 
 
 def read_problems(path: str) -> dict[str, list[Problem]]:
-    """Problems of a file of JSON lines, by split; ConfigError for a malformed file or an empty
+    """Problems of a file of JSON lines, by split; ConfigError for a malformed file, an empty
     split."""
     where = "environment.args.problems"
     by_split: dict[str, list[Problem]] = {"train": [], "eval": []}

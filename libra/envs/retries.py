@@ -2,11 +2,10 @@
 
 Invariants
 ----------
-1. A refused call is never an outcome: the model does not read it, and it gives no reward, until
-   retries are used up.
+1. Until retries are used up, the model does not read a refused call, and the call gives no reward.
 2. The wait before retry ``n`` (0, 1, ...) is ``first_s x 2^n``, less a random part of up to a half,
-   and at least the API's ``Retry-After``. The random part comes from the run's seed and the name of
-   the call.
+   and at least the API's ``Retry-After``. The random part depends on the run's seed and the call's
+   name.
 3. No retry starts later than ``TOTAL_S`` after the first attempt.
 """
 
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TOO_MANY = 429
 TOTAL_S = 120.0
-"""Seconds after its first attempt in which a call may be tried again."""
+"""Seconds after a call's first attempt in which retries may start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +43,17 @@ class BackOff:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A refusal for now, with the API's ``Retry-After`` in seconds."""
+    """An API's refusal for now, with its ``Retry-After`` in seconds."""
 
     retry_after_s: float | None = None
 
 
 def refused(error: BaseException | None, at_s: float) -> Refused | None:
-    """The refusal in an error of ours or of an HTTP client; None for any other error.
+    """The refusal in an error of Libra or of an HTTP client; None for any other error.
 
     urllib, requests, httpx, aiohttp, openai and anthropic give the status as ``code``, ``status``
-    or ``status_code`` of the error or its ``response``, and headers likewise. ``at_s`` is the time
-    in seconds since 1970, for a ``Retry-After`` that is a date.
+    or ``status_code`` of the error or its ``response``, and headers likewise. ``at_s``, the time in
+    seconds since 1970, converts a ``Retry-After`` that is a date.
     """
     if error is None:
         return None
@@ -96,11 +95,10 @@ async def with_retries(
     name: str,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> tuple[T, int]:
-    """Await ``call`` until its outcome is not refused; returns the last outcome and the number of
-    retries.
+    """Await ``call`` until its outcome is not refused; returns the outcome and number of retries.
 
-    ``refusal`` finds the refusal in an outcome. ``name`` is the call's in its run, for the log and
-    the random part of waits.
+    ``refusal`` finds the refusal in an outcome. ``name``, the call's name in its run, is for the
+    log and the random part of waits.
     """
     rng, loop = np.random.default_rng([back_off.seed, zlib.crc32(name.encode())]), asyncio.get_running_loop()
     began_s, attempt = loop.time(), 0

@@ -1,17 +1,16 @@
-"""Sessions: live objects that outlive actions, trajectories and iterations, such as a browser or a
-shell.
+"""Sessions: live objects, such as a browser or a shell, that outlive actions and trajectories.
 
-An environment declares one kind (``Environment.session``). A worker with TOOL slots keeps a pool of
-sessions: a trajectory leases one from its first action that needs it to its end, and a reset makes
-it ready for the next. A state (`Environment.reset`) travels with the records; a session stays in
-its process, and actions go there (`libra.worker.trajectory.session_leases`).
+An environment declares one kind (``Environment.session``). Each worker with TOOL slots keeps a pool
+of sessions, and a trajectory leases a session from the first action that needs it until the
+trajectory ends. A session stays in its process, so `libra.worker.trajectory.session_leases` sends
+the actions there. Values that travel with the records are states (`Environment.reset`).
 
 Invariants
 ----------
 1. One trajectory at a time leases a session, which is new or reset when the lease starts.
 2. The user's code runs at most ``timeout_s``: a call that hangs is abandoned with its session.
 3. A session that is dead, or whose reset failed, is closed and never leased again.
-4. The function of an action runs once under a lease: a repeated request gets the first return.
+4. The function of an action runs once per lease: a repeated request gets the first return.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Lease:
-    """A session and its trajectory; ``returns`` has the returns of its last turn's actions by
-    name."""
+    """A session and its trajectory; ``returns`` has the last turn's returns by action name."""
 
     lease_id: str
     trajectory_id: str
@@ -45,8 +43,7 @@ class Lease:
 
 @dataclass(slots=True)
 class SessionCounts:
-    """Numbers of sessions made, leases of existing sessions, resets, replaced sessions, and leases
-    that expired."""
+    """Numbers of new sessions, leases of old sessions, resets, replacements and expired leases."""
 
     made: int = 0
     reused: int = 0
@@ -67,18 +64,15 @@ class SessionPool:
         self._closing = False
 
     async def lease(self, trajectory_id: str) -> str:
-        """Lease a session; returns the lease's name.
-
-        EnvironmentFault if the factory raised, or no session was free in time; ToolTimeout if the
-        factory hangs.
-        """
+        """Lease a session; returns the lease's name. EnvironmentFault if the factory raised or no
+        session became free in time; ToolTimeout if the factory hangs."""
         value = await self._ready(trajectory_id)
         name = uuid.uuid4().hex  # a later pool at the same address must not know these leases
         self.leases[name] = Lease(name, trajectory_id, value, self.clock())
         return name
 
     async def use(self, lease_id: str) -> Lease:
-        """The lease, for an action; SessionLost if it has ended, or its session is dead."""
+        """The lease, for an action; SessionLost if the lease has ended or its session is dead."""
         lease = self.leases.get(lease_id)
         if lease is None:
             raise SessionLost("its session has ended: the worker that had it was restarted, or took it back")
@@ -91,7 +85,7 @@ class SessionPool:
         return lease
 
     async def release(self, lease_id: str) -> None:
-        """End a lease, if it exists, and reset or close its session."""
+        """End a lease if it exists, and reset or close its session."""
         lease = self.leases.pop(lease_id, None)
         if lease is None:
             return
@@ -112,7 +106,7 @@ class SessionPool:
 
     @property
     def size(self) -> int:
-        """Number of sessions, with those that are being made or reset."""
+        """Number of sessions, including sessions that are being made or reset."""
         return len(self.free) + len(self.leases) + self._pending
 
     async def _ready(self, trajectory_id: str) -> Any:
@@ -174,7 +168,6 @@ class SessionPool:
         await self._tried("close", self.kind.close, value)
 
     async def _tried(self, what: str, function: Callable[[Any], Any] | None, value: Any) -> tuple[bool, Any]:
-        """Whether a function returned, and its value; (True, True) without a function."""
         try:
             return True, True if function is None else await self._called(what, function, value)
         except (EnvironmentFault, ToolTimeout) as error:

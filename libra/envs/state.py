@@ -1,15 +1,14 @@
-"""The state of a trajectory: a value that travels with its records.
+"""The state of a trajectory: a value in the record of each turn.
 
 Calls of one trajectory may run on several workers, and a lost call runs again. So the record of
 each turn has the encoded state, and the worker of the next turn decodes it.
 
 Invariants
 ----------
-1. The environment's code gets a copy. Its changes count only if the call returned: after an error,
-   a time-out or a lost worker the next call starts with the state of the last record, so nothing
-   acts on it twice.
-2. A state that differs after encoding and decoding fails when the trajectory starts, and a state
-   above ``max_state_bytes`` at any time; both are failures of the environment.
+1. The environment's code gets a copy, whose changes count only if the call returned. After an
+   error, a time-out or a lost worker, the next call starts with the state of the last record.
+2. The trajectory fails, as a fault of the environment, if its first state differs after encoding
+   and decoding, or if any state exceeds ``max_state_bytes``.
 """
 
 from __future__ import annotations
@@ -43,9 +42,11 @@ def has_steps(environment: Environment) -> bool:
 
 
 def check_state(environment: Environment) -> Environment:
-    """``environment``; ConfigError for something among its tools that is not one, for a tool that
-    takes a state or session that the environment does not have, and for an unknown kind of session
-    or type of state."""
+    """``environment``, if its tools, sessions and state agree.
+
+    ConfigError for a tool that is not a `Tool`, a tool with a keyword for a state or session that
+    the environment does not have, an unknown kind of session, or an unknown type of state.
+    """
     check_tool_types(environment)
     name, kind = environment.name, environment.session
     make_session = "set session = libra.session(FACTORY, reset=..., close=...)"
@@ -76,8 +77,7 @@ def decode_state(environment: Environment, data: bytes | None) -> Any:
 
 
 class StateCopy:
-    """The state of one trajectory while a turn's code runs; ``data`` has its bytes after the last
-    call that returned."""
+    """The state while a turn's code runs; ``data`` encodes it after the last call that returned."""
 
     def __init__(self, environment: Environment, data: bytes | None, where: str) -> None:
         self._environment, self.data, self._where = environment, data, where
@@ -106,13 +106,7 @@ class StateCopy:
 
 async def begin_state(environment: Environment, prompt: Prompt, where: str) -> bytes | None:
     """The encoded first state of a trajectory; None if the environment has no state.
-
-    Raises
-    ------
-    EnvironmentFault
-        ``reset`` raised, or its state cannot be encoded; ToolTimeout if it took longer than
-        ``step_timeout_s``.
-    """
+    EnvironmentFault if ``reset`` or the encoding fails; ToolTimeout after ``step_timeout_s``."""
     if not has_state(environment):
         return None
     state = await _called(environment, "reset", where, prompt)
@@ -133,11 +127,8 @@ async def begin_state(environment: Environment, prompt: Prompt, where: str) -> b
 
 
 async def run_step(environment: Environment, text: str, copy: StateCopy, where: str) -> str | None:
-    """The user's next turn after ``text``, storable and cut to `MAX_PAYLOAD_CHARS`, or None at the
-    trajectory's end.
-
-    EnvironmentFault if ``step`` raised or returned something else; ToolTimeout if it took too long.
-    """
+    """The user's next turn after ``text``, cut to `MAX_PAYLOAD_CHARS`; None ends the trajectory.
+    EnvironmentFault if ``step`` raises or returns another type; ToolTimeout if it hangs."""
     state = copy.value()
     reply = await _called(environment, "step", where, text, state)
     if not (reply is None or isinstance(reply, str)):
@@ -157,7 +148,6 @@ async def _called(environment: Environment, method: str, where: str, *given: Any
 
 @cache
 def _decoder(kind: type[Environment]) -> msgspec.msgpack.Decoder[Any]:
-    """Decoder of the states of a class; ConfigError if their annotation cannot be used."""
     try:
         annotation = get_type_hints(kind.reset).get("return", Any)
         return msgspec.msgpack.Decoder(annotation)

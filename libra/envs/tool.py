@@ -32,8 +32,8 @@ class Tool:
     Attributes
     ----------
     function : callable
-        Takes the arguments by keyword. A plain function runs in a thread of its own; an ``async``
-        one shares the event loop and must await, since it cannot be timed out while it blocks.
+        Takes the arguments by keyword. A plain function runs in its own thread; an ``async``
+        function shares the event loop and must await, since it cannot be timed out while it blocks.
     schema : mapping
         ``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat
         templates take it.
@@ -44,11 +44,11 @@ class Tool:
     inline : bool
         Whether cheap calls run inside the generation quantum.
     fatal : tuple of str
-        Outcomes, "error" and "timeout", that end the trajectory with a failure that is sampled
-        again (``trainer.resample``). The model reads all other outcomes.
+        Outcomes, "error" and "timeout", that fail the trajectory, which is then sampled again
+        (``trainer.resample``). The model reads all other outcomes.
     cores : tuple of (int, int)
-        Least and most cores that a call has alone; with (0, 0) it shares the others. With cores,
-        memory or a GPU each call has a process (`libra.envs.action_process`), and its changes in
+        Fewest and most cores that a call has alone; (0, 0) shares the remaining cores. With cores,
+        memory or a GPU, each call has a process (`libra.envs.action_process`), and its changes in
         memory are lost.
     memory_gib : float
         Memory above which a call is killed and its trajectory ends as class ``tool``; 0 is
@@ -56,12 +56,12 @@ class Tool:
     gpu : int
         GPUs of a call.
     elastic : sequence of float, mapping of int to float, "measure" or None
-        Speeds of a call by cores, relative to the least, for every number of cores or for some;
-        "measure" learns them from calls. None gives a call its least.
+        Speeds of a call relative to the fewest cores, for every number of cores or for some;
+        "measure" learns the speeds from calls. None always uses the fewest cores.
     quota : str
-        Limit for its calls, a name of ``environment.quotas``, or empty.
+        Limit for the tool's calls, a name of ``environment.quotas``, or empty.
     services : tuple of str
-        Services that it asks (`libra.ask`), names of ``services.named``.
+        Services that the tool queries (`libra.ask`), names of ``services.named``.
     revocable : bool
         Whether a call may be stopped and called again later, so that waiting calls can start. Its
         effects outside of its process may then happen twice.
@@ -126,16 +126,16 @@ class Tool:
         yield own and self.is_async, f"an async tool shares the event loop, but {beside}; leave them out, or async"
 
     def call(self, /, **arguments: Any) -> Any:
-        """Call the function with each argument in the type of its hint."""
+        """Call the function with each argument converted to the type of its hint."""
         return self.function(**{name: self.typed(name, value) for name, value in arguments.items()})
 
     def typed(self, name: str, value: Any) -> Any:
-        """An argument of a call in the type of its hint; ValidationError."""
+        """An argument of a call, converted to the type of its hint; ValidationError."""
         return TypeAdapter(self.types[name]).validate_python(value) if name in self.types else value
 
     @property
     def declares(self) -> bool:
-        """Whether calls need more than a slot."""
+        """Whether calls need more than a slot: a process or a quota."""
         return self.own_process or bool(self.quota)
 
     @property
@@ -172,9 +172,8 @@ def tool(
 ) -> Tool:
     """The `Tool` of a function with type hints and a Google-style docstring.
 
-    A hint may be any type with a JSON schema in pydantic: an Enum, a dataclass, ``Annotated[int,
-    Field(ge=1)]``, ... ConfigError if a hint or a description is missing, or a hint has no JSON
-    schema.
+    A hint may be any type with a JSON schema in pydantic, such as an Enum, a dataclass, or
+    ``Annotated[int, Field(ge=1)]``. ConfigError without hint, JSON schema or description.
     """
     shown = name or str(getattr(function, "__name__", type(function).__name__))
     pair = (cores, cores) if isinstance(cores, int) else cores
@@ -186,8 +185,7 @@ def tool(
 
 
 def _schema(function: Callable[..., Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a tool, in the form of transformers' ``get_json_schema``, and its hints beyond
-    plain JSON."""
+    """The schema as transformers' ``get_json_schema`` gives it, and the hints beyond plain JSON."""
     where = f"tool {name!r}"
     try:
         hinted = function if inspect.isroutine(function) else type(function).__call__
@@ -222,7 +220,7 @@ _SECTION = re.compile(r"\n\s*(Args|Returns|Raises):[ \t]*(?:\n|\Z)")
 
 
 def _descriptions(doc: str, names: Collection[str]) -> tuple[str, dict[str, str]]:
-    """Text of a docstring before its sections, and descriptions of arguments in its section Args."""
+    """The docstring's text before its sections, and the descriptions of arguments in Args."""
     about, *rest = _SECTION.split("\n" + doc)
     sections = dict(zip(rest[::2], rest[1::2], strict=True))
     found: dict[str, list[str]] = {}
@@ -238,7 +236,6 @@ def _descriptions(doc: str, names: Collection[str]) -> tuple[str, dict[str, str]
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether JSON has the hint's type, so that pydantic need not convert arguments."""
     if get_origin(hint) in (list, tuple, dict, Union, UnionType):
         return all(each is Ellipsis or _is_plain(each) for each in get_args(hint))
     return get_origin(hint) is Literal or hint in (str, int, float, bool, list, tuple, dict, type(None), Any)
@@ -259,8 +256,7 @@ _VALUES, _LEFT_OUT = ("const", "default", "enum", "examples"), ("$defs", "discri
 
 
 def _as_in_templates(given: Any, definitions: Mapping[str, Any], inside: frozenset[str] = frozenset()) -> Any:
-    """Pydantic's schema of a type as transformers writes it for chat templates: the type first,
-    "nullable", and no references or titles."""
+    """Pydantic's schema as in transformers' chat templates: type first, no references or titles."""
     if isinstance(given, list):
         return [_as_in_templates(each, definitions, inside) for each in given]
     if not isinstance(given, dict):
@@ -293,7 +289,8 @@ def _as_in_templates(given: Any, definitions: Mapping[str, Any], inside: frozens
 
 @dataclass(frozen=True, slots=True)
 class SessionKind:
-    """Functions for the sessions of an environment. Each may be ``async``; others run in a thread.
+    """Functions for the sessions of an environment. ``async`` functions are awaited; others use a
+    thread.
 
     Attributes
     ----------
@@ -307,14 +304,14 @@ class SessionKind:
     alive : callable, optional
         ``alive(session)`` runs before each action, and is false for a dead session.
     most : int or None
-        Most sessions of a worker at once; further trajectories wait up to ``timeout_s`` for one.
+        Most sessions of a worker at once; further trajectories wait up to ``timeout_s``.
     idle : int
         Most sessions kept between trajectories.
     timeout_s : float
         Wall seconds of each call, and of the wait for a session.
     lease_s : float
-        Seconds without an action after which another trajectory may take the session, where
-        ``most`` are leased.
+        Seconds without an action after which another trajectory may take the session, if ``most``
+        sessions are leased.
     """
 
     factory: Callable[[], Any]
@@ -342,5 +339,5 @@ class SessionKind:
 
 
 def session(factory: Callable[[], Any], **options: Any) -> SessionKind:
-    """The `SessionKind` of a factory; options are its other fields."""
+    """The `SessionKind` of a factory; ``options`` are the other fields."""
     return SessionKind(factory, **options)

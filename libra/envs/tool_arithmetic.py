@@ -45,10 +45,9 @@ class ToolArithmetic(Environment):
     """The environment registered as ``tool_arithmetic``.
 
     The reward is 1.0 if the last integer of the last turn is the answer, else 0.0. Training
-    questions have 1 to ``max_operations`` operations with the shares of `TRAIN_SHARES`; evaluation
+    questions have 1 to ``max_operations`` operations in the shares of `TRAIN_SHARES`; evaluation
     question ``i`` has ``i % max_operations + 1``. A hash of the text puts 1 in 8 questions into the
-    evaluation split for every seed, so no run trains on a question that another holds out. Facts:
-    ``num_operations``, ``answer``.
+    evaluation split for every seed. Facts: ``num_operations``, ``answer``.
 
     Parameters
     ----------
@@ -57,10 +56,10 @@ class ToolArithmetic(Environment):
     timeout_s : float
         Wall seconds of a call.
     spare_lines : int
-        Most superfluous lines of a question, drawn evenly from 0 on.
+        Most superfluous lines of a question; the number is drawn uniformly from 0 on.
     calculator : bool
-        Whether it has the calculator; otherwise a tool of the same name must come from elsewhere,
-        such as an MCP server.
+        Whether the environment has its calculator; otherwise a tool of the same name must come from
+        elsewhere, such as an MCP server.
     inline : bool
         Whether calls may run inside the generation quantum, where a hang holds the engine's slot.
     """
@@ -122,9 +121,7 @@ class ToolArithmetic(Environment):
 
 def question(generator: random.Random, num_operations: int, num_spare: int = 0) -> tuple[str, int]:
     """Text and answer of a chain of ``num_operations`` operations with results from 0 to `LIMIT`.
-
-    ``num_spare`` further lines are a separate chain that starts with a name without a value.
-    """
+    ``num_spare`` superfluous lines form a chain of their own, whose first name has no value."""
     value = generator.randint(2, 99)
     shuffled = generator.sample(NAMES, num_operations + num_spare + bool(num_spare))
     names, spare = [*shuffled[:num_operations], ANSWER], shuffled[num_operations:]
@@ -140,7 +137,6 @@ def question(generator: random.Random, num_operations: int, num_spare: int = 0) 
 
 
 def _step(generator: random.Random, value: int) -> tuple[str, int]:
-    """An operator and a one-digit operand that keep the result from 0 to `LIMIT`."""
     while True:
         sign, operand = generator.choice("+-*"), generator.randint(2, 9)
         if 0 <= _OPERATORS[sign](value, operand) <= LIMIT:
@@ -148,11 +144,8 @@ def _step(generator: random.Random, value: int) -> tuple[str, int]:
 
 
 def calculate(line: str, value: int) -> str:
-    """``"k -> d: + 5"`` with 17 for k gives ``"d = 22"``.
-
-    ValueError for a malformed line; OverflowError if ``value`` or the result is above `LIMIT` in
-    magnitude.
-    """
+    """``"k -> d: + 5"`` with 17 for k gives ``"d = 22"``. ValueError for a malformed line;
+    OverflowError if ``value`` or the result exceeds `LIMIT` in magnitude."""
     match = _LINE.fullmatch(line)
     if match is None:
         raise ValueError('one line per call, such as "k -> d: + 5"')

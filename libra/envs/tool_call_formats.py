@@ -28,16 +28,14 @@ _SPACE = re.compile(r"\s*")
 
 
 class _Malformed(Exception):
-    """The reason, and the position up to which a call was read."""
-
     def __init__(self, reason: str, position: int) -> None:
         super().__init__(reason)
         self.position = position
 
 
 def _read(text: str, calls_at: Callable[[int], tuple[Sequence[ToolCall], int]]) -> tuple[ToolCall, ...]:
-    """The calls of each opening tag: ``calls_at`` reads them from a position, and returns the position
-    behind the closing tag, or raises `_Malformed`."""
+    """The calls of all opening tags; ``calls_at`` reads a tag's calls and the position after
+    them."""
     closing = [match.start() for match in re.finditer(CLOSE, text)]  # str.find from every tag would be quadratic
     calls: list[ToolCall] = []
     position = text.find(OPEN)
@@ -59,11 +57,8 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def parse_hermes(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, ...]:
-    """The calls in ``text``, in order.
-
-    Decoding finds the end of the JSON, so an argument may contain ``</tool_call>``. After a
-    malformed call reading continues behind its closing tag.
-    """
+    """The calls in ``text``, in order. An argument may contain ``</tool_call>``, because decoding
+    finds the end of the JSON. Reading resumes after the closing tag of a malformed call."""
 
     def call_at(start: int) -> tuple[Sequence[ToolCall], int]:
         try:
@@ -91,10 +86,10 @@ _LONGEST_WORD_CHARS = 16  # `json` reports "-Infinity" or "\\ud83d\\ude00" at it
 def _decode(text: str, start: int) -> tuple[Any, int]:
     """The JSON value at ``start``, and its end.
 
-    Windows grow only while the value may continue: an error of `json` counts the lines before it,
-    which would be quadratic over many bad calls. All calls of a text are linear, too: reading
-    passes a tag only inside a string, and a call from this tag on is outside of it, so that call
-    ends at the next tag.
+    Windows grow only while the value may continue, because `json` counts the lines before an error,
+    which would be quadratic over many malformed calls. All calls together are linear as well:
+    reading passes a tag only inside a string, so a call that starts at that tag ends at the next
+    tag.
     """
     size = _WINDOW_CHARS
     while True:
@@ -112,8 +107,8 @@ def _decode(text: str, start: int) -> tuple[Any, int]:
 
 
 def parse_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, ...]:
-    """The calls in ``text``, in order; one tag may hold several functions. Schemas of ``tools``
-    give the types of values."""
+    """The calls in ``text``, in order, typed by the schemas of ``tools``; a tag may have
+    several."""
     schemas = {tool.name: tool.parameters for tool in tools}
     value_ends = [match.start() for match in _VALUE_END.finditer(text)] if OPEN in text else []
 
@@ -158,7 +153,6 @@ def parse_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> tuple[ToolCall, 
 
 
 def _converted(value: str, schema: Mapping[str, Any]) -> Any:
-    """``value`` in the type of its schema, or unchanged."""
     kinds = schema.get("type", "string")
     kinds = {kinds} if isinstance(kinds, str) else set(kinds)
     null = "null" in kinds or bool(schema.get("nullable"))
@@ -182,7 +176,7 @@ def _coder_usage(tool: Tool) -> str:
 
 
 class ToolFormat(NamedTuple):
-    """The parser of a format, and the shape of a valid call for the model."""
+    """A format's parser, and an example of a valid call for the model."""
 
     parse: Callable[[str, Sequence[Tool]], tuple[ToolCall, ...]]
     usage: Callable[[Tool], str]
@@ -192,4 +186,4 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(parse_hermes, _hermes_usage),
     "qwen3_coder": ToolFormat(parse_qwen3_coder, _coder_usage),
 }
-"""By the value of ``rollout.tool_format``."""
+"""Formats by their names in ``rollout.tool_format``."""

@@ -1,15 +1,15 @@
-"""Runs one tool call, for any behaviour of the tool.
+"""Execution of one tool call under every behaviour of the tool.
 
 Invariants
 ----------
-1. `run_action` returns a `ToolReturn` for everything that a call or a tool can do. It raises only
+1. `run_action` returns a `ToolReturn` for every call and every behaviour of a tool. It raises only
    if its own task is cancelled, and `ToolFault` if the outcome is fatal for the tool or its API
-   refuses it for too long. Its text is storable (`libra.untrusted`), and its ``tool`` is one of the
-   environment's, or empty for a name that the model made up.
-2. It returns within the tool's ``timeout_s`` plus scheduling, unless an ``async`` tool blocks the
-   event loop; while an API refuses the call, within `libra.envs.retries.TOTAL_S` more.
-3. ``content`` has at most ``max_payload_chars`` characters plus one note with the number of dropped
-   ones.
+   refuses the call in every retry. The text of a return is storable (`libra.untrusted`); its
+   ``tool`` is a tool of the environment, or "" for a name that the model made up.
+2. `run_action` returns within the tool's ``timeout_s`` plus scheduling, unless an ``async`` tool
+   blocks the event loop; retries add at most `libra.envs.retries.TOTAL_S`.
+3. ``content`` has at most ``max_payload_chars`` characters, plus a note that counts the dropped
+   characters.
 4. A thread that outlives its time-out is logged with its tool's name and counted by `hung_threads`
    until it ends.
 """
@@ -48,14 +48,14 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
 }  # fmt: skip
 SMALL_CHARS = 1 << 18
-"""Characters of at most 1 MiB, which stand in their record."""
+"""Characters of a text that is stored in its record: at most 1 MiB."""
 
 Outcome = tuple[Any, BaseException | None] | None
 """Value and error of a call of the user's code; None after a time-out."""
 
 
 class StateOfCall(Protocol):
-    """The trajectory's state; `libra.envs.state.StateCopy` is one."""
+    """The trajectory's state; `libra.envs.state.StateCopy` implements it."""
 
     def value(self) -> Any: ...
 
@@ -63,8 +63,6 @@ class StateOfCall(Protocol):
 
 
 class _Tried(NamedTuple):
-    """One attempt of a call."""
-
     arguments: dict[str, Any]
     outcome: Outcome
     latency_s: float
@@ -92,13 +90,13 @@ async def run_action(
         The question of the call, for the log.
     action_id : str
         Name of the action in its run, e.g. "train-3-0-7/4/0" (trajectory, turn, call). Tools with a
-        keyword of that name get it as idempotency key and seed of injected faults.
+        keyword ``action_id`` get it as idempotency key and seed of injected faults.
     state, session : object, optional
         For tools that take them. Changes of the state are kept if the tool returned.
     keep : callable, optional
         Stores the whole text before it is cut, and returns its reference, or "".
     processes : ActionProcesses, optional
-        Runs calls with resources of their own, on ``cores`` or the tool's least.
+        Runs calls with resources of their own, on ``cores``, or else on the tool's fewest cores.
     back_off : BackOff, optional
         Retries while an API refuses the call for now (HTTP 429).
 
@@ -106,7 +104,7 @@ async def run_action(
     ------
     ToolFault
         The tool raised it, its outcome is ``fatal`` (`ToolTimeout` for a time-out), or its API
-        refused it until retries were used up.
+        refused the call in every retry.
     """
     tool = next((tool for tool in environment.tools if tool.name == call.name), None) if call.error is None else None
     if fault := _malformed(environment, call, tool):
@@ -149,8 +147,6 @@ async def _tried(tool: Tool, arguments: dict[str, Any], processes: ActionProcess
 
 
 def _payload(tool: Tool, tried: _Tried, state: StateOfCall | None, where: str) -> tuple[str, ToolStatus]:
-    """Text and status of an outcome; keeps the state if the call returned. `ToolFault` as in
-    `run_action`."""
     if tried.outcome is None:
         logger.info("tool %s timed out after %g s (%s)", tool.name, tool.timeout_s, where)
         content = f"timed out after {tool.timeout_s:g} s"
@@ -171,7 +167,7 @@ def _payload(tool: Tool, tried: _Tried, state: StateOfCall | None, where: str) -
 
 
 def cut(text: str, most: int) -> str:
-    """Storable text of at most ``most`` characters, and a note with the number of dropped ones."""
+    """Storable text of at most ``most`` characters, and a note that counts the rest."""
     kept, dropped = storable(text[:most]), len(text) - most
     return kept if dropped <= 0 else f"{kept}\n[{dropped} of {len(text)} characters dropped]"
 
@@ -179,8 +175,7 @@ def cut(text: str, most: int) -> str:
 def processes_for(
     environment: Environment, cores: Sequence[int], gpus: GpusOfCalls | None = None
 ) -> ActionProcesses | None:
-    """Processes for calls of ``environment`` on a worker with these cores and GPUs; None if no tool
-    needs one."""
+    """Processes for calls on a worker with these cores and GPUs; None if no tool needs any."""
     functions = {tool.name: tool.call for tool in environment.tools if tool.own_process}
     return ActionProcesses(functions, cores, _as_text, gpus) if functions else None
 
@@ -188,10 +183,10 @@ def processes_for(
 async def run_bounded(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float, *, is_async: bool, name: str
 ) -> Outcome:
-    """Call ``function(**arguments)``, in a thread unless it is ``async``.
+    """Call ``function(**arguments)``, in a thread unless ``async``; returns (value, exception).
 
-    Returns (value, None) or (None, exception), which is `NoThread` if the call could not start, or
-    None after ``timeout_s``. The event loop awaits an awaitable that a thread's function returned.
+    The exception is None for a return, and `NoThread` if the call could not start. The whole result
+    is None after ``timeout_s``. The event loop awaits an awaitable return of a thread's function.
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + timeout_s
@@ -224,8 +219,7 @@ async def run_bounded(
 
 
 async def called_or_fault(name: str, timeout_s: float, function: Callable[..., Any], *given: Any, where: str) -> Any:
-    """The value of ``function(*given)``; EnvironmentFault if it raised, ToolTimeout after
-    ``timeout_s``."""
+    """The value of ``function(*given)``; EnvironmentFault if it raised, ToolTimeout if it hangs."""
     is_async = inspect.iscoroutinefunction(function)
     outcome = await run_bounded(lambda: function(*given), {}, timeout_s, is_async=is_async, name=name)
     if outcome is None:
@@ -278,8 +272,7 @@ def _malformed(environment: Environment, call: ToolCall, tool: Tool | None) -> s
 
 
 def _wrong(tool: Tool, name: str, value: object) -> str:
-    """The fault of an argument for its schema, for pydantic or for a validator of the user's type;
-    empty without one."""
+    """The fault of an argument by its schema, pydantic or the user's type; empty if valid."""
     schema = tool.parameters[name]
     if name not in tool.types:
         if _fits(value, schema):
@@ -303,8 +296,6 @@ def _types(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _fits(value: object, schema: Mapping[str, Any]) -> bool:
-    """Whether the top level of ``value`` fits ``schema``; the tool checks the inside of lists and
-    objects."""
     if "enum" in schema and value not in schema["enum"] and not (value is None and schema.get("nullable")):
         return False
     names = _types(schema)
@@ -316,8 +307,6 @@ def _fits(value: object, schema: Mapping[str, Any]) -> bool:
 
 
 def _as_text(value: object) -> str:
-    """A str unchanged, None as "", anything else as JSON, or ``str()`` if JSON cannot express
-    it."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -329,7 +318,7 @@ def _as_text(value: object) -> str:
 
 
 KEPT_IDLE = 64
-"""Most idle threads; starting one costs more than most rewards."""
+"""Most idle threads; starting a thread costs more than most rewards."""
 IDLE = "libra-call-idle"
 
 _idle: list[CallThread] = []
@@ -338,7 +327,7 @@ _lock = threading.Lock()
 
 
 class NoThread(ToolFault):
-    """The machine starts no further thread; the call was not begun."""
+    """The machine cannot start another thread, so the call did not start."""
 
 
 class CallThread(threading.Thread):
@@ -350,11 +339,8 @@ class CallThread(threading.Thread):
 
     @classmethod
     def call(cls, work: Callable[[], None], name: str) -> Self:
-        """Run ``work``, which must not raise, in the caller's context on an idle or new thread with
-        this ``name``.
-
-        `NoThread` if the machine starts none.
-        """
+        """Run ``work``, which must not raise, in the caller's context on an idle or new thread
+        ``name``. `NoThread` if the machine cannot start a thread."""
         with _lock:
             thread = _idle.pop() if _idle else None
         if thread is None:
@@ -368,7 +354,7 @@ class CallThread(threading.Thread):
         return thread
 
     def run(self) -> None:
-        """Run calls until there are enough idle threads without this one."""
+        """Run calls until enough other threads are idle."""
         while True:
             work, self.name = self._calls.get()
             work()
@@ -388,6 +374,6 @@ class CallThread(threading.Thread):
 
 
 def hung_threads() -> int:
-    """Threads whose call has outlived its time-out and still runs."""
+    """Number of threads whose call still runs after its time-out."""
     with _lock:
         return len(_hung)

@@ -1,2 +1,1 @@
-"""Processes that Libra starts: what they get of the environment, their end with all that they
-started, and locks among them."""
+"""Processes that Libra starts: their environment, their end with all children, and locks."""

@@ -1,7 +1,7 @@
-"""The environment of programs that Libra starts for a user's agent, tool server or sandbox:
-variables by name, no others.
+"""Environment of the programs that Libra starts for agents, tool servers and sandboxes.
 
-A worker's own environment has keys for clouds, hubs, trackers and Slurm, which must not reach them.
+These programs get only listed variables. A worker's own environment has keys for clouds, hubs,
+trackers and Slurm, which must not reach them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def loopback_direct(environment: Mapping[str, str]) -> dict[str, str]:
-    """Both spellings of ``NO_PROXY`` with this machine, where ``environment`` has a proxy: clients
-    reach Libra's own servers, such as the gateway, directly."""
+    """Both spellings of ``NO_PROXY``, with this machine added, if ``environment`` has a proxy.
+    Clients then reach Libra's own servers, such as the gateway, directly."""
     if not any(environment.get(name) for name in PROXIES if name.lower() != "no_proxy"):
         return {}
     given = environment.get("no_proxy") or environment.get("NO_PROXY") or ""  # clients prefer the lower case
@@ -44,18 +44,15 @@ def loopback_direct(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def child_environment(more: Collection[str] = (), *, where: str = "") -> dict[str, str]:
-    """This process's `INHERITED` variables, `loopback_direct`, and the variables ``more`` of the
-    setting ``where``.
-
-    ConfigError if one of ``more`` is not set here.
-    """
+    """This process's `INHERITED` variables, `loopback_direct`, and the variables ``more``.
+    ConfigError, with the setting ``where``, if one of ``more`` is not set."""
     names = [name for name in os.environ if name in INHERITED or name.startswith("LC_")]
     found = chosen([*names, *more], where=where)
     return found | loopback_direct(found)
 
 
 def chosen(names: Collection[str], *, where: str = "") -> dict[str, str]:
-    """These variables of this process; ConfigError with the setting ``where`` if one is not set."""
+    """These variables of this process; ConfigError, naming ``where``, if one is not set."""
     unset = [name for name in names if name not in os.environ]
     if unset:
         raise ConfigError(

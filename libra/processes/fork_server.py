@@ -1,15 +1,16 @@
-"""One process that has imported modules, and from which `multiprocessing` forks processes that have them (Linux).
+"""A process with imported modules, from which `multiprocessing` forks processes (Linux).
 
-Imports of torch, transformers and Dask take seconds of two cores for each worker, and for each worker that comes back.
+Every new or restarted worker would otherwise import torch, transformers and Dask, which takes
+seconds of two cores.
 
 Invariants
 ----------
-1. Nothing happens in the fork server but imports: no thread, no tensor, no GPU, no random number.
-2. A forked process has the environment that it would have as a process of its own. Variables that native libraries read once had
-   the same values when the fork server started; otherwise nothing is forked.
-3. No process is forked with the state of another one's random numbers.
+1. The fork server only imports modules: no thread, no tensor, no GPU, no random number.
+2. A forked process has the environment of a process of its own. Nothing is forked if the fork
+   server started with other values of variables that native libraries read once.
+3. No two forked processes start with the same state of random numbers.
 4. Ctrl-C in a terminal does not reach the fork server.
-5. A process that ended comes back, and the others live on, if the fork server was killed: another one like it starts.
+5. If the fork server was killed, an equal one starts: ended processes come back, others live on.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from typing import Any
 STDERR = 2
 SWITCH = "LIBRA_FORK_SERVER"
 OWN_PATH_VARIABLE = "LIBRA_FORK_PATH"
-"""Variables of Python's search path for forked processes, as JSON; the fork server starts with others."""
+"""Variable with the forked processes' Python search path, as JSON; the fork server has another
+path."""
 READ_ONCE = (
     *("OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LD_", "CUDA_", "TORCH", "PYTORCH_", "HF_", "HOME"),
     *("TRANSFORMERS_", "TOKENIZERS_", "PYTHON", "XDG_", "LIBRA_MODELS"),
 )  # fmt: skip
-"""Beginnings of names of variables that a library reads when it is loaded or imported."""
+"""Prefixes of variables that a library reads only when it is loaded or imported."""
 EXIT_CODE_S = 1.0
 """Seconds to wait for the exit code of a process that has ended."""
 _started_with: dict[str, str] | None = None
@@ -44,10 +46,8 @@ _lock = threading.Lock()
 
 
 def begin(modules: Sequence[str], wanted: Mapping[str, str]) -> bool:
-    """Start the fork server, which then imports ``modules``; returns at once.
-
-    ``wanted``: all variables of the processes. Returns whether they can be forked from it.
-    """
+    """Start the fork server, which imports ``modules``; returns at once whether forking is
+    possible. ``wanted`` has all environment variables of the processes."""
     global _started_with
     if sys.platform != "linux" or os.environ.get(SWITCH) == "0":
         return False
@@ -64,7 +64,7 @@ def begin(modules: Sequence[str], wanted: Mapping[str, str]) -> bool:
 
 
 def take_over() -> None:
-    """Start this process's children of method ``forkserver`` from `begin`'s server, without Dask's own modules."""
+    """Fork this process's ``forkserver`` children from `begin`'s server, without Dask's modules."""
     import distributed.utils
 
     distributed.utils._forkserver_preload_set = True  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ def take_over() -> None:
 
 
 class _Forked(popen_forkserver.Popen):
-    """A forked process, whose end the kernel reports: the fork server may be gone."""
+    """A forked process whose end the kernel reports, because the fork server may be gone."""
 
     sentinel: int
     _status: int | None = None
@@ -85,7 +85,7 @@ class _Forked(popen_forkserver.Popen):
             self._status, self.sentinel = self.sentinel, ended
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """The exit code, 255 if nobody knows it; None while it lives."""
+        """The exit code, 255 if it is unknown; None while the process lives."""
         if self.returncode is None and self._status is not None:
             if not wait([self.sentinel], 0 if flag == os.WNOHANG else None):
                 return None
@@ -101,7 +101,6 @@ def _started(process: Any) -> Any:
 
 
 def _ensure_running() -> None:
-    """Start the fork server unless it runs."""
     with _lock:
         pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         if pid is None or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
@@ -111,7 +110,7 @@ def _ensure_running() -> None:
 
 @contextmanager
 def sigint_blocked() -> Iterator[None]:
-    """Within it, processes that this thread starts have SIGINT blocked: an interrupted import prints a traceback."""
+    """Block SIGINT in processes that this thread starts: interrupted imports print tracebacks."""
     if getattr(resource_tracker._resource_tracker, "_fd", None) is None:  # type: ignore[attr-defined]
         with redirected(STDERR, Path(os.devnull)):  # it warns of files that a killed process left
             resource_tracker.ensure_running()  # which unblocks SIGINT
@@ -123,7 +122,7 @@ def sigint_blocked() -> Iterator[None]:
 
 
 def append_to(number: int, path: Path) -> None:
-    """Make file descriptor ``number`` append to ``path``, also for processes that are started; OSError."""
+    """Make file descriptor ``number`` append to ``path``, also in child processes; OSError."""
     opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     os.dup2(opened, number)
     os.close(opened)
@@ -131,7 +130,7 @@ def append_to(number: int, path: Path) -> None:
 
 @contextmanager
 def redirected(number: int, path: Path) -> Iterator[None]:
-    """`append_to` within it."""
+    """`append_to` for the duration of the context."""
     kept = os.dup(number)
     try:
         append_to(number, path)
@@ -150,7 +149,7 @@ def _fits(had: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
 
 @contextmanager
 def _in_environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment as the fork server needs it, with the modules of this process first on its path."""
+    """The fork server's environment within the context, with this process's ``sys.path``."""
     before = dict(os.environ)
     own = {name: wanted.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
@@ -176,7 +175,7 @@ def _set_environment(wanted: Mapping[str, str | None]) -> None:
 
 
 def _become_server() -> None:
-    """Restore the environment, and prepare for forks: imported objects stay uncollected, and so their memory shared."""
+    """Restore the environment and freeze imported objects before forks, to keep memory shared."""
     server, own = os.getpid(), json.loads(os.environ.pop(OWN_PATH_VARIABLE))
     _set_environment({**os.environ, **own})
     gc.disable()  # a tenth of the time of these imports
@@ -186,7 +185,7 @@ def _become_server() -> None:
             gc.freeze()
 
     def renew() -> None:
-        """Random numbers unlike its siblings'; Python's own generator renews itself."""
+        """Seed numpy anew, because siblings would share its state; Python reseeds itself."""
         if os.getppid() == server:
             gc.enable()
             if (numpy := sys.modules.get("numpy")) is not None:

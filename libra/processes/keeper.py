@@ -1,14 +1,13 @@
-"""Processes below this one: its children, and on Linux the processes that these leave behind, in
-any session.
+"""Child processes, and on Linux the processes that they leave behind, in any session.
 
 ``python keeper.py PROGRAM WORD ...`` starts a program that reads its standard input, and kills all
-its processes at its end. The program has `GRACE_S` to end once its input is closed, as by the death
-of whoever started it, and `TERM_S` once the keeper gets one of `ENDS`. Agents' own Pythons read
-this file by its name, so it needs the standard library alone.
+its processes at its end. The program must end within `GRACE_S` after its input was closed, as by
+the death of its starter, and within `TERM_S` after the keeper got a signal of `ENDS`. Agents' own
+Pythons load this file by its path, so it needs only the standard library.
 
 Invariants
 ----------
-1. Only children are killed: their pids are theirs until this process reaps them.
+1. Only unreaped children are killed, because only their pids cannot belong to another process.
 """
 
 # mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, check_untyped_defs=False
@@ -22,8 +21,8 @@ import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S, TERM_S, KILL_S = 5.0, 1.0, 0.5
-"""`KILL_S` is for the processes that a program left. Whoever sends SIGTERM kills the keeper after
-two seconds."""
+"""`KILL_S` is for processes that a program left. A sender of SIGTERM kills the keeper after 2 s, which
+`TERM_S` + `KILL_S` must not exceed."""
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -34,7 +33,7 @@ def prctl(option, value):
 
 
 def adopt():
-    """Make processes that a process below this one leaves behind children of this one (Linux)."""
+    """Make this process adopt the processes that a descendant leaves behind (Linux)."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -55,14 +54,13 @@ def own_children():
 
 
 def kill(pid, *, group=False):
-    """Kill a child that has not been reaped, or its group."""
+    """Kill an unreaped child, or its group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         (os.killpg if group else os.kill)(pid, signal.SIGKILL)
 
 
 def end_children(within_s, child=0):
-    """Kill the children of this process, and those that it adopts meanwhile; ``child`` is one
-    outside Linux."""
+    """Kill all children, adopted ones included; outside Linux only ``child`` is known."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s:
         for pid in {child, *own_children()} - {0}:
@@ -91,8 +89,7 @@ def started(words):
 
 
 def has_ended(child):
-    """Whether a child has ended. It is not reaped, so its pid and its group's stay its own; other
-    children are reaped."""
+    """Whether a child has ended; it is not reaped, so its pid stays valid. Others are reaped."""
     while True:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None or found.si_pid == child:

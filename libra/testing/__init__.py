@@ -1,6 +1,5 @@
-"""For tests of your own parts: the contracts of `libra.testing.engines` and `libra.testing.parts`,
-hostile text, and `FixedTurns`, an environment without a task.
-"""
+"""Tests of your own parts: contracts for engines and other parts, hostile text, and
+`FixedTurns`."""
 
 from __future__ import annotations
 
@@ -11,10 +10,9 @@ from libra.types import Episode, Prompt, ToolCall
 
 
 class FixedTurns(Environment):
-    """A tool answers every turn, so that each trajectory has ``rollout.max_turns`` turns.
+    """An environment without a task: a tool answers every turn, for ``rollout.max_turns`` turns.
 
-    The reward is a hash of the last turn's text in [0, 1): it varies within a group, and has no
-    meaning.
+    The reward, a hash of the last turn's text in [0, 1), varies within a group and has no meaning.
 
     Parameters
     ----------

@@ -1,13 +1,12 @@
-"""Contract tests of rollout engines. Libra's own engines pass them; yours does with a test file
-like this one:
+"""Contract tests of rollout engines. Libra's own engines pass; test yours with a file like this:
 
     class TestMyEngine(EngineContract):
         def make_engine(self, model_dir, **options):
             return MyEngine(model_dir, **options)
 
-Each class starts one engine, and its last test closes it; each test begins with weights of its own.
-No test sleeps: one that acts while a request runs polls the engine's counters. Comments name the
-invariants of `libra.rollout.engine`.
+Each class starts one engine, which its last test closes; each test begins with new weights. No test
+sleeps: tests that act during a request poll the engine's counters. Comments name the invariants of
+`libra.rollout.engine`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ LIMIT_S = 300.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Poll the engine's counters."""
+    """Poll until ``condition`` holds."""
     while not condition():  # noqa: ASYNC110  engines do not announce changes of their counters
         await asyncio.sleep(0.001)
 
@@ -51,19 +50,18 @@ async def tokens_made(engine: RolloutEngine, count: int, since: int) -> None:
 
 
 async def answers(engine: RolloutEngine, requests: Sequence[TurnRequest]) -> list[TurnOutput]:
-    """The answers of requests at once."""
+    """The answers to requests that are sent at once."""
     return await asyncio.gather(*map(engine.generate, requests))
 
 
 async def all_asked(engine: RolloutEngine) -> None:
-    """Return when the engine has the requests of all tasks that were created before."""
+    """Return when the engine has the requests of all tasks created before."""
     await asyncio.sleep(0)  # each task runs up to its request
     await engine.abort("nobody")  # engines handle requests in order
 
 
 def served(test: Callable[[Any, RolloutEngine, Models], Awaitable[None]]) -> Callable[..., None]:
-    """A test in the event loop of the class's engine, which serves the first model as a new
-    version."""
+    """A test in the event loop of its class's engine, which serves the first model as a version."""
 
     def runs(self: Any, run: Any, models: Models) -> None:
         async def body(engine: RolloutEngine) -> None:
@@ -83,11 +81,10 @@ class EngineContract:
     keeps_kv = False
     """Whether the engine keeps KV over an in-flight update."""
     tp_degrees: tuple[int, ...] = (1,)
-    """Tensor-parallel degrees that are tried; for those above 1 `make_engine` gets ``tp``."""
+    """Tensor-parallel degrees of the tests; above 1 `make_engine` gets ``tp``."""
 
     def make_engine(self, model_dir: Path, *, slots: int, max_context_tokens: int) -> RolloutEngine:
-        """An engine that is not started: float32, version 0, an architecture with q, k, v and a
-        tied head."""
+        """An engine, not started: float32, version 0, with q, k, v and a tied head."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
@@ -118,8 +115,7 @@ class EngineContract:
 
     @served
     async def test_it_declares_its_kv_and_its_pass_times(self, engine: RolloutEngine, models: Models) -> None:
-        """KV for a whole context at least, bytes that match its tokens, and the seconds of its own
-        passes."""
+        """KV for at least a whole context, bytes that match its tokens, measured pass times."""
         before, begun = engine.capacity(), engine.stats()
         for width in (1, SLOTS, 2):  # batches of different sizes, which the fit needs
             await answers(engine, [ask(f"d{width}-{n}", length=20 + 60 * n, new=100, seed=n) for n in range(width)])
@@ -189,8 +185,7 @@ class EngineContract:
 
     @served
     async def test_a_turn_in_parts_is_the_whole_turn(self, engine: RolloutEngine, models: Models) -> None:
-        """Greedy and sampled, alone and among others, with a stop id; only for engines that declare
-        ``continues_turns``."""
+        """Greedy and sampled, alone and among others, with a stop id, if ``continues_turns``."""
         if not getattr(engine, "continues_turns", False):
             pytest.skip("this engine does not declare continues_turns")
 

@@ -1,5 +1,4 @@
-"""Hostile text: what a model could write by accident, or because it pays. The same texts for the
-same seed.
+"""Hostile text, which a model could write by accident or to gain reward; equal for equal seeds.
 
 For tests of your own tools, rewards and parsers::
 
@@ -68,13 +67,8 @@ _DEPTHS = (1, 62, 63, 64, 65, 66, 200, 400, 700, 900, 940, 960, 970, 980, 985, 9
 
 
 def hostile_texts(seed: int = 0, count: int = NUM_TEXTS, *, largest_chars: int = LARGEST_CHARS) -> list[str]:
-    """``count`` different texts: every kind there is, then random combinations.
-
-    Parameters
-    ----------
-    largest_chars : int
-        Length of the four largest texts; others have at most 200,000 characters.
-    """
+    """``count`` different texts: one of every kind, then random combinations. ``largest_chars`` is
+    the length of the four largest texts; others have at most 200,000 characters."""
     rng, big = random.Random(f"hostile/{seed}"), largest_chars
     largest = [
         _hermes("n" * big), _hermes("echo", {"text": "v" * big}), _hermes("echo", {"k" * big: 1}),

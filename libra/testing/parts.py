@@ -1,13 +1,12 @@
-"""Contract tests of a user's own loss, advantage, learning rate schedule, model loader, policy and
-environment.
+"""Contract tests of your own loss, advantage, rate schedule, model loader, policy and environment.
 
-A test file of yours is like this one:
+Write a test file like this:
 
     class TestMyLoss(LossContract):
         name = "my_package.losses:one_sided"
 
 Each class names its part as the configuration does; `EnvironmentContract` makes its environment.
-The tests of engines are in `libra.testing.engines`.
+Tests of engines are in `libra.testing.engines`.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class LossContract(_NamedPart):
     check = staticmethod(check_loss)
 
     def losses(self, tokens: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses and gradients (N,) of ``tokens`` (3, N): logp, old logp and advantage of sequences
-        of these lengths."""
+        """Losses and gradients (N,) of ``tokens`` (3, N), sequences of these lengths. Rows of
+        ``tokens``: logp, old logp and advantage."""
         logp_N, old_N, advantage_N = tokens[0].clone().requires_grad_(), tokens[1], tokens[2]
         sequence_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         settings = TrainSettings(loss=self.name)
@@ -77,8 +76,7 @@ class LossContract(_NamedPart):
         return loss_N.detach(), gradient_N
 
     def tokens(self, lengths: list[int]) -> torch.Tensor:
-        """Tokens (3, N) around a ratio of 1, of sequences of these lengths with advantages of both
-        signs."""
+        """Tokens (3, N) of sequences of these lengths, with ratios near 1 and mixed advantages."""
         generator = torch.Generator().manual_seed(0)
         old_N = -3.0 * torch.rand(sum(lengths), generator=generator) - 0.01
         logp_N = (old_N + 0.5 * torch.randn(sum(lengths), generator=generator)).clamp(max=-1e-3)
@@ -193,8 +191,7 @@ class PolicyContract(_NamedPart):
     check = staticmethod(check_ordering)
 
     def simulator(self, ordering: Ordering | None = None) -> Simulator:
-        """Two iterations of 8 groups of 4 on one small engine, under the policy, or under a given
-        object."""
+        """Two iterations of 8 groups of 4 on one small engine, under the policy or ``ordering``."""
         config = config_from_dict({
             "run": {"eta": 1}, "trainer": {"prompts": 8, "group_size": 4}, "policy": {"name": self.name},
             "model": {"path": "Qwen3-0.6B"}, "rollout": {"slots": 4}, "planner": {"lengths": {"turns": 5}},
@@ -210,8 +207,7 @@ class PolicyContract(_NamedPart):
         assert first.digest() == again.digest()
 
     def test_it_goes_on_from_its_snapshot(self) -> None:
-        """At every 25th event a copy that was restored from JSON takes its place, which changes
-        nothing."""
+        """Every 25 events a copy from JSON replaces the ordering, and no decision changes."""
         learns = isinstance(own_ordering(self.name), OnlineLearner)
         restored: Any = (_RestoredLearner if learns else _Restored)(self.name)
         assert self.simulator(restored).run().digest() == self.simulator().run().digest()
@@ -219,7 +215,7 @@ class PolicyContract(_NamedPart):
 
 
 class _Restored:
-    """An ordering that is restored from its own snapshot again and again."""
+    """An ordering that is repeatedly replaced by a copy from its own snapshot."""
 
     def __init__(self, name: str) -> None:
         self.name, self.events, self.restored = name, 0, 0
@@ -250,8 +246,7 @@ class _RestoredLearner(_Restored):
 
 
 class EnvironmentContract:
-    """Tests of a `libra.envs.Environment`; a subclass defines `make_environment`, and may change
-    the rest."""
+    """Tests of a `libra.envs.Environment`. A subclass defines `make_environment`."""
 
     prompts = 16
     """Prompts of each split that are tried."""
@@ -264,7 +259,7 @@ class EnvironmentContract:
         raise NotImplementedError
 
     def given(self) -> list[Prompt]:
-        """All prompts that are tried."""
+        """All prompts of the tests."""
         environment = self.make_environment()
         return [environment.prompt(split, index) for split in self.splits for index in range(self.prompts)]
 
@@ -288,13 +283,12 @@ class EnvironmentContract:
             assert decode_state(environment, first) == decode_state(other, again)
 
     def test_an_episode_of_given_turns_is_graded(self) -> None:
-        """Twice, with a new object in between, as if the worker had been lost: rewards are equal
-        and finite."""
+        """Two runs, each turn on a new object as after a lost worker, give equal finite rewards."""
         for prompt in self.given():
             assert asyncio.run(self.reward(prompt)) == asyncio.run(self.reward(prompt))
 
     async def reward(self, prompt: Prompt) -> float | Late:
-        """Reward of `turns`, each taken by a new object."""
+        """Reward of `turns`; each turn is taken by a new object."""
         where, played, end = prompt.prompt_id, list[Turn](), EndReason.MAX_TURNS
         data = await begin_state(self.make_environment(), prompt, where)
         for number, text in enumerate(self.turns):
@@ -324,8 +318,7 @@ VOCAB = 48
 
 @dataclass
 class Models:
-    """Directories of random two-layer float32 models with a tied head: two of one shape, and one of
-    another."""
+    """Random two-layer float32 models with a tied head: two of one shape, one of another shape."""
 
     directory: Path
     _loaded: dict[Path, Any] = field(default_factory=dict)
@@ -352,7 +345,7 @@ class Models:
         return self.directory / name
 
     def logits(self, directory: Path, context: NDArray[np.int32], new: NDArray[np.int32]) -> Any:
-        """Logits (T, VOCAB) that plain transformers gives before each new token."""
+        """Logits (T, VOCAB) of plain transformers before each new token."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -365,7 +358,7 @@ class Models:
     def logprobs(
         self, directory: Path, context: NDArray[np.int32], new: NDArray[np.int32], temperature: float = 1.0
     ) -> NDArray[np.float32]:
-        """Log-probability (T,) that plain transformers gives each new token."""
+        """Log-probability (T,) of each new token under plain transformers."""
         import torch
 
         table = torch.log_softmax(self.logits(directory, context, new) / temperature, -1)
@@ -374,7 +367,7 @@ class Models:
 
 
 def ask(name: str, *, length: int = 40, new: int = 8, context: Any = None, **fields: Any) -> TurnRequest:
-    """A request of trajectory ``name``; its context is random, the same for the same name."""
+    """A request of trajectory ``name``, whose random context depends only on the name."""
     if context is None:
         context = np.random.default_rng([ord(letter) for letter in name]).integers(0, VOCAB, length)
     return TurnRequest(name, fields.pop("turn", 0), np.asarray(context, np.int32), new, **fields)

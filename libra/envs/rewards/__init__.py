@@ -38,8 +38,7 @@ def tag_format(text: str, *, tags: Sequence[str] = TAGS, trailing: bool = False)
 
 
 def tag_count(text: str, *, tags: Sequence[str] = TAGS) -> float:
-    """The share of opening and closing tags that occur exactly once: partial credit for
-    `tag_format`."""
+    """Share of the tags that occur exactly once: partial credit for `tag_format`."""
     marks = _marks(tags)
     return sum(text.count(mark) == 1 for mark in marks) / len(marks)
 
@@ -86,8 +85,7 @@ REWARDS: dict[str, tuple[Callable[..., float], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class NamedReward:
-    """A reward by name. Its signature has only the parameters that it reads, so no column can
-    become an option."""
+    """A reward by name. Its signature has only the columns that it reads, never its options."""
 
     name: str
     options: Mapping[str, Any]
@@ -97,7 +95,7 @@ class NamedReward:
         return function(*(_READS[name](given) for name in reads), **self.options)
 
     def check_truths(self, answers: Sequence[Any]) -> None:
-        """ConfigError if there are answers and it can read none of them."""
+        """ConfigError if there are answers and the reward can read none of them."""
         if "answer" not in REWARDS[self.name][1] or not answers:
             return
         read, wanted = (gsm8k.wanted, "number") if self.name == "gsm8k" else (str, "text or number")
@@ -114,11 +112,8 @@ class NamedReward:
 
 
 def make_reward(given: str | Mapping[str, Any]) -> NamedReward:
-    """The reward of a name, or of a mapping with "name" and options.
-
-    ConfigError for an unknown name, an unknown, missing or wrong option, and a package that is not
-    installed.
-    """
+    """The reward of a name, or of a mapping with "name" and options. ConfigError for an unknown
+    name, a wrong, missing or unknown option, and a missing package."""
     options = {"name": given} if isinstance(given, str) else dict(given)
     name = options.pop("name", None)
     if name not in REWARDS:

@@ -1,10 +1,9 @@
-r"""Answers of competition problems: the content of the last ``\boxed{}``, compared as normalised
-LaTeX.
+r"""Answers of competition problems: the last ``\boxed{}``, compared as normalised LaTeX.
 
-The convention of the MATH dataset (Hendrycks et al., arXiv:2103.03874) as in verl 0.9.1
-(``math_reward.compute_score``), with equal scores. It compares text: ``\frac12``, ``1/2`` and
-``0.5`` are one half, but ``1,000`` is not ``1000`` and ``\fbox{7}`` is not an answer.
-`libra.envs.rewards.symbolic` compares values.
+Source: the MATH dataset (Hendrycks et al., arXiv:2103.03874), with the scores of verl 0.9.1
+(``math_reward.compute_score``). Texts are compared: ``\frac12``, ``1/2`` and ``0.5`` are equal, but
+``1,000`` is not ``1000`` and ``\fbox{7}`` is not an answer. To compare values use
+`libra.envs.rewards.symbolic`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _INTEGER_RATIO = re.compile(r"(0|-?[1-9][0-9]{0,999})/(0|-?[1-9][0-9]{0,999})")
 
 
 def closed_brace(text: str, start: int) -> int:
-    """Position of the ``}`` for the first brace from ``start`` on, or -1."""
+    """Position of the ``}`` that closes the first brace from ``start`` on, or -1."""
     depth = 0
     for match in re.finditer(r"[{}]", text[start:]):
         depth += 1 if match.group() == "{" else -1
@@ -32,8 +31,8 @@ def closed_brace(text: str, start: int) -> int:
 
 
 def extract(text: str) -> str | None:
-    r"""The content of the last box, or None. ``\boxed 5`` ends at a dollar sign, and wins over
-    boxes with braces."""
+    r"""The last box's content, or None. ``\boxed 5``, which ends at a dollar sign, has
+    precedence."""
     _, spaced, held = text.rpartition(_BOX_SPACE)
     if spaced:
         return held.partition("$")[0]
@@ -45,8 +44,8 @@ def extract(text: str) -> str | None:
 
 
 def normalised(latex: str) -> str:
-    r"""One spelling for simple equal answers; ValueError for two ``\text{ ``, or nothing after
-    ``\sqrt`` or ``\frac``."""
+    r"""One spelling for simple equal answers. ValueError for two ``\text{ ``, or ``\sqrt`` or
+    ``\frac`` without an argument."""
     for before, after in _BEFORE_UNITS:
         latex = latex.replace(before, after)
     if latex.count(_UNITS) > 1:
@@ -69,7 +68,7 @@ def normalised(latex: str) -> str:
 
 
 def equal(one: str, other: str) -> bool:
-    """Whether two answers are equal, normalised if both can be."""
+    """Whether two answers are equal; they are normalised if both can be."""
     try:
         return normalised(one) == normalised(other)
     except ValueError:
@@ -111,8 +110,7 @@ _IN_MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 
 
 def truth(published: object) -> str:
-    """The answer in a value of a column, or "". Commas after ``####`` are left out as in verl's
-    preparation."""
+    """The answer in a value of a column, or "". Commas after ``####`` are dropped, as verl does."""
     if isinstance(published, list | tuple) and len(published) == 1:
         published = published[0]
     if isinstance(published, float) and published.is_integer():  # an integer, in a column that lacks others

@@ -1,5 +1,4 @@
-r"""Answers after ``Answer:``, else in ``\boxed{}``, scored +1 or -1: the convention of DAPO,
-arXiv:2503.14476.
+r"""Answers after ``Answer:``, else in ``\boxed{}``, scored +1 or -1 (DAPO, arXiv:2503.14476).
 
 Answers are normalised as by Minerva (Lewkowycz et al., arXiv:2206.14858, appendix). Scores equal
 verl 0.9.1 (``math_dapo.compute_score``), with its surprises: words such as "ways" or "sue" vanish
@@ -51,8 +50,7 @@ class MathVerdict(NamedTuple):
 
 
 def normalised(answer: str) -> str:
-    """One spelling for equal answers: no words, units, dollar signs or spaces, and braces around
-    arguments."""
+    """One spelling for equal answers: no words, units, dollar signs or spaces; braced arguments."""
     answer = answer.rpartition("=")[2]
     for before, after in _REPLACED:
         answer = answer.replace(before, after)
@@ -66,8 +64,8 @@ def normalised(answer: str) -> str:
 
 
 def verdict(text: str, answer: str, *, box_only: bool = False) -> MathVerdict:
-    """Whether ``text`` ends with ``answer``; with ``box_only`` only in a box (verl:
-    ``strict_box_verify``)."""
+    """Whether ``text`` ends with ``answer``; ``box_only`` (verl: ``strict_box_verify``) needs a
+    box."""
     text = text[-TAIL_CHARS:]
     boxed = _box(text[-BOX_TAIL_CHARS:])
     answers = _GIVEN.findall(text)

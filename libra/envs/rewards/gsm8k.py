@@ -22,8 +22,7 @@ _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def extract(text: str, method: Method = "strict", *, like: Literal["verl"] | None = None) -> str | None:
-    """The answer in ``text``, or None: the last number after ``#### `` (strict), or the last number
-    (flexible)."""
+    """The last number after ``#### `` (strict), or the last number of ``text`` (flexible)."""
     one_of("reward option method", method, ("strict", "flexible"))
     one_of("reward option like", like, (None, "verl"))
     pattern = _MARKED if method == "strict" else _NUMERALS
@@ -38,8 +37,7 @@ def extract(text: str, method: Method = "strict", *, like: Literal["verl"] | Non
 
 
 def canonical(numeral: str) -> str | None:
-    """One spelling per number, without commas, final full stop and redundant zeros; None without a
-    number."""
+    """One spelling per number: no commas, final stop or redundant zeros; None without a number."""
     whole, _, fraction = numeral.removeprefix("-").replace(",", "").rstrip(".").partition(".")
     digits = whole + fraction
     if not (digits.isascii() and digits.isdigit()):
@@ -50,8 +48,7 @@ def canonical(numeral: str) -> str | None:
 
 
 def wanted(answer: str) -> str | None:
-    """The one number in a right answer, such as "... #### 1,000", "$18" or "9 (apples)", or
-    None."""
+    """The one number in a right answer, e.g. "... #### 1,000", "$18" or "9 (apples)", or None."""
     answer = answer.rpartition("####")[2]
     found = [number for numeral in _NUMERALS.findall(answer) if (number := canonical(numeral)) is not None]
     return canonical(answer.strip()) or (found[0] if len(found) == 1 else None)
@@ -61,10 +58,8 @@ def score(
     text: str, answer: str, method: Method = "strict", *, format_score: float = 0.0, full_score: float = 1.0,
     like: Literal["verl"] | None = None,
 ) -> float:  # fmt: skip
-    """``full_score`` for the right answer, ``format_score`` for another, 0 for none.
-
-    ValueError if ``answer`` does not have one number, which is a failure of the reward.
-    """
+    """``full_score`` for the right answer, ``format_score`` for another answer, 0 without an
+    answer. ValueError if ``answer`` does not have exactly one number."""
     right = answer if like == "verl" else wanted(answer)
     if right is None:
         raise ValueError(f"the right answer {answer[:80]!r} does not have one number; give e.g. 18 or '#### 18'")

@@ -1,10 +1,9 @@
-"""Reward functions in the form of Libra, TRL or verifiers, recognised by their parameters and
-called like in their library (docs/rewards.md).
+"""Reward functions of Libra, TRL or verifiers, recognised by their parameters (docs/rewards.md).
 
-Unlike in TRL, a function gets one completion per call, because groups are graded as they finish;
-``completion_ids`` has generated tokens alone; there is no ``trainer_state`` and no
-``environments``. Unlike in verifiers, group rewards are refused, and ``state`` is a plain dict with
-the keys in `Term.called`. In both, the text of a call stays in ``content``.
+Differences from TRL: a function gets one completion per call, because groups are graded as they
+finish; ``completion_ids`` has only generated tokens; ``trainer_state`` and ``environments`` are
+missing. Differences from verifiers: group rewards are refused, and ``state`` is a plain dict with
+the keys in `Term.called`. In both, ``content`` keeps the text of tool calls.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ Given = Callable[..., Any] | str | Mapping[str, Any] | Sequence[Any]
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One reward function of a sum: names of its arguments, and constant arguments, such as a
-    rubric's parser."""
+    """One reward function of a sum: argument names, and constants such as a rubric's parser."""
 
     function: Callable[..., Any]
     form: str
@@ -88,17 +86,16 @@ class Term:
 
 @dataclass(frozen=True)
 class RewardSum:
-    """A weighted sum of reward functions. ``plain`` prompts were given as text, which functions in
-    TRL's form then get."""
+    """A weighted sum of reward functions. If ``plain``, TRL's functions get prompts as text."""
 
     terms: tuple[Term, ...]
     plain: bool
 
     def __call__(self, episode: Episode) -> Any:
-        """The weighted sum of the functions' values; the value of a single one stays unchanged.
+        """The weighted sum of the functions' values; a single function's value unchanged.
 
-        ValueError if every function returned None, or one in TRL's form did not return a list of
-        one.
+        ValueError if every function returned None, or a function of TRL's form did not return a
+        list of length 1.
         """
         returned = [term.called(episode, self.plain) for term in self.terms]
         if any(inspect.isawaitable(each) for each in returned):
@@ -119,7 +116,7 @@ class RewardSum:
 
     @property
     def services(self) -> tuple[ServiceUse, ...]:
-        """Services that the terms ask."""
+        """Services that the terms query."""
         asked = [term.function for term in self.terms if isinstance(term.function, ServiceReward)]
         return tuple(ServiceUse(each.service, "reward", each.late) for each in asked)
 
@@ -151,8 +148,7 @@ def read_rewards(given: Given, columns: Collection[str], *, plain: bool) -> Rewa
 
 
 def completion_messages(episode: Episode) -> list[dict[str, Any]]:
-    """The trajectory after its prompt as chat messages: assistant turns with their calls, and
-    returns of tools."""
+    """The chat messages after the prompt: assistant turns with calls, and returns of tools."""
     messages: list[dict[str, Any]] = []
     for turn in episode.turns:
         message: dict[str, Any] = {"role": "assistant", "content": turn.text}

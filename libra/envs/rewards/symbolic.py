@@ -1,16 +1,14 @@
-"""Answers compared as mathematics by math-verify: 1/2, 0.5 and 50/100 are one number, {1,2} and
-{2,1} one set.
+"""Answers compared as mathematics by the package math-verify: 1/2 equals 0.5, {1,2} equals {2,1}.
 
-It needs the package math-verify. As in verl 0.9.1
-(``math_verify.compute_score``), the truth is LaTeX in a box, and the completion LaTeX or a plain
-expression.
+As in verl 0.9.1 (``math_verify.compute_score``), the truth is LaTeX in a box, and the completion
+LaTeX or a plain expression.
 
 Invariants
 ----------
-1. A comparison takes at most ``timeout_s``. Its process is then killed, and the next comparison
-   gets a new one.
+1. A comparison takes at most ``timeout_s``. At the time-out its process is killed, and the next
+   comparison gets a new process.
 2. At most `MAX_PROCESSES` comparisons run at once on a worker; the wait for a process does not
-   count.
+   count towards ``timeout_s``.
 """
 
 from __future__ import annotations
@@ -39,11 +37,8 @@ _idle: list[subprocess.Popen[bytes]] = []
 
 
 def score(text: str, answer: str, *, timeout_s: float = 30.0, timeout_score: float = 0.0) -> float:
-    """1.0 if ``text`` gives a value equal to ``answer``, else 0.0; ``timeout_score`` after
-    ``timeout_s``.
-
-    ConfigError if math-verify is not installed.
-    """
+    """1.0 if ``text`` gives a value equal to ``answer``, else 0.0; ``timeout_score`` at the
+    time-out. ConfigError if math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"reward math_verify: the package is not installed; type {pip_install('math')}")
     if not text:
@@ -78,7 +73,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> dict[str, Any] | None:
-    """The reply to one request; None after the time-out."""
     assert process.stdin is not None
     assert process.stdout is not None
     deadline_s = time.monotonic() + timeout_s

