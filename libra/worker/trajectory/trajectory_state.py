@@ -1,21 +1,21 @@
-"""A trajectory's state as a pure function of its records, and the trajectory that the store and the grader get.
+"""A trajectory's state as a pure function of its records; also the trajectory for store and grader.
 
-The conversations of an agent may have branches. A `RequestRecord` names the turn that it continues,
-and the generation after it is its answer. Sequences follow each other in the token arrays
-(`libra.agents.conversation`).
+An agent's conversations may branch. A `RequestRecord` names the turn that the request continues,
+and the next generation answers the request. The token arrays hold one sequence per branch, one
+after the other (`libra.agents.conversation`).
 
 Invariants
 ----------
 1. ``TrajectoryState`` after ``apply(records 0..n)`` is the same on every worker: it has no other
    input.
-2. Token ids are those that the engine sampled or the chat format appended, concatenated; never
-   re-tokenised.
-3. Exactly one of these holds: it needs a generation, it needs an action, it has ended.
-4. A failure ends it only after ``resample`` others. Until then, a failure that the tokens cannot
-   cause is followed by the same turn with the same random numbers, so that the sample does not
-   depend on the failure. Any other failure begins a fresh attempt from the prompt, in the same
-   journal.
-5. A restart also begins a fresh attempt; it is not a failure.
+2. Token ids are concatenations of the ids that the engine sampled and the chat format appended;
+   text is never tokenised again.
+3. A trajectory needs a generation, needs an action, or has ended: exactly one of the three.
+4. A trajectory survives ``resample`` failures; the next failure ends it. After a failure that its
+   tokens cannot cause, the same turn is sampled with the same random numbers, so the sample does
+   not depend on the failure. After any other failure a fresh attempt starts from the prompt, in the
+   same journal.
+5. A restart also starts a fresh attempt, but is not a failure.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def generation_record(
     calls: Sequence[ToolCall],
     state: bytes | None = None,
 ) -> GenerationRecord:
-    """Record of a generation; only the first one of an attempt has ``prompt_ids`` and the first ``state``."""
+    """Record of a generation; only the first record of an attempt has ``prompt_ids`` and ``state``.
+    """
     drawn = None if output.drawn is None else list(output.drawn)
     made = {name: getattr(output, name) for name in _OF_THE_OUTPUT}
     return GenerationRecord(
@@ -97,26 +98,27 @@ def end_record(turn: int, state: bytes | None) -> ActionRecord:
 def agent_end_record(
     turn: int, end: EndReason, failure: FailureClass, detail: str, result: Any = None, reward: float | None = None
 ) -> AgentEndRecord:
-    """Record of an agent's end, with what it returned and the reward that it gave itself."""
+    """Record of an agent's end, with the agent's result and the reward that the agent reported."""
     kept = storable(json.dumps(result)) if result is not None else ""
     cut = storable(detail[:MAX_ERROR_CHARS])
     return AgentEndRecord(turn=turn, end=end, failure=failure, detail=cut, result=kept, reward=reward)
 
 
 def failure_record(failure: FailureClass, detail: str) -> FailureRecord:
-    """Record that ends an attempt without an answer."""
+    """Record of a failure, which ends an attempt."""
     return FailureRecord(failure=failure, detail=storable(detail[:MAX_ERROR_CHARS]))
 
 
 def returned(records: Iterable[QuantumRecord]) -> tuple[str, ToolOutcome]:
-    """First tool and outcome of the calls that returned in these records of one turn; ("", `NO_TOOL`) if none did."""
+    """First tool and joint outcome of the calls that returned in one turn; ("", `NO_TOOL`) if none did.
+    """
     found = [r for record in records if isinstance(record, ActionRecord | RequestRecord) for r in record.returns]
     return (found[0].tool if found else ""), turn_outcome(r.status for r in found)
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRules:
-    """The rules of a run for its trajectories."""
+    """Limits and modes of a run's trajectories."""
 
     max_turns: int  # a trajectory ends when it reaches this limit or the next
     max_context_tokens: int
@@ -127,7 +129,7 @@ class TrajectoryRules:
 
     @classmethod
     def of(cls, config: RunConfig, environment: Environment) -> TrajectoryRules:
-        """The rules of a run."""
+        """The rules that a run's configuration and environment imply."""
         rollout, resample = config.rollout, config.trainer.resample
         steps, agent = has_steps(environment), config.agent.given
         return cls(rollout.max_turns, rollout.max_context_tokens, rollout.ignore_eos, resample, steps, agent)
@@ -135,26 +137,26 @@ class TrajectoryRules:
 
 @dataclass(slots=True)
 class Attempt:
-    """A trajectory since its prompt: everything that a fresh attempt begins without.
+    """State of a trajectory since its prompt; a fresh attempt resets all of it.
 
     Attributes
     ----------
     number : int
-        Counts fresh attempts.
+        Number of earlier attempts.
     state : bytes or None
-        The environment's state of it after the last record; None if it has none.
+        The environment's state of the trajectory after the last record; None without such state.
     lease : (str, str) or None
-        Worker and name of its lease of a session; None if it has none.
+        Worker and name of the leased session; None without a lease.
     unfinished : list of int32 arrays
-        Tokens of the parts of its present turn, if that parked before its end; `turns` does not count
-        it yet.
+        Token ids of the current turn so far, if it was parked before its end. `turns` does not count
+        this turn yet.
     answered : bool
-        Its last turn had no calls, and waits for the environment's answer.
+        The last turn had no calls and waits for the environment's step.
     request : RequestRecord or None
-        The agent's request that waits for its answer.
+        The agent's unanswered request.
     parents, paths : lists
-        For each request of an agent the turn that it continues, -1 for none; for each turn its tokens
-        since the start of its conversation.
+        For each of the agent's requests, the turn that it continues (-1: none). For each turn, its
+        tokens since the start of its conversation.
     """
 
     number: int = 0
@@ -173,13 +175,13 @@ class Attempt:
 
     @property
     def versions(self) -> set[int]:
-        """Versions of its generated tokens."""
+        """Versions of the generated tokens."""
         made = (record.weight_versions for record in self.records if isinstance(record, GenerationRecord))
         return {int(version) for each in made for version in np.unique(each)}
 
     @property
     def context_ids(self) -> NDArray[np.int32]:
-        """All tokens so far (T,)."""
+        """All token ids so far (T,), int32."""
         return np.concatenate(self.context) if self.context else np.zeros(0, np.int32)
 
     def extend(self, token_ids: NDArray[np.int32]) -> None:
@@ -190,7 +192,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class TrajectoryState:
-    """The state after the records so far; ``held`` is the last record, packed, if it is applied and not appended yet."""
+    """State after all applied records; ``held`` is the last one, packed, until it is journaled."""
 
     tid: TrajectoryId
     prompt: Prompt
@@ -206,7 +208,7 @@ class TrajectoryState:
 
     @property
     def phase(self) -> Phase | None:
-        """Its next phase; None if it has ended."""
+        """The next phase; None if the trajectory has ended."""
         now = self.attempt
         if self.end is not None:
             return None
@@ -289,7 +291,7 @@ class TrajectoryState:
     # ---------------------------------------------------------------- once it has ended
 
     def episode(self, decode: Callable[[bytes | None], Any] = lambda _: None) -> Episode:
-        """The trajectory as the grader sees it; ``decode`` reads the environment's state of it."""
+        """The trajectory for the grader; ``decode`` decodes the environment's state."""
         turns: list[Turn] = []
         for record in self.attempt.records:
             if isinstance(record, GenerationRecord):
@@ -309,7 +311,7 @@ class TrajectoryState:
         return Episode(str(self.tid), self.prompt, tuple(turns), end, state, result, reward)
 
     def trajectory(self, epoch: int) -> Trajectory:
-        """All tokens and turns as the store keeps them, not graded yet."""
+        """The ungraded trajectory for the store, with all tokens and turns."""
         parts, places = self._parts()
 
         def column(name: str, fill: int, dtype: type[np.generic]) -> NDArray[Any]:
@@ -334,7 +336,8 @@ class TrajectoryState:
         )
 
     def _parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
-        """All tokens in order; for each turn the start of the sequence that trains it, and the tokens of context before it."""
+        """All token parts in order; for each turn, start of its training sequence and tokens before the turn.
+        """
         if self.rules.agent:
             return AgentTurns.of(self.attempt.records).parts()
         parts: list[Part] = []
@@ -353,7 +356,8 @@ class TrajectoryState:
         return parts, places
 
     def _routes(self, num_tokens: int) -> NDArray[np.int16] | None:
-        """The experts of each token by the newest record that has them (T, layers, experts); None if none has."""
+        """Expert ids of each token (T, layers, experts) from the newest record that has them; None if none.
+        """
         found: NDArray[np.int16] | None = None
         for record in self.attempt.records:
             if isinstance(record, GenerationRecord) and (routes := record.routes) is not None:
@@ -402,14 +406,17 @@ class TrajectoryState:
 
 @dataclass(slots=True)
 class AgentTurns:
-    """The answered requests of one attempt, by turn, and the records of each answer: several with `rollout.chunk_tokens`."""
+    """Answered requests of one attempt, by turn, and the records of each answer.
+
+    `rollout.chunk_tokens` can split an answer into several records.
+    """
 
     requests: list[RequestRecord] = field(default_factory=list)
     generated: list[list[GenerationRecord]] = field(default_factory=list)
 
     @classmethod
     def of(cls, records: Iterable[QuantumRecord]) -> AgentTurns:
-        """The turns in the records of one attempt, without a last request that has no answer."""
+        """The answered turns in the records of one attempt."""
         turns = cls()
         for record in records:
             if isinstance(record, RequestRecord):
@@ -423,7 +430,7 @@ class AgentTurns:
         return turns
 
     def parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
-        """As `TrajectoryState._parts`, of all sequences, one after the other."""
+        """`TrajectoryState._parts` of all the attempt's sequences, one after the other."""
         parts: list[Part] = []
         places = [(0, 0)] * len(self.requests)
         total = 0
