@@ -76,8 +76,7 @@ class RoleMember:
     # ---------------------------------------------------------------- lifecycle
 
     async def came_back(self) -> bool:
-        """Whether the scheduler already knew this worker; if so, the worker waits before it starts a role.
-        """
+        """Whether the scheduler already knows this worker, which then awaits a role message."""
         spec, worker = self.context.spec, self.context.worker
         known: bool = await worker.scheduler.libra_role_known(run=spec.run, epoch=spec.epoch, worker=self.context.name)
         if known:
@@ -101,7 +100,7 @@ class RoleMember:
             self._stages.put_nowait(message)
 
     def close(self) -> None:
-        """Stop, and restore the slots that the worker started with."""
+        """Stop, and restore the initial number of slots."""
         self.leaving = True
         if self._worker_task is not None:
             self._worker_task.cancel()
@@ -142,8 +141,6 @@ class RoleMember:
         self.context.report(RoleStageFailed(name, generation, detail[:1000]))
 
     async def _drain(self, number: int) -> None:
-        """Wait for running work, and abort it after ``cluster.drain_timeout_s``; a newer switch ends the wait.
-        """
         self.leaving = True
         timeout_s = self.context.spec.config.cluster.drain_timeout_s
         if self.training.in_pool:
@@ -195,8 +192,8 @@ class RoleMember:
 class HybridTraining:
     """The replica of a worker that can switch roles, and the replica's service in the pool.
 
-    Callbacks: ``stage_done(stage, start)``, with the start in seconds of the performance counter, and
-    ``failed(error)``.
+    Callbacks: ``stage_done(stage, start)``, with the start in seconds of the performance counter,
+    and ``failed(error)``.
     """
 
     def __init__(
@@ -222,8 +219,7 @@ class HybridTraining:
         self._pool_changed.set()
 
     async def start(self) -> None:
-        """Build a replica if there is none, and join the core, which goes on while it sends the weights.
-        """
+        """Build a replica if there is none, and join the core's pool."""
         if self._service is not None and not self._service.done():
             return  # its drain had not begun
         if self._pool is None:
@@ -236,8 +232,7 @@ class HybridTraining:
         self._service = asyncio.ensure_future(self._serve(self._hybrid))
 
     async def leave(self, timeout_s: float | None) -> None:
-        """End the service after the current slice; after ``timeout_s`` the slice returns to the core.
-        """
+        """End the service after the current slice; after ``timeout_s`` the core takes the slice."""
         self._leaving = True
         self._pool_changed.set()
         assert self._service is not None
@@ -253,13 +248,11 @@ class HybridTraining:
         self._service = self._hybrid = None
 
     async def drop_replica(self) -> None:
-        """Free the replica's memory."""
         if self._replica is not None:
             self._replica = None
             await asyncio.to_thread(collect_frozen)
 
     def close(self) -> None:
-        """Abort the service."""
         self._leaving = True
         if self._service is not None:
             self._service.cancel()
@@ -296,7 +289,6 @@ class HybridTraining:
                 self._failed(error)
 
     async def _reconnect(self, used: Pool | None) -> HybridReplica | None:
-        """Reconnect to the same pool or the next one; None if the replica is to leave."""
         while not self._leaving:
             pool = self._pool
             self._pool_changed.clear()

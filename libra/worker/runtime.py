@@ -92,8 +92,7 @@ class WorkerRuntime(WorkerPlugin):
         return self.trainer
 
     async def setup(self, worker: Worker) -> None:
-        """Build what this worker's resources call for; an error is reported to the scheduler and raised.
-        """
+        """Build what this worker's resources require; reports and raises any error."""
         self._parts = AsyncExitStack()
         with heartbeat_during_setup(worker):
             await _cleared(worker)

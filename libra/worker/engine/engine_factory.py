@@ -37,10 +37,9 @@ _SERVED_TYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a machine that an engine may use, as values of environment variables; "" if unset.
+    """An engine's part of a machine, as values of environment variables; empty if unset.
 
-    ``cores``: a list per tensor-parallel rank, such as "0-3|4-7", or "nobind". ``devices``: GPUs, such
-    as "0,1".
+    ``cores``: a list per tensor-parallel rank ("0-3|4-7"), or "nobind". ``devices``: GPUs ("0,1").
     """
 
     cores: str = ""
@@ -48,7 +47,6 @@ class Share:
 
     @classmethod
     def of_worker(cls) -> Share:
-        """The share of this process."""
         return cls(os.environ.get("VLLM_CPU_OMP_THREADS_BIND", ""), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     @classmethod
@@ -120,8 +118,7 @@ def _degrees(name: str) -> tuple[int, ...]:
 
 
 def check_engine(config: RunConfig) -> None:
-    """Raise ConfigError if the engine is not installed, or its KV budget is smaller than one context.
-    """
+    """Raise ConfigError if the engine is not installed or its KV budget holds no full context."""
     rollout, name = config.rollout, config.rollout.engine
     if is_named(name):
         check_own_engine(name)
@@ -187,8 +184,7 @@ def _check_host_memory(each_gib: float | None, engines: int = 1) -> None:
 
 
 def check_own_engine(name: str) -> None:
-    """Raise ConfigError unless ``name`` is an `EngineFactory`; a class must have an engine's methods.
-    """
+    """Raise ConfigError unless ``name`` is an `EngineFactory` with all methods of an engine."""
     from libra.rollout.engine import RolloutEngine
 
     factory = named_function(ENGINE, name, ENGINE_CALL, **dict.fromkeys(_REQUIRED))

@@ -11,9 +11,10 @@ Channels are authenticated by the run's secret; on the same machine, memory is r
 
 Invariants
 ----------
-1. After any fault (the old owner is gone, silent or has other weights; bytes are missing or changed)
-   the new owner prefills the context again, and the report gives the reason. A trajectory waits at
-   most `GIVE_UP_S` for its KV, and not at all for an owner that was silent in the last `SILENT_S`.
+1. After any fault (the old owner is gone, silent or has other weights; bytes are missing or
+   changed) the new owner prefills the context again, and the report gives the reason. A trajectory
+   waits at most `GIVE_UP_S` for its KV, and not at all for an owner that was silent in the last
+   `SILENT_S`.
 2. The old owner frees its KV only after the new owner has it.
 3. An engine that is put to sleep leaves its KV in host memory until it wakes.
 """
@@ -67,8 +68,8 @@ def ask(
 ) -> KVObject:
     """The KV of a trajectory at weights ``version``, from the worker at ``address``.
 
-    Raises KVRefused if the worker has no such KV or more than ``limit_bytes``, or if the bytes changed;
-    TransportError or OSError without an answer.
+    Raises KVRefused if the worker has no such KV or more than ``limit_bytes``, or if the bytes
+    changed; TransportError or OSError without an answer.
     """
     with contextlib.closing(connect(address, secret, purpose=PURPOSE, silence_s=GIVE_UP_S)) as channel:
         channel.send_frame(
@@ -99,16 +100,12 @@ class _Brought:
 
 @dataclass(slots=True)
 class _Home:
-    """An old KV owner: limits concurrent requests, and sends none before ``silent_until_s`` (monotonic).
-    """
-
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(ASKED_OF_ONE))
     silent_until_s: float = 0.0
 
 
 class KVTransfers:
-    """Sends and receives the KV of one worker's engine; ``limit_bytes`` is the size of its KV pool.
-    """
+    """Sends and receives the KV of a worker's engine; ``limit_bytes`` is the KV pool's size."""
 
     def __init__(self, context: WorkerContext, serving: Serving, limit_bytes: int) -> None:
         self._context, self._serving, self._limit_bytes = context, serving, limit_bytes
@@ -121,12 +118,11 @@ class KVTransfers:
         self.address = self._server.address
 
     def close(self) -> None:
-        """Stop all transfers."""
         self._server.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def announced(self, key: str, home: Sequence[Any] | None, move: Mapping[str, Any], **extra: Any) -> None:
-        """Note that task ``key`` changes its KV owner; ``home`` is the old owner's address, None without KV.
+        """Note that task ``key`` changes its KV owner from ``home`` (None if no worker has its KV).
 
         ``move`` has the fields of `libra.facts.HomeChanged` from home to sent.
         """

@@ -1,9 +1,9 @@
 """The engine of one worker in one run, which serves a version only after a check of its weights.
 
-``pull`` loads the newest version and checks the engine. An engine that fails is quarantined: closed,
-restarted from the version's file, and checked again. After a second failure the engine is out of
-service, and every quantum sent to it fails with an EngineError. ``sleep`` closes the engine to free
-memory; ``wake`` builds an engine from the newest version's file and checks it.
+``pull`` loads the newest version and checks the engine. An engine that fails is quarantined:
+closed, restarted from the version's file, and checked again. After a second failure the engine is
+out of service, and every quantum sent to it fails with an EngineError. ``sleep`` closes the engine
+to free memory; ``wake`` builds an engine from the newest version's file and checks it.
 
 Invariants
 ----------
@@ -69,8 +69,7 @@ class EngineStarter:
     _links: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)
 
     def make(self, version: WeightVersion | None) -> RolloutEngine:
-        """An engine, not yet started, from a version's file; None means version 0 in ``model_dir``.
-        """
+        """An engine, not yet started, from a version's file; None: version 0 in ``model_dir``."""
         if version is None:
             return self.build(self.model_dir, 0)
         self._links.append(tempfile.TemporaryDirectory(prefix="libra-engine-", dir=self.scratch))
@@ -79,7 +78,6 @@ class EngineStarter:
         return self.build(directory, version.number)
 
     def unlink(self) -> None:
-        """Remove the links of closed engines."""
         while self._links:
             self._links.pop().cleanup()
 
@@ -159,8 +157,8 @@ class Serving:
     async def generate(self, request: TurnRequest) -> TurnOutput:
         """Generate one turn with the newest version; all tokens come from verified versions.
 
-        Raises EngineAsleep if the engine is asleep or falls asleep meanwhile, EngineError if it failed or
-        is out of service.
+        Raises EngineAsleep if the engine is asleep or falls asleep meanwhile, EngineError if it
+        failed or is out of service.
         """
         with self._turns.one(request.trajectory_id):
             for _ in range(TRIES):
@@ -191,8 +189,7 @@ class Serving:
             )
 
     def forget(self, trajectory_id: str) -> None:
-        """Free the KV cache of an ended trajectory; no effect if the engine is asleep or out of service.
-        """
+        """Free the KV cache of an ended trajectory; no effect while the engine has no memory."""
         if self.out is None and not self.asleep:
             self.engine.forget(trajectory_id)
 
@@ -201,9 +198,10 @@ class Serving:
         return self.verified is None or int(newest) > self.verified
 
     async def pull(self) -> None:
-        """Update an awake engine to the newest version, unless it has already verified that version.
+        """Update an awake engine to the newest version, unless that version is verified.
 
-        Raises EngineError if the engine is out of service, WeightsError if the version cannot be read.
+        Raises EngineError if the engine is out of service, WeightsError if the version is
+        unreadable.
         """
         self._check_open()
         self._notice_restart()
@@ -260,8 +258,8 @@ class Serving:
     async def wake(self, build: Build | None = None) -> None:
         """Build an engine from the newest version's file, check it, and serve again.
 
-        ``build``, if given, replaces the function that builds engines. After an EngineError, ModelError or
-        WeightsError the engine stays asleep.
+        ``build``, if given, replaces the function that builds engines. After an EngineError,
+        ModelError or WeightsError the engine stays asleep.
         """
         async with self._loading:
             if not self.asleep:
@@ -307,7 +305,7 @@ class Serving:
     # ---------------------------------------------------------------- versions
 
     async def _load(self, version: WeightVersion, *, start: bool = False) -> None:
-        """Load the version, or with ``start`` start the engine from its file; serve it if the check passes.
+        """Load the version (with ``start``: start from its file), check it, and serve it if it passes.
         """
         started_s, number = time.perf_counter(), version.number
         self.announced = max(self.announced, number)  # turns that arrive now wait

@@ -84,8 +84,7 @@ class Loaded:
 
 
 class ServiceHost:
-    """The services of one worker process; models run on ``device``, whose ``lock`` is None on CPU.
-    """
+    """The services of one worker process; ``lock`` guards ``device``, and is None on CPU."""
 
     def __init__(self, device: Any, lock: DeviceLock | None = None) -> None:
         self._device, self._lock = device, lock
@@ -113,7 +112,6 @@ class ServiceHost:
         self._bound()
 
     def leave(self, context: WorkerContext) -> None:
-        """Remove a run."""
         del self._rooms[id(context)]
         self._bound()
 
@@ -124,8 +122,8 @@ class ServiceHost:
     async def load(self, entry: ServiceEntry, shown: str = "") -> str:
         """Load a service unless it is loaded; returns its name on this worker.
 
-        ``shown`` is the run's name for the service. Raises ModelError, or ConfigError if the device has no
-        room.
+        ``shown`` is the run's name for the service. Raises ModelError, or ConfigError if the device
+        has no room.
         """
         name = _identity(entry)
         if name not in self._loaded:
@@ -299,8 +297,6 @@ class ServiceHost:
         return list(answers)
 
     def _report(self, fire: Fire, requests: Sequence[Request], began_s: float, restore_s: float) -> None:
-        """Report the batch to each run that had a request in it, under that run's name for the service.
-        """
         ran_s = max(0.0, asyncio.get_running_loop().time() - began_s - restore_s)
         for context in {id(request.context): request.context for request in requests}.values():
             own = [request for request in requests if request.context is context]
@@ -318,7 +314,7 @@ class ServiceHost:
 async def _in_thread(
     call: Callable[[], Any], limit_s: float, name: str, threads: list[asyncio.Future[None]]
 ) -> Outcome:
-    """Run `libra.envs.tool_calls.run_bounded` in a thread; a future in ``threads`` ends when it returns.
+    """Run `run_bounded` in a thread, and complete a future in ``threads`` when the thread returns.
     """
     loop = asyncio.get_running_loop()
     returned: asyncio.Future[None] = loop.create_future()
@@ -348,11 +344,9 @@ class RunServices:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the run's services."""
         return self._here.keys()
 
     async def open(self) -> None:
-        """Load every service of the run."""
         self._host.share(self._context)
         for name, entry in self._context.spec.config.services.named.items():
             self._here[name] = await self._host.load(entry, name)
@@ -373,7 +367,6 @@ class RunServices:
         self._host.leave(self._context)
 
     async def answer(self, service: str, given: Any) -> Any:
-        """The answer of one of the run's services. Raises ServiceFault."""
         if self._context.spec.config.services.named[service].function == "teach" and not isinstance(given, ToTeach):
             raise ServiceFault(
                 f"service {service!r}: it scores trajectories for distil.teacher, and answers no reward or tool; ask one with "

@@ -62,8 +62,7 @@ def batch_stats(groups: Groups, rows: BatchRows, batch: int) -> dict[str, Any]:
 
 
 def lags(groups: Groups, rows: BatchRows, batch: int) -> np.ndarray:
-    """Lag in versions of every generated token that may train; tokens dropped for age are left out.
-    """
+    """Lag in versions of every generated token that may train; excludes tokens dropped for age."""
     parts = [np.zeros(0, np.int32)]
     for group, row in zip(groups, rows, strict=True):
         if row.get("over_age") != Verdict.DROP and "spare" not in row:
@@ -75,12 +74,13 @@ def lags(groups: Groups, rows: BatchRows, batch: int) -> np.ndarray:
 def signal_numbers(trajectories: Sequence[Trajectory], rows: BatchRows) -> dict[str, Any]:
     """The spread of a batch's rewards, and the reason if the batch has no learning signal.
 
-    ``rows`` are the batch's facts, one per group, with ``advantages`` and ``trains`` of its members.
-    ``reward_std``, ``reward_group_min`` and ``reward_group_max`` are means over groups with at least
-    two valid members of each group's standard deviation, lowest and highest reward (NaN without such
-    groups). ``frac_reward_zero_std`` is the fraction of these groups whose rewards are all equal.
-    ``groups_without_signal`` counts groups of several members with fewer than two valid rewards or only
-    equal ones. ``no_signal`` says why no member has an advantage; "" if one has.
+    ``rows`` are the batch's facts, one per group, with ``advantages`` and ``trains`` of its
+    members. ``reward_std``, ``reward_group_min`` and ``reward_group_max`` are means over groups
+    with at least two valid members of each group's standard deviation, lowest and highest reward
+    (NaN without such groups). ``frac_reward_zero_std`` is the fraction of these groups whose
+    rewards are all equal. ``groups_without_signal`` counts groups of several members with fewer
+    than two valid rewards or only equal ones. ``no_signal`` says why no member has an advantage; ""
+    if one has.
     """
     valid: dict[tuple[int, int], list[float]] = {}
     size: dict[tuple[int, int], int] = {}
@@ -156,7 +156,7 @@ def _one_line(text: str) -> str:
 
 
 def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    """Counts of ended members (``failures/<class>``) and retried attempts (``resampled/<class>``, sum).
+    """``failures/<class>``: ended members; ``resampled/<class>``: retried attempts, and their sum.
     """
     ended = Counter(member.failure for member in trajectories)
     again = Counter(name for member in trajectories if member.retried for name in member.retried.split(","))
@@ -181,8 +181,7 @@ def spare_numbers(rows: BatchRows, most: int | None) -> dict[str, int]:
 
 
 def late_numbers(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of late rewards; empty with ``trainer.late=off``. Clears ``no_signal`` if rewards correct.
-    """
+    """Metrics of late rewards; empty with ``trainer.late=off``."""
     if (late := facts.get("late")) is None:
         return {}
     ages = [age for *_, age in late["came"]]
@@ -196,10 +195,7 @@ def late_numbers(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def taught_numbers(rows: BatchRows) -> dict[str, Any]:
-    """``late_taught``: groups that the teacher has not scored; empty without a teacher.
-
-    Clears ``no_signal`` if any group is scored.
-    """
+    """``late_taught``: groups that the teacher has not scored; empty without a teacher."""
     if not any("taught" in row for row in rows):
         return {}
     learns = {"no_signal": ""} if any(row["taught"] for row in rows) else {}
@@ -207,12 +203,10 @@ def taught_numbers(rows: BatchRows) -> dict[str, Any]:
 
 
 def question_chars(prompt: Prompt) -> int:
-    """Characters in all messages before the first generation."""
     return sum(len(message["content"]) for message in prompt.messages)
 
 
 def lengths_of(trajectories: Iterable[Trajectory]) -> list[Lengths]:
-    """Lengths of every trajectory with at least one turn."""
     found = []
     for turns in (each.turns for each in trajectories if each.turns):
         generated, observed, tool_s = (
@@ -226,8 +220,8 @@ def lengths_of(trajectories: Iterable[Trajectory]) -> list[Lengths]:
 def generated_for(groups: Groups, rows: BatchRows) -> dict[str, Any]:
     """Tokens by worker and lengths of a batch, for the planner.
 
-    ``question_tokens`` pairs the characters of each nonempty group's prompt with its generated tokens;
-    ``trained_tokens`` pairs them with all tokens of members that have a gradient.
+    ``question_tokens`` pairs the characters of each nonempty group's prompt with its generated
+    tokens; ``trained_tokens`` pairs them with all tokens of members that have a gradient.
     """
     members = [member for group in groups for member in group]
     by_worker: Counter[str] = Counter()

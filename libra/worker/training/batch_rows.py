@@ -1,8 +1,8 @@
 """The trajectories of a batch for a training step, from the run directory or from their graders.
 
-With ``trainer.dispatch=peer``, a worker that grades a group keeps each of its trajectories in memory
-as a row, and reports its address with the group. ``batch`` adds each member's worker and length to
-its facts; a training rank fetches the rows of its slice from these workers.
+With ``trainer.dispatch=peer``, a worker that grades a group keeps each of its trajectories in
+memory as a row, and reports its address with the group. ``batch`` adds each member's worker and
+length to its facts; a training rank fetches the rows of its slice from these workers.
 
 Invariants
 ----------
@@ -56,10 +56,10 @@ FETCHED = ("fetched_rows", "fetched_bytes", "stored_rows")
 def members_of(batch: Mapping[str, Any], groups_dir: Path, *, of_the_step: bool = False) -> list[Trajectory]:
     """All trajectories of a committed batch, with their advantages and late rewards.
 
-    ``of_the_step`` drops filtered trajectories, adds earlier ones that late rewards correct (``late``),
-    and masks tokens that are too old. Failures that do not train are included, because the replica
-    counts them. ``groups_dir`` is the present directory of group records: the paths in ``batch`` are
-    out of date if the run was moved.
+    ``of_the_step`` drops filtered trajectories, adds earlier ones that late rewards correct
+    (``late``), and masks tokens that are too old. Failures that do not train are included, because
+    the replica counts them. ``groups_dir`` is the present directory of group records: the paths in
+    ``batch`` are out of date if the run was moved.
     """
     trajectories = []
     for row in batch["members"]:
@@ -82,8 +82,7 @@ def members_of(batch: Mapping[str, Any], groups_dir: Path, *, of_the_step: bool 
 
 
 def without_stale(member: Trajectory, row: Mapping[str, Any]) -> Trajectory:
-    """A trajectory as it trains: without tokens older than ``from_version`` of its group's row, if given.
-    """
+    """A trajectory without the tokens that its group's ``row`` excludes from training by age."""
     if (least := row.get("from_version")) is None:
         return member
     fresh = member.weight_version >= least
@@ -92,15 +91,14 @@ def without_stale(member: Trajectory, row: Mapping[str, Any]) -> Trajectory:
 
 
 def take_late(members: list[Trajectory], row: Mapping[str, Any]) -> list[Trajectory]:
-    """``members`` of a group with the late rewards (``delivered``) in the group's ``row`` of a batch.
-    """
+    """``members`` with the late rewards (``delivered``) in their group's ``row`` of a batch."""
     for sample, value in row.get("delivered", {}).items():
         members[int(sample)].take_late(value)
     return members
 
 
 def late_rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of earlier groups that late rewards correct, from a batch's facts."""
+    """Rows of earlier groups that a batch's late rewards correct."""
     rows: list[dict[str, Any]] = facts.get("late", {}).get("rows", [])
     return rows
 
@@ -138,8 +136,7 @@ class RowKeeper:
         self._num_kept = num_kept(spec.config)
 
     def keep(self, iteration: int, group: int, members: Sequence[Trajectory]) -> dict[str, Any]:
-        """Offer the rows of a recorded group; returns this worker's host and port, for the group's report.
-        """
+        """Offer the rows of a recorded group; returns the host and port that offer them."""
         rows = {str(member.trajectory_id): pack_trajectory(member) for member in members}
         self.server.offer(rows)
         self._kept[iteration, group] = list(rows)
@@ -150,12 +147,10 @@ class RowKeeper:
         return {"host": host, "port": port}
 
     def close(self) -> None:
-        """Stop offering rows."""
         self.server.close()
 
 
 def num_kept(config: RunConfig) -> int:
-    """Number of groups whose rows a worker keeps."""
     return (config.run.eta + 3) * config.trainer.prompts
 
 
@@ -166,8 +161,7 @@ def keeper_of(worker: Worker, spec: RunSpec) -> RowKeeper | None:
 
 
 def lengths(members: Sequence[Trajectory]) -> list[list[int]]:
-    """Per member: whether its failure class trains, and tokens and actions of its `Sample` (0 if none).
-    """
+    """Per member: whether its failure trains, and its `Sample`'s tokens and actions (0 if none)."""
     found = []
     for member in members:
         where = np.flatnonzero(member.is_action)
@@ -215,8 +209,7 @@ class SliceFetcher:
 
 
 def lazy_batch(batch: Mapping[str, Any], fetcher: SliceFetcher) -> LazyBatch:
-    """The batch of a step for a training rank, before any row is fetched; `members_of` ``of_the_step``.
-    """
+    """As `members_of` with ``of_the_step``, for a training rank, before any row is fetched."""
     from libra.train.samples import LazyBatch, RowFacts
 
     facts, num_trajectories = [], 0

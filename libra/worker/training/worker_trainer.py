@@ -36,8 +36,7 @@ _one_at_a_time = threading.Lock()
 
 
 def pool_token(spec: RunSpec, gang: int) -> str:
-    """The secret with which a hybrid replica joins the core of ``gang`` in this start of the run.
-    """
+    """The secret with which hybrid replicas join the core of ``gang`` in this start of the run."""
     return _token(spec, "hybrid", gang)
 
 
@@ -67,7 +66,7 @@ class Trainer:
 
     @property
     def has_replica(self) -> bool:
-        """Whether a replica exists; a sharded replica is built with its group."""
+        """Whether a replica exists; a sharded one is built with its group."""
         return self._checkpoints is not None
 
     @property
@@ -78,7 +77,6 @@ class Trainer:
 
     @property
     def replica(self) -> Replica:
-        """The replica; asserts that it exists."""
         return self.checkpoints.replica
 
     def make_replica(self, group: TrainGroup | None = None) -> None:
@@ -109,8 +107,7 @@ class Trainer:
         self.context.report(*held, VersionPublished(number, digest, version.num_bytes))
 
     def pinned(self, newest: int) -> range:
-        """Versions that steps after the newest checkpoint may need to score tokens (``old_logp=version``).
-        """
+        """Versions that later steps may need to score tokens (``trainer.old_logp=version``)."""
         config = self.context.spec.config
         if config.trainer.old_logp != "version" or config.rollout.exact_logprobs:
             return range(0)
@@ -120,15 +117,14 @@ class Trainer:
         return range(max(0, (step_of(saved[-1]) if saved else 0) - config.run.eta), newest + 1)
 
     def recover(self, steps: int, *, or_next: bool = False) -> list[dict[str, Any]]:
-        """Call `recover` for this trainer's replica."""
         with self.publications.repeating():
             return recover(self.checkpoints, self.context.spec, self.context.weights.store, steps, or_next=or_next)
 
     def add_waves(self, batch: int, upto: int, *, last: LazyBatch | None = None) -> int:
-        """Add the missing committed waves of step ``batch``, in order, up to ``upto``; returns their count.
+        """Add committed waves of step ``batch``, in order, up to ``upto``; returns their number.
 
-        ``last`` is the wave before ``upto``, if its trajectories are not to be read from the run directory.
-        Collective in a training group, unless all ranks already have the waves.
+        ``last`` is the wave before ``upto``, if already in memory. Collective in a training group,
+        unless all ranks have the waves.
         """
         spec, replica = self.context.spec, self.replica
         added = replica.open_step.waves if replica.open_step is not None else 0
@@ -143,8 +139,7 @@ class Trainer:
         return added
 
     def open_pool(self, gang: int) -> None:
-        """Let replicas of hybrid workers join, and report the address; on rank 0 of the core only.
-        """
+        """Let replicas of hybrid workers join, and report where; on the core's rank 0 only."""
         spec = self.context.spec
         if spec.config.cluster.hybrid_workers:
             self.close()
@@ -153,7 +148,6 @@ class Trainer:
             self.context.report(HybridPoolOpened(gang, host, pool.address[1]))
 
     def close(self) -> None:
-        """Release the hybrid replicas."""
         if self.has_replica and self.replica.hybrids is not None:
             self.replica.hybrids.close()
 
@@ -161,13 +155,13 @@ class Trainer:
 def recover(
     checkpoints: CheckpointWriter, spec: RunSpec, store: WeightStore, steps: int, *, or_next: bool = False
 ) -> list[dict[str, Any]]:
-    """Bring the replica to step ``steps``: load the newest checkpoint, then repeat the committed batches.
+    """Bring the replica to step ``steps``: newest checkpoint, then all committed batches since.
 
     Generates nothing; a replica at that step or later is unchanged. If the result differs from a
-    published version (another machine or number of threads), the published weights are used, because
-    tokens were sampled from them. With ``or_next``, a checkpoint one step later is also accepted, for a
-    task that repeats that step. Returns the metrics of each repeated step. Collective in a training
-    group, unless all ranks are already at that step.
+    published version (another machine or number of threads), the published weights are used,
+    because tokens were sampled from them. With ``or_next``, a checkpoint one step later is also
+    accepted, for a task that repeats that step. Returns the metrics of each repeated step.
+    Collective in a training group, unless all ranks are already at that step.
     """
     from libra.train.checkpoint import newest, step_of  # imports transformers, which takes seconds
 

@@ -1,4 +1,4 @@
-"""Action quanta of agent trajectories: the agent receives an answer, works, and sends a request or ends.
+"""Action quanta of agent trajectories: an agent gets an answer, works, and sends a request or ends.
 
 The agent is a process on this worker, and sends requests to this worker's gateway. A request ends
 the action quantum; a generation quantum, on any worker, produces the answer; the next action
@@ -7,11 +7,10 @@ quantum delivers the answer to the agent. The journal records all of these.
 Invariants
 ----------
 1. An agent that waits for the model holds no slot.
-2. An agent that is restarted after the loss of a worker receives the recorded answers while its
-   requests are the recorded ones; its sub-agents may send them in any order. If a request differs
-   or the agent ends sooner, a fresh draw starts.
-3. A worker runs at most ``agent.concurrency`` agents; beyond that a trajectory's quantum returns to
-   the scheduler.
+2. An agent that restarts after the loss of a worker receives the recorded answers while its
+   requests are the recorded ones; sub-agents may send them in any order. If a request differs or
+   the agent ends sooner, a fresh draw starts.
+3. A worker runs at most ``agent.concurrency`` agents, and returns quanta beyond that.
 4. A prompt that does not fit is refused, never truncated.
 """
 
@@ -77,8 +76,6 @@ class _Live:
     refused: tuple[EndReason, str] | None = None
 
     def refuse(self, end: EndReason, detail: str, param: str = "messages", code: str = TOO_LONG) -> RequestRefused:
-        """Refuse a request for a limit; if the agent then fails, the trajectory ends with this reason.
-        """
         self.refused = end, detail
         return RequestRefused(detail, param, status=400, code=code)
 
@@ -103,8 +100,8 @@ class Agents:
     async def start(self) -> None:
         """Start the gateway and the program that runs agents.
 
-        Raises EnvironmentFault if the agent cannot be loaded, ConfigError if a variable of ``agent.env`` is
-        not set.
+        Raises EnvironmentFault if the agent cannot be loaded, ConfigError if a variable of
+        ``agent.env`` is not set.
         """
         await self.gateway.start()
         await self.processes.prepare()
@@ -113,7 +110,6 @@ class Agents:
         logger.info("agents of run %s ask at http://%s:%d", run, gateway.host, gateway.port)
 
     async def close(self) -> None:
-        """Kill all agents, and stop the gateway."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         self._live.clear()
@@ -125,8 +121,8 @@ class Agents:
     async def act(self, state: TrajectoryState) -> QuantumRecord:
         """Let the agent work until it sends a request or ends; returns the record of that event.
 
-        Raises EngineAsleep if this worker already runs ``agent.concurrency`` agents, ToolTimeout if the
-        agent took too long, ToolFault if it failed.
+        Raises EngineAsleep if this worker already runs ``agent.concurrency`` agents, ToolTimeout if
+        the agent took too long, ToolFault if it failed.
         """
         try:
             return await self._act(state)
@@ -137,7 +133,7 @@ class Agents:
             raise
 
     def drop(self, tid: TrajectoryId, why: str) -> None:
-        """Kill the trajectory's agent, if it runs here."""
+        """Kill the trajectory's agent, if it runs on this worker."""
         live = self._live.pop(tid, None)
         if live is not None:
             self.processes.stop(live.process)
@@ -179,8 +175,7 @@ class Agents:
                     event.refuse(refused)
 
     async def _next(self, live: _Live, state: TrajectoryState) -> Pending | Ended | None:
-        """The agent's next event; None if the agent does not repeat a recorded request. Raises ToolTimeout.
-        """
+        """Return the agent's next event; None if the agent does not repeat a recorded request."""
         agent = self._config.agent
         while live.early and not live.replay:
             if (pending := live.early.popleft()).waiting > 0:
@@ -372,8 +367,7 @@ def _by_ids(now: Attempt, request: ModelRequest, vocab_size: int) -> Asked:
 
 
 def _reward(posted: float | None, result: Any) -> float | None:
-    """The agent's own reward: posted to /reward, or its result as a number or under the key "reward".
-    """
+    """The agent's own reward: posted to /reward, its numeric result, or "reward" in its result."""
     if posted is not None:
         return posted
     value = result.get("reward") if isinstance(result, Mapping) else result

@@ -1,4 +1,4 @@
-"""Runs a trajectory's quanta (one generation or action each) on a worker, journals and reports them.
+"""Runs the quanta of trajectories on a worker: one generation or action each, recorded and reported.
 
 Invariants
 ----------
@@ -10,8 +10,8 @@ Invariants
 3. A worker runs at most one quantum of a trajectory at a time, and only with all earlier records.
 4. Bad model or tool output can fail only its own trajectory. The output is made storable before it
    is recorded; output that still cannot be stored becomes a failure record, which a resume finds.
-5. No worker runs a quantum of a trajectory whose group is recorded in the store; the trajectory's
-   journal is then removed.
+5. No worker runs a quantum of a trajectory whose group is recorded; the trajectory's journal is
+   removed once the store has the group.
 6. With ``staleness.versions=one`` all tokens of a trajectory have the same version; a trajectory
    that would mix versions starts again from its prompt.
 """
@@ -91,7 +91,7 @@ KILLED = "killed: it took more than"
 
 
 class QuantumRunner:
-    """Quantum runner of a worker in one run; ``engine`` is None on a worker that only runs tools or grades.
+    """Runs quanta of one run on one worker; ``engine`` is None if the worker does not generate.
 
     ``leaving``: this worker must not start another generation. ``processes``: subprocesses for tool
     calls that have their own resources.
@@ -129,7 +129,6 @@ class QuantumRunner:
         )
 
     def close(self) -> None:
-        """Refuse all further records."""
         self.closing = True
 
     # ---------------------------------------------------------------- states
@@ -147,7 +146,7 @@ class QuantumRunner:
         return state
 
     def drop(self, tid: TrajectoryId) -> None:
-        """Forget the in-memory state of a trajectory; the journal keeps the records."""
+        """Forget a trajectory's in-memory state; the journal keeps its records."""
         self.states.pop(tid, None)
         self._ended_bytes -= self._ended.pop(tid, 0)
 
@@ -171,11 +170,11 @@ class QuantumRunner:
     # ---------------------------------------------------------------- one quantum
 
     async def run(self, key: str, tid: TrajectoryId, prompt: Prompt, quantum: int = 0) -> TrajectoryState:
-        """Run, journal and report the next quantum of a trajectory; returns the state after the quantum.
+        """Run, journal and report a trajectory's next quantum; returns the state afterwards.
 
-        ``quantum`` is the number of earlier records if the scheduler knows it; then the store has no record
-        of the group. If 0, journal and store are searched. Further generations follow directly while no
-        better trajectory waits for the slot.
+        ``quantum`` is the number of earlier records if the scheduler knows it; the group then has
+        no record yet. If 0, journal and store are searched. Further generations follow directly
+        while no better trajectory waits for the slot.
         """
         state = self.state(tid, prompt, quantum)
         if state.phase is not None and not quantum:
@@ -320,8 +319,6 @@ class QuantumRunner:
         return config.rollout.temperature
 
     def _ends_version(self, state: TrajectoryState, versions: set[int], started_s: float) -> bool:
-        """Restart the trajectory if tokens of ``versions`` would mix versions (`libra.policy.one_version`).
-        """
         if len(had := state.attempt.versions | versions) < 2:
             return False
         self._commit(state, RestartRecord(began=min(had), serves=max(had)), started_s)
@@ -352,8 +349,6 @@ class QuantumRunner:
         return ids
 
     def _inline(self, now: Attempt) -> bool:
-        """Whether the generation's quantum also runs the environment's step, or all well-formed tool calls.
-        """
         environment = self.context.environment
         if now.answered:
             return environment.inline_steps
@@ -406,7 +401,6 @@ class QuantumRunner:
         return self.context.journal.pack(str(state.tid), state.quanta, record)
 
     def _append(self, state: TrajectoryState, *packed: bytes) -> None:
-        """Append the held record, which is already applied, and then ``packed``."""
         self.context.epoch.check()
         if self.closing:  # requests of a closed engine are not failures
             raise FencedOff(f"{state.tid}: worker {self.context.name} leaves the run, and writes no more records")

@@ -79,14 +79,12 @@ class SessionLeases:
         serve_worker(context.worker, self._op, self._requested)
 
     async def close(self) -> None:
-        """Close this worker's sessions."""
         stop_serving(self.context.worker, self._op)
         await asyncio.gather(*self._releases, return_exceptions=True)
         await self.pool.close()
         logger.info("sessions: %s", self._counts())
 
     async def acquire(self, trajectory_id: str) -> Lease:
-        """Lease a session of this worker."""
         lease = self.context.address, await self.pool.lease(trajectory_id)
         self._report()
         logger.info("sessions: %s leases %s; %s", trajectory_id, lease[1], self._counts())
@@ -113,7 +111,7 @@ class SessionLeases:
         state: StateCopy,
         where: tuple[str, int, int, int],
     ) -> ToolReturn:
-        """The return of an action in the leased session; ``where``: trajectory, draw, turn and call.
+        """The return of an action in the leased session; ``where``: trajectory, draw, turn, call.
 
         Raises SessionLost, and the errors of `libra.envs.run_action`.
         """

@@ -75,7 +75,7 @@ def generation_record(
     calls: Sequence[ToolCall],
     state: bytes | None = None,
 ) -> GenerationRecord:
-    """Record of a generation; only the first record of an attempt has ``prompt_ids`` and ``state``.
+    """A generation's record; only an attempt's first one has ``prompt_ids`` and initial ``state``.
     """
     drawn = None if output.drawn is None else list(output.drawn)
     made = {name: getattr(output, name) for name in _OF_THE_OUTPUT}
@@ -91,7 +91,6 @@ _OF_THE_OUTPUT = (
 
 
 def end_record(turn: int, state: bytes | None) -> ActionRecord:
-    """Record of an action in which the environment's ``step`` ended the trajectory."""
     return ActionRecord(turn=turn, observation_ids=np.zeros(0, np.int32), state=state, ends=True)
 
 
@@ -105,12 +104,11 @@ def agent_end_record(
 
 
 def failure_record(failure: FailureClass, detail: str) -> FailureRecord:
-    """Record of a failure, which ends an attempt."""
     return FailureRecord(failure=failure, detail=storable(detail[:MAX_ERROR_CHARS]))
 
 
 def returned(records: Iterable[QuantumRecord]) -> tuple[str, ToolOutcome]:
-    """First tool and joint outcome of the calls that returned in one turn; ("", `NO_TOOL`) if none did.
+    """First tool and joint outcome of one turn's returned calls; ("", `NO_TOOL`) if none returned.
     """
     found = [r for record in records if isinstance(record, ActionRecord | RequestRecord) for r in record.returns]
     return (found[0].tool if found else ""), turn_outcome(r.status for r in found)
@@ -129,7 +127,6 @@ class TrajectoryRules:
 
     @classmethod
     def of(cls, config: RunConfig, environment: Environment) -> TrajectoryRules:
-        """The rules that a run's configuration and environment imply."""
         rollout, resample = config.rollout, config.trainer.resample
         steps, agent = has_steps(environment), config.agent.given
         return cls(rollout.max_turns, rollout.max_context_tokens, rollout.ignore_eos, resample, steps, agent)
@@ -148,8 +145,8 @@ class Attempt:
     lease : (str, str) or None
         Worker and name of the leased session; None without a lease.
     unfinished : list of int32 arrays
-        Token ids of the current turn so far, if it was parked before its end. `turns` does not count
-        this turn yet.
+        Token ids of the current turn so far, if it was parked before its end. `turns` does not
+        count this turn yet.
     answered : bool
         The last turn had no calls and waits for the environment's step.
     request : RequestRecord or None
@@ -185,7 +182,6 @@ class Attempt:
         return np.concatenate(self.context) if self.context else np.zeros(0, np.int32)
 
     def extend(self, token_ids: NDArray[np.int32]) -> None:
-        """Append tokens to the context."""
         self.context.append(token_ids)
         self.num_context_tokens += len(token_ids)
 
@@ -216,7 +212,6 @@ class TrajectoryState:
         return Phase.TOOL if acts else Phase.ROLLOUT
 
     def apply(self, record: QuantumRecord) -> None:
-        """Apply the next record."""
         now = self.attempt
         self.records.append(record)
         now.records.append(record)
@@ -336,7 +331,7 @@ class TrajectoryState:
         )
 
     def _parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
-        """All token parts in order; for each turn, start of its training sequence and tokens before the turn.
+        """Token parts in order; per turn, the start of its training sequence and the tokens before it.
         """
         if self.rules.agent:
             return AgentTurns.of(self.attempt.records).parts()
@@ -356,8 +351,7 @@ class TrajectoryState:
         return parts, places
 
     def _routes(self, num_tokens: int) -> NDArray[np.int16] | None:
-        """Expert ids of each token (T, layers, experts) from the newest record that has them; None if none.
-        """
+        """Expert ids per token (T, layers, experts) from the newest record with them, or None."""
         found: NDArray[np.int16] | None = None
         for record in self.attempt.records:
             if isinstance(record, GenerationRecord) and (routes := record.routes) is not None:

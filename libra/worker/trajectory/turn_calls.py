@@ -28,8 +28,7 @@ from libra.worker.trajectory.trajectory_state import TrajectoryState
 
 
 class TurnCalls:
-    """Runs the tool calls of turns; calls with their own resources run in ``processes``, if given.
-    """
+    """Runs tool calls of turns; calls with their own resources run in ``processes``, if given."""
 
     def __init__(
         self, context: WorkerContext, sessions: SessionLeases | None, processes: ActionProcesses | None
@@ -50,18 +49,16 @@ class TurnCalls:
         return () if self._declaring.isdisjoint(names) else names
 
     def revocable(self, state: TrajectoryState) -> bool:
-        """Whether the next action may be stopped and repeated: it is one call of a revocable tool.
-        """
+        """Whether the next action may be stopped and repeated: one call of a revocable tool."""
         calls = self.with_resources(state) if self._revocable else ()
         return len(calls) == 1 and calls[0] in self._revocable
 
     def lacks_lease(self, key: str, state: TrajectoryState) -> bool:
-        """Whether the action needs resources but its task holds a generation's, as in a resumed run.
-        """
+        """Whether the next action needs resources that its task did not lease (a resumed run)."""
         return bool(self.with_resources(state)) and keys.TOOL not in resources_here(self._context.worker, key)
 
     def cores_of(self, key: str) -> int | None:
-        """The number of cores that a task leases for its action; None if it leases none."""
+        """Number of cores that a task leases for its action, or None."""
         if not self._declaring:
             return None
         return int(resources_here(self._context.worker, key).get(keys.TOOL_CORES, 0)) or None
@@ -71,8 +68,9 @@ class TurnCalls:
     ) -> tuple[list[ToolReturn], tuple[str, str] | None]:
         """The returns of a turn's calls, and the trajectory's session lease.
 
-        Calls run concurrently, or in order if one uses the trajectory's state or session. The first call
-        that needs a session leases one of this worker; if a call fails, that lease is released.
+        Calls run concurrently, or in order if one uses the trajectory's state or session. The first
+        call that needs a session leases one of this worker; if a call fails, that lease is
+        released.
         """
         now, lease = state.attempt, state.attempt.lease
         if lease is None and self._sessions is not None and any(call.name in self._with_session for call in now.calls):
@@ -124,10 +122,10 @@ def agent_calls(environment: Environment, text: str) -> tuple[ToolCall, ...]:
 def cut_at_stop(
     output: TurnOutput, before: Sequence[Any], stops: Sequence[str], decode: Callable[[Any], str]
 ) -> tuple[TurnOutput, str | None]:
-    """A generation up to the token that completes the first stop text, and that text (None if none).
+    """A generation up to the token that completes the first stop text, and that text or None.
 
-    Later tokens are dropped, as if the engine had stopped there. ``before``: token ids of earlier parts
-    of the turn.
+    Later tokens are dropped, as if the engine had stopped there. ``before``: token ids of earlier
+    parts of the turn.
     """
     ids = output.token_ids
 
@@ -150,7 +148,7 @@ MOST_RECORDED_CHARS = 8000
 
 
 def recorded(given: ToolReturn, content: str) -> ToolReturn:
-    """A tool's return for the journal: the ``content`` that the model read, or a prefix and a reference.
+    """A tool's return for the journal: the text that the model read, or a prefix and a reference.
     """
     if content != given.content:
         status = ToolStatus.TRUNCATED if given.status is ToolStatus.OK else given.status
@@ -174,8 +172,7 @@ class StoppableActions:
         self._revoked: OrderedDict[str, int] = OrderedDict()
 
     def revoke(self, key: str, quantum: int, **_: Any) -> None:
-        """Stop quantum ``quantum`` of task ``key``, now or when it starts; no effect if it has ended.
-        """
+        """Stop a task's quantum ``quantum`` now or when it starts; no effect if it has ended."""
         self._revoked[key] = quantum
         while len(self._revoked) > KEPT:
             self._revoked.popitem(last=False)
