@@ -1,7 +1,7 @@
-"""The checks of a run before any worker starts: one list, for the start of a run and for `libra doctor`.
+"""All checks before any worker starts, for the start of a run and for `libra doctor`.
 
-A start goes through `CHECKS` in order and stops at the first error (`libra.driver.run_start`); the
-doctor reports each check in a line.
+A start runs `CHECKS` in order and stops at the first error (`libra.driver.run_start`); the doctor
+reports each check in a line.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Preflight:
     Attributes
     ----------
     config : RunConfig
-        With its layout once that was checked.
+        The configuration; includes the layout once that is checked.
     started_here : bool
         Whether the run starts its own workers on this machine.
     directory : Path or None
-        The directory of a new run with a name.
+        Directory of a new, named run.
     fetches : bool
-        Whether a model on a hub is fetched. Checks that need its files are left out otherwise.
+        Whether to download a hub model; if not, checks that need its files are skipped.
     given_client : bool
-        Whether the run uses a client that its caller has connected.
+        Whether the caller provides a connected client.
     environment, model : optional
-        None before they are made, or if they were refused.
+        None until they are built, or if they were refused.
     """
 
     config: RunConfig
