@@ -33,7 +33,7 @@ class OnIteration(Protocol):
     """``on_iteration``: called at the end of each iteration."""
 
     def __call__(self, values: Mapping[str, Any], /) -> object:
-        """Receive the metrics of `libra.driver.run_session.Session.iterations`; the return is ignored.
+        """Receive an iteration's metrics, as `Session.iterations` yields them; the return is ignored.
 
         Among them: ``iteration``, ``reward`` (mean), ``loss``, ``lr``, ``iteration_s`` (seconds),
         ``tokens_per_s``, ``failures``.
@@ -44,8 +44,7 @@ class OnBatch(Protocol):
     """``on_batch``: called after the step on each batch."""
 
     def __call__(self, batch: int, trajectories: Sequence[Trajectory], /) -> object:
-        """Receive a batch's number (from 0) and graded trajectories with advantages; may mutate them.
-        """
+        """Receive a batch's number (from 0) and graded trajectories, which may be changed."""
 
 
 class OnEvaluation(Protocol):

@@ -72,8 +72,7 @@ def advice(check: RunCheck, typed: Path) -> str:
 
 
 def quarantine(run: Path, name: str) -> str:
-    """Move a run's file or directory to ``damaged/``; returns its new relative path ("" if missing).
-    """
+    """Move a run's file to ``damaged/``; returns its path in the run, "" if it does not exist."""
     if not (run / name).exists():
         return ""
     target, number = run / "damaged" / name, 1

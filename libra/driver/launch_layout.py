@@ -127,10 +127,7 @@ def _turning(config: RunConfig) -> RunConfig:
 
 
 def read_trace(path: Path, tool_s: float) -> TrajectoryTotals:
-    """Trajectory totals from a CSV of turns.
-
-    Raises ConfigError if the file cannot be read, PlanError if columns are missing.
-    """
+    """Totals from a CSV of turns. Raises ConfigError if unreadable, PlanError without a column."""
     return totals_of_trace(read_agent_turns(path, TRACE_COLUMNS, "planner.trace (--trace FILE)"), tool_s)
 
 
@@ -284,7 +281,7 @@ def plan_for_datasheet(config: RunConfig, turns: TrajectoryTotals | None = None)
 
 
 def planned_hardware(config: RunConfig) -> str:
-    """Name of the GPU that section ``planner`` means, or `CPU` for a calibrated machine without GPU.
+    """Name of the GPU that section ``planner`` means; `CPU` for a calibrated machine without GPU.
     """
     if config.planner.calibration is not None and config.planner.gpu is None:
         return this_machine().gpu

@@ -48,7 +48,7 @@ class ModelFiles:
 
 
 def checked_model(path: str) -> ModelFiles:
-    """The model at ``model.path``, consistent as far as its small files show; a hub id is downloaded.
+    """The model at ``model.path``, checked by its small files; a hub id is downloaded.
 
     Raises ModelError with the file, its fault and what to type.
     """
@@ -243,9 +243,7 @@ def tokenizer_difference(student: ModelFiles, teacher: ModelFiles) -> str | None
 
 
 def most_tokens(student: ModelFiles, teacher: ModelFiles) -> int | None:
-    """The largest allowed top-k, or None if unknown.
-
-    It is the smaller vocabulary, less 1 if the sizes differ, so that some token remains outside.
+    """The largest allowed top-k: the smaller vocabulary, less 1 if sizes differ; None if unknown.
     """
     sizes = [size for each in (student, teacher) if isinstance(size := each.config.get("vocab_size"), int)]
     if len(sizes) < 2:

@@ -48,8 +48,7 @@ def check_environment(environment: object) -> None:
 
 
 def check_score(score: Callable[..., Any] | None) -> None:
-    """Raise ConfigError unless ``score`` is None or builds a Dask node (its result is checked later).
-    """
+    """Raise ConfigError unless ``score`` is None or builds a Dask node, which is not run here."""
     if score is None:
         return
     example = "score=lambda episodes: dask.delayed(judge)(episodes), where judge returns one number for each episode"
@@ -70,8 +69,7 @@ def needs_of(environment: Environment) -> dict[str, ToolNeeds]:
 
 
 def check_tools(config: RunConfig, environment: Environment, *, started_here: bool) -> None:
-    """Raise ConfigError if a tool's declaration is invalid or no started worker can run its calls.
-    """
+    """Raise ConfigError if a tool's declaration is invalid or no started worker fits its calls."""
     needs = needs_of(environment)
     if environment.session is not None and config.cluster.tool_workers_most is not None:
         raise ConfigError(
@@ -189,8 +187,7 @@ def _check_function(name: str, entry: ServiceEntry, model: ModelFiles | None) ->
 
 
 def loading_error(data: bytes, dask_worker: Worker | None = None) -> tuple[str, str] | None:
-    """The setting that this worker cannot load ("environment" or a field), and why; None if none.
-    """
+    """The setting that this worker cannot load, and why; None if all load. Runs on a worker."""
     try:
         spec: RunSpec = pickle.loads(data)
     except Exception as error:  # noqa: BLE001  the boundary to a user's modules: importing them may raise anything

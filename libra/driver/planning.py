@@ -115,10 +115,10 @@ class Replanning:
         forecast: StepForecast,
         predicted_step_s: float | None = None,
     ) -> SplitDecision | None:
-        """Learn from an iteration, judge the change in progress, weigh options, and request a change.
+        """Learn from an iteration, judge the change in progress, and decide on the next change.
 
         ``values``: the iteration's metrics; ``forecast`` includes them; ``predicted_step_s``: the
-        earlier prediction in seconds.
+        prediction before the iteration, in seconds.
         """
         now = arranged(ended.seats)
         whole = self._began_with == now
@@ -254,9 +254,7 @@ def costs_of(change: RequestedChange, rows: Iterable[Mapping[str, Any]]) -> list
 
 
 def change_cost_s(rows: Iterable[Mapping[str, Any]], generation: int) -> float | None:
-    """Seconds until a role change's slowest worker had its new role.
-
-    None if every worker has changed again since.
+    """Seconds until a role change's slowest worker had its new role; None if changed again since.
     """
     spent = (row["seconds"] for row in rows if row["generation"] == generation)
     return max((float(seconds) for seconds in spent if seconds is not None), default=None)
@@ -282,8 +280,7 @@ class UpcomingPrompts:
         self._per_batch = per_batch
 
     def names(self, iteration: int) -> list[str] | None:
-        """Each prompt's ``prompt_id`` in an iteration ("" if it does not recur); None if all are "".
-        """
+        """Each prompt's ``prompt_id`` ("" if it does not recur) in an iteration; None if all ""."""
         names: list[str] | None = self._each(iteration, lambda its, index: its.prompt_id("train", index))
         return names if names is not None and any(names) else None
 
@@ -340,10 +337,10 @@ class Planning:
         )
 
     def begin(self, first: int) -> None:
-        """Before iteration ``first`` of a resumed run, prevent out-of-memory at the forecast contexts.
+        """Before iteration ``first`` of a resumed run, change what would run out of memory.
 
-        Engines, slots, roles and boundaries start as configured. The contexts are forecast from the
-        mean final context of earlier iterations.
+        Engines, slots, roles and boundaries start as configured. Future contexts are forecast from
+        the mean final context of earlier iterations.
         """
         rows = [row for row in read_metrics(self._spec.directory) if row.get("trajectories")] if first else []
         contexts = [(int(row["step"]), row["tokens"] / row["trajectories"]) for row in rows if row["step"] < first]
@@ -411,8 +408,7 @@ def workload_of(rows: Sequence[Lengths]) -> TrajectoryTotals | None:
 
 
 def follows_evaluation(config: RunConfig, iteration: int) -> bool:
-    """Whether an evaluation precedes ``iteration``, so that none of it overlaps the iteration before.
-    """
+    """Whether an evaluation precedes ``iteration``, so that no part of it started earlier."""
     every = config.evaluation.every
     return every > 0 and iteration > 0 and iteration % every == 0
 

@@ -141,8 +141,7 @@ class ChatTemplate:
 
 
 class LoadedTemplate:
-    """The chat template of a tokenizer from ``model.loader``. Raises ModelError if it does not work.
-    """
+    """The chat template of a tokenizer from ``model.loader``. Raises ModelError if unusable."""
 
     def __init__(self, tokenizer: Any) -> None:
         from libra.rollout.chat_format import ChatFormat  # here: it imports torch
@@ -151,13 +150,11 @@ class LoadedTemplate:
         self._formatted()
 
     def check_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
-        """See `ChatTemplate.check_tools`."""
         self._formatted(schemas)
 
     def tokens_beyond(
         self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], limit: int
     ) -> int | None:
-        """See `ChatTemplate.tokens_beyond`."""
         num = len(self._formatted(schemas).prompt_ids(messages))
         return num if num >= limit else None
 
@@ -210,7 +207,7 @@ def check_evaluation(config: RunConfig, environment: Environment) -> None:
 def check_prompts(
     config: RunConfig, environment: Environment, template: ChatTemplate | LoadedTemplate | None, *, started_here: bool
 ) -> None:
-    """Raise ConfigError if the first prompts all fail, one has a wrong form, or one fills the context.
+    """Raise ConfigError if the first prompts all fail, one has a wrong form, or they are too long.
     """
     if type(environment).setup is not Environment.setup:
         return

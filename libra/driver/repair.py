@@ -83,8 +83,6 @@ MOST_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class RepairResult:
-    """The check of every file after a repair, and the number of repairs."""
-
     check: RunCheck
     num_repaired: int
 
@@ -187,7 +185,7 @@ class _Round:
                 self.remove("/".join(parts[: kind.pattern.count("/") + 1]), kind.quarantined)
 
     def stored(self, split: str, **wanted: int) -> list[tuple[int, Trajectory]] | None:
-        """The store's trajectories that match columns, each with its batch; None if it is damaged.
+        """The store's trajectories that match, each with its batch; None if the store is damaged.
         """
         if any(damage.kind.startswith(STORE) for damage in self.check.damages):
             return None
@@ -396,7 +394,7 @@ class _Round:
     # -------------------------------------------------------------------------------------------- scores of a teacher
 
     def teacher(self, name: str) -> None:
-        """Rebuild scores that a committed batch used; quarantine others, for rescoring on resume.
+        """Rebuild scores that a committed batch used; others are quarantined and scored on resume.
         """
         stem = Path(name).stem
         if f"{stem}.group" not in {each for names in self.check.taught.values() for each in names}:

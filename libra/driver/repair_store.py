@@ -44,8 +44,7 @@ from libra.worker.training.batch_rows import members_of
 
 
 def repair_store(files: RunDirectory, done: Callable[[str], None]) -> None:
-    """Repair the store; ``done`` receives a line per repair. Raises StoreError if rows have no copy.
-    """
+    """Repair the store; ``done`` gets a line per repair. Raises StoreError if rows have no copy."""
     store = files.store_path
     made = store.with_name(f"{store.name}.repaired")
     if not store.exists() and made.exists() and not store_faults(made):  # a repair was killed while it exchanged them
@@ -103,7 +102,6 @@ def _restore_metadata(store: Path, record: StoreRecord, done: Callable[[str], No
 
 
 def _last_whole(store: Path, record: StoreRecord) -> dict[Level, int]:
-    """The end of the last append that left intact rows; an uncommitted append may have none."""
     for append in reversed(record.appends):
         if any(not unsound_appends(store, path, [append]) for path in PATHS):
             return append.stop
@@ -138,7 +136,6 @@ def _exchange(store: Path, made: Path, done: Callable[[str], None]) -> None:
 
 
 def _rows(files: RunDirectory, append: AppendedRows, bad: Sequence[str], done: Callable[[str], None]) -> Rows:
-    """The rows of an append; columns that are ``bad`` or unreadable come from group records."""
     store = files.store_path
     read = {
         path: None if path in bad else column_rows(store, path, append.first[LEVEL[path]], append.stop[LEVEL[path]])
@@ -159,8 +156,7 @@ def _rows(files: RunDirectory, append: AppendedRows, bad: Sequence[str], done: C
 
 
 def trajectories_of(files: RunDirectory, append: AppendedRows) -> list[Trajectory]:
-    """An append's trajectories from group records and teacher scores. Raises StoreError if one is gone.
-    """
+    """An append's trajectories from group records and teacher scores. Raises StoreError."""
     if append.batch < 0:
         paths = sorted(files.groups_dir.glob(f"eval-{append.version:06d}-*.group"))
         found = [member for path in paths for member in read_group(path)]

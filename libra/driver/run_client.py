@@ -56,17 +56,14 @@ SILENT_S = 6.0
 
 
 class RunClient:
-    """Calls the scheduler for one start of a run. Raises `ClusterError` if the scheduler refuses.
-    """
+    """Calls the scheduler for one start of a run. Raises `ClusterError` if refused."""
 
     def __init__(self, client: Client, run: str, epoch: int) -> None:
         self.client, self._start = client, {"run": run, "epoch": epoch}
         self._rpc: Any = client.scheduler
 
     def register(self, start: RunStart, *, local: bool) -> str:
-        """Register the run; returns the scheduler's process name.
-
-        ``local``: the driver started this cluster.
+        """Register the run; returns the scheduler's process name. ``local``: this driver's cluster.
         """
         spec, config = start.spec, start.config
         self.client.register_plugin(LibraPlugin())
@@ -90,8 +87,7 @@ class RunClient:
         return str(answer["process"])
 
     def register_workers(self, config: RunConfig) -> None:
-        """Register the training group, if several workers train, and workers that can switch roles.
-        """
+        """Register the training group, if any, and the workers that can switch roles."""
         cluster, wait = config.cluster, "; wait for it, or type cluster"
         if cluster.train_workers > 1:
             name, advice = "libra_register_gang", f"{wait}.train_workers=1"
@@ -115,19 +111,18 @@ class RunClient:
         return list(self._call("libra_engines"))
 
     def limit_slots(self, slots: Mapping[str, int | Mapping[str, int]], reason: str = "requested") -> None:
-        """Limit, by worker, how many trajectories an engine generates concurrently, without a restart.
+        """Limit, by worker, how many trajectories an engine generates at once, without a restart.
 
         ``{"rollout-0": 4}``, or ``{"rollout-0": {"tp": 2, "slots": 4}}`` for an engine that a role
-        switch will build. If more trajectories are generating, the excess ends its turns first.
-        Raises `ClusterError`, and changes nothing, for more slots than an engine started with,
-        fewer than 1, or a worker without an engine.
+        switch will build. Trajectories beyond the limit finish their turns first. Raises
+        `ClusterError`, and changes nothing, for more slots than an engine started with, fewer than
+        1, or a worker without an engine.
         """
         wanted = {worker: {"slots": has} if isinstance(has, int) else dict(has) for worker, has in slots.items()}
         self._accepted("slots", "libra_set_slots", slots=wanted, reason=reason)
 
     def set_boundaries(self, tokens: Mapping[str, float], reason: str = "requested") -> None:
-        """Set, per tensor-parallel degree, the token count up to which its engines are preferred.
-        """
+        """Set, per tensor-parallel degree, up to how many tokens its engines are preferred."""
         self.tell(BoundariesSet(boundaries_of(tokens), reason))
 
     def roles(self) -> list[dict[str, Any]]:

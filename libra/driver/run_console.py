@@ -78,8 +78,7 @@ class Interruption:
             signal.signal(signal.SIGINT, self._before)
 
     def of(self, directory: Path, again: str) -> None:
-        """Set the run's directory, which may not exist yet, and the command that continues the run.
-        """
+        """Set the run's directory, which may not exist yet, and the command that continues it."""
         self._directory, self._again = directory, with_overrides(again, self.overrides)
 
     def starts(self) -> None:
@@ -135,8 +134,7 @@ def _say(text: str) -> None:
 
 
 def _end_quietly(announced: KeyboardInterrupt) -> None:
-    """Suppress this interrupt's traceback if uncaught; Python then exits by SIGINT (130 in a shell).
-    """
+    """Suppress this interrupt's traceback if uncaught; Python then exits by SIGINT (130)."""
     announced.libra_announced = True  # type: ignore[attr-defined]
     show = sys.excepthook
     if getattr(show, "is_libras", False):
@@ -172,8 +170,7 @@ FOREIGN: Final = frozenset({"distributed", "dask", "bokeh", "tornado", "asyncio"
 
 
 class ShownFormatter(logging.Formatter):
-    """Formats records by `libra.untrusted.shown`, as an error may quote a model; no traceback if ``brief``.
-    """
+    """Formats records by `libra.untrusted.shown`, without traceback if ``brief``."""
 
     def __init__(self, text: str, *, brief: bool = False) -> None:
         super().__init__(text)
@@ -264,7 +261,6 @@ class RunSummary:
 
     @property
     def reward_after(self) -> float:
-        """Mean held-out reward after the last step; NaN without evaluation."""
         return float(self.evaluations[-1]["reward"]) if self.evaluations else math.nan
 
     def rows(self) -> list[tuple[str, str]]:

@@ -186,7 +186,6 @@ class Session:
 
     @property
     def spec(self) -> RunSpec:
-        """The run's facts as workers have them."""
         return self._start.spec
 
     @property
@@ -248,8 +247,7 @@ class Session:
                 raise MismatchAlarm(reason)
 
     def evaluate(self, version: int) -> dict[str, Any]:
-        """Evaluate the held-out prompts at ``version``, which must be the newest published version.
-        """
+        """Evaluate the held-out prompts at ``version``, which must be the published one."""
         began_s = time.time()
         with self._loss_named():
             result: dict[str, Any] = self.graphs.compute(evaluation_graph(self.spec, version, self._start.point).end)

@@ -74,8 +74,7 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """One start of a run, shared by all parts of the driver; ``point`` is what earlier starts committed.
-    """
+    """One start of a run for all parts of the driver; ``point``: what earlier starts committed."""
 
     spec: RunSpec
     environment: Environment

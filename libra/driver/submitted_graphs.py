@@ -70,7 +70,6 @@ class SubmittedGraphs:
         self._failed: Future[Any] | None = None
 
     def compute(self, end: Delayed) -> Any:
-        """The result of a node and its dependencies."""
         return self._client.compute(end, optimize_graph=False).result()
 
     def submit(self, k: int) -> None:
@@ -93,7 +92,7 @@ class SubmittedGraphs:
         return values, iteration.checkpoint
 
     def result(self, future: Future[Any], k: int) -> Any:
-        """Result of a future of iteration ``k``. Raises ClusterError for foreign errors of a worker.
+        """Result of a future of iteration ``k``. Raises ClusterError for a worker's foreign error.
         """
         while not future.done() and self._failed is None:
             self._wake.wait(LOOK_S)
@@ -112,8 +111,7 @@ class SubmittedGraphs:
             ) from error
 
     def release(self) -> None:
-        """Release every future explicitly, since tracebacks may reference them and keep results alive.
-        """
+        """Release every future explicitly: a traceback may reference futures and keep results."""
         if self._client.status == "running":
             for future in [*self._carried, *(f for iteration in self.pending.values() for f in iteration.all)]:
                 future.release()
@@ -131,8 +129,7 @@ class SubmittedGraphs:
 
 
 class RunCheckpoints:
-    """Checkpoints of one start; ``result`` waits for a future, ``newest`` is the last complete one.
-    """
+    """Checkpoints of one start; ``result`` awaits a future, ``newest`` is the last complete one."""
 
     def __init__(self, spec: RunSpec, result: Callable[[Future[Any], int], Any]) -> None:
         self._spec, self._result = spec, result
@@ -146,15 +143,13 @@ class RunCheckpoints:
         return self._kept.best()
 
     def score(self, version: int, reward: float) -> None:
-        """Record a version's reward, if it has a checkpoint; see `libra.train.checkpoint_directory`.
-        """
+        """Record the reward of a version that has a checkpoint."""
         if version and checkpoint_is_due(self._spec.config, version):
             self._kept.score(version, reward)
             self._kept.tidy()
 
     def follow(self, k: int, saving: Future[Any] | None, *, last: bool) -> None:
-        """Follow the checkpoint of iteration ``k``; wait for all but the newest, for all if ``last``.
-        """
+        """Follow the checkpoint of iteration ``k``; wait for older ones, or for all if ``last``."""
         if saving is not None:
             self._saving.append((k, saving))
         allowed = 0 if last else 1
@@ -166,7 +161,6 @@ class RunCheckpoints:
             self._pruned = prune_groups(self._spec, self._pruned, step_of(oldest))
 
     def release(self) -> None:
-        """Release the futures of unfinished checkpoints."""
         for _, future in self._saving:
             future.release()
 

@@ -67,7 +67,6 @@ _LENGTH = struct.Struct("!I")
 
 
 def new_secret() -> str:
-    """A new secret for one run: 256 random bits in hexadecimal."""
     return secrets.token_hex(32)
 
 
@@ -170,7 +169,6 @@ class Channel:
         return hmac.digest(self._key, sender + number.to_bytes(8, "big") + text, "sha256")
 
     def _recv_all(self, view: memoryview) -> int:
-        """Fill ``view``; returns the bytes received before the connection ended."""
         filled = 0
         with _broken():
             while filled < len(view) and (got := self._socket.recv_into(view[filled:], 0, socket.MSG_WAITALL)):
@@ -261,7 +259,6 @@ def _broken(what: str = "the connection broke") -> Iterator[None]:
 
 
 def _windows(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The bytes of ``views`` in lists of at most `WINDOW_VIEWS` views and `WINDOW_BYTES` bytes."""
     window: list[memoryview] = []
     room = WINDOW_BYTES
     for view in views:
@@ -315,7 +312,6 @@ class Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts

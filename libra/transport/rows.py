@@ -91,7 +91,7 @@ def send_views(channel: Channel, views: Sequence[memoryview], request: Mapping[s
 
 
 def recv_views(channel: Channel, answer: Mapping[str, Any], views: Sequence[memoryview]) -> None:
-    """Fill ``views`` with the bytes that `send_views` announced. Raises OSError if they do not arrive.
+    """Fill ``views`` with the bytes that `send_views` announced. Raises OSError if bytes are missing.
     """
     views = [view for view in views if len(view)]
     if "memory" in answer:
@@ -178,7 +178,6 @@ class RowServer:
             return name in self._rows
 
     def close(self) -> None:
-        """Stop listening, and end all transfers."""
         self._server.close()
 
     def _serve(self, channel: Channel, client: str) -> None:

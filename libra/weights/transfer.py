@@ -54,7 +54,6 @@ class WeightServer:
         self.address = self._server.address
 
     def close(self) -> None:
-        """Stop listening, and end all transfers."""
         self._server.close()
 
     def _serve(self, channel: Channel, client: str) -> None:
@@ -81,10 +80,10 @@ class WeightServer:
 def fetch(
     version: int, servers: Sequence[Address], directory: str | Path, *, secret: str, content: str | None = None
 ) -> WeightVersion:
-    """Fetch ``version`` into ``directory`` from the first of ``servers`` (nearest first) with all of it.
+    """Fetch ``version`` into ``directory`` from the first of ``servers`` that has it whole.
 
-    ``content`` is the announced digest. Raises WeightsError if no server provides the whole
-    version, or the digest differs.
+    ``servers``: nearest first. ``content``: the announced digest. Raises WeightsError if no server
+    provides the whole version, or the digest differs.
     """
     store = WeightStore(directory)
     if version in store.numbers():

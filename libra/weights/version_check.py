@@ -80,7 +80,6 @@ class VersionCheck(msgspec.Struct, frozen=True):
         return float(np.median(np.abs(_flat(self.logp) - _flat(self.previous_logp))))
 
     def to_json(self) -> str:
-        """The check as a JSON object with a checksum."""
         return sealed_text({"schema": SCHEMA, **msgspec.to_builtins(self)})
 
     @classmethod
@@ -99,8 +98,7 @@ class VersionCheck(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """An engine's answers: (T - 1,) numbers per probe, 8 numbers per layer, and requested columns.
-    """
+    """An engine's answers: (T - 1,) numbers per probe, 8 per layer, and the requested columns."""
 
     logp: tuple[NDArray[np.float32], ...]
     projections: Mapping[str, tuple[float, ...]]
@@ -256,8 +254,7 @@ def _projection_gap(expected: tuple[float, ...], got: tuple[float, ...] | None) 
 
 
 def _differing_columns(expected: ExpectedProbes, answers: Answers) -> dict[str, float]:
-    """Per differing tensor, its largest difference; infinite if the answer is missing or not finite.
-    """
+    """Per differing tensor, its largest difference; infinite if an answer is missing."""
     found = {}
     for name, want in expected.columns.items():
         got = answers.columns.get(name)

@@ -53,8 +53,7 @@ class TensorFacts(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Content of ``version.json``; fields as in `WeightVersion`; ``tied`` maps aliases to tensors.
-    """
+    """Content of ``version.json``, as in `WeightVersion`; ``tied`` maps aliases to tensors."""
 
     schema: int
     number: int
@@ -131,8 +130,7 @@ class WeightStore:
         return version
 
     def adopt(self, temporary: Path, number: int, content: str) -> WeightVersion:
-        """Rename a complete version, filled in `temporary`; if another process was faster, keep its.
-        """
+        """Rename a complete version, filled in `temporary`; a faster process's version is kept."""
         try:
             # Renaming never replaces a nonempty directory, so this is an exclusive create.
             temporary.rename(self.directory(number))
@@ -146,7 +144,6 @@ class WeightStore:
         return self.root / f".tmp.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
 
     def numbers(self) -> list[int]:
-        """All version numbers, ascending."""
         return sorted(int(path.name) for path in self.root.iterdir() if path.name.isdigit())
 
     def get(self, number: int) -> WeightVersion:
@@ -155,7 +152,6 @@ class WeightStore:
         return WeightVersion(number, manifest.digest, self.directory(number), manifest.num_bytes)
 
     def latest(self) -> WeightVersion | None:
-        """The version with the highest number; None if there is none."""
         numbers = self.numbers()
         return self.get(numbers[-1]) if numbers else None
 
@@ -231,8 +227,7 @@ class WeightStore:
 
 
 def parse_manifest(text: bytes, number: int, where: object) -> Manifest:
-    """The manifest of version ``number``. Raises WeightsError naming ``where`` if ``text`` is invalid.
-    """
+    """The manifest of version ``number``. Raises WeightsError naming ``where`` if invalid."""
     try:
         manifest = msgspec.convert(unseal(text), Manifest)
     except (msgspec.ValidationError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What all parts of a run on a worker share: worker, run, and messages from and to the scheduler.
+"""What the parts of a run on a worker share: worker, run, and messages to and from the scheduler.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WorkerContext:
         self._sender.send(*facts)
 
     def listen(self, op: str, handler: Callable[..., None]) -> None:
-        """Call ``handler`` with the fields of the scheduler's messages ``op`` for this start of the run.
+        """Call ``handler`` with each of the scheduler's messages ``op`` for this start of the run.
 
         The handler runs on the worker's stream: it must not wait, and an exception closes the
         worker.
@@ -84,8 +84,7 @@ class FactSender:
         self._unsent: list[Fact] = []
 
     def send(self, *facts: Fact) -> None:
-        """Send facts, batched per pass of the event loop, before any task that ends in that pass.
-        """
+        """Send facts, batched per pass of the event loop, before any task that ends in the pass."""
         if threading.get_ident() != self._worker.thread_id:
             self._worker.loop.add_callback(self.send, *facts)
             return

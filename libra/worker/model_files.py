@@ -38,8 +38,7 @@ NOT_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.js
 
 
 def local_model(model: str) -> Path:
-    """Directory of a model on this machine; downloads a Hugging Face id that is not in the cache.
-    """
+    """Directory of a model on this machine; downloads a Hugging Face id not in the cache."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import constants, snapshot_download

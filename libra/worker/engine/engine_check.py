@@ -36,8 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Questions about a version: its check, ``columns`` to read by layer, and their expected values.
-    """
+    """Questions about a version: its check, ``columns`` to read by layer, and expected values."""
 
     version: WeightVersion
     check: VersionCheck
@@ -89,8 +88,7 @@ class EngineCheck:
             )
 
     async def calibrate(self, engine: RolloutEngine, check: VersionCheck) -> None:
-        """Measure missing tolerances from trainer and engine at version 0, if the engine holds it.
-        """
+        """Measure missing tolerances of trainer and engine at version 0, if the engine holds it."""
         if self.calibration is not None:
             return
         first = check if check.version == 0 else as_first(check)

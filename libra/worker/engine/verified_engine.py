@@ -305,7 +305,7 @@ class Serving:
     # ---------------------------------------------------------------- versions
 
     async def _load(self, version: WeightVersion, *, start: bool = False) -> None:
-        """Load the version (with ``start``: start from its file), check it, and serve it if it passes.
+        """Load the version (``start``: start from its file), check it, and serve it if it passes.
         """
         started_s, number = time.perf_counter(), version.number
         self.announced = max(self.announced, number)  # turns that arrive now wait

@@ -98,8 +98,7 @@ class WorkerEngine:
         await self.serving.close()
 
     async def generate(self, key: str, request: TurnRequest) -> TurnOutput:
-        """Generate a turn for task ``key``, with KV moved from its old owner; see `Serving.generate`.
-        """
+        """Generate a turn for task ``key``, with KV that the old owner sends, if any."""
         return await (self.serving.generate(request) if self.kv is None else self.kv.generate(key, request))
 
     # ---------------------------------------------------------------- versions and ranks
@@ -132,8 +131,7 @@ class WorkerEngine:
         self._ranks.pop(key, None)
 
     def keeps_slot(self, key: str) -> bool:
-        """Whether a running task may keep its slot for another generation (`libra.policy.leaves_slot`).
-        """
+        """Whether a running task may keep its slot for another generation."""
         return not leaves_slot(self._ranks.get(key) or priority_here(self.context.worker, key), self._ahead)
 
     # ---------------------------------------------------------------- reports

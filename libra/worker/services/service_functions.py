@@ -1,4 +1,4 @@
-"""Built-in functions of a service with a model: ``judge``, ``logprob``, ``score``, ``embed``, ``teach``.
+"""Built-in functions of a model service: ``judge``, ``logprob``, ``score``, ``embed``, ``teach``.
 
 Each input is answered alone, without batch padding: an input has the same answer, bit for bit, in
 any batch. An input is a text, or a mapping with "prompt" (a text) or "messages", and "completion".

@@ -314,8 +314,7 @@ class ServiceHost:
 async def _in_thread(
     call: Callable[[], Any], limit_s: float, name: str, threads: list[asyncio.Future[None]]
 ) -> Outcome:
-    """Run `run_bounded` in a thread, and complete a future in ``threads`` when the thread returns.
-    """
+    """Run `run_bounded` in a thread, whose return completes a future in ``threads``."""
     loop = asyncio.get_running_loop()
     returned: asyncio.Future[None] = loop.create_future()
     threads.append(returned)

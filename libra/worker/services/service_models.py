@@ -1,4 +1,4 @@
-"""The models of services and teachers, kept in host memory and copied to a device while it has room.
+"""The models of services and teachers: in host memory, with copies on a device while it has room.
 
 Invariants
 ----------
@@ -38,13 +38,7 @@ _ONE_GROUP = threading.Lock()
 
 
 class HostModel:
-    """The model of ``directory`` in host memory, in the dtype of its files.
-
-    Parameters
-    ----------
-    labels : bool
-        Whether it is a reward model (sequence classification with one label).
-    """
+    """The model of ``directory`` in host memory; ``labels``: a reward model with one label."""
 
     def __init__(self, directory: Path, *, labels: bool = False) -> None:
         self.directory = directory
@@ -55,7 +49,7 @@ class HostModel:
         self._digest = digest(tensors)
 
     def restored(self, device: torch.device) -> tuple[Any, float]:
-        """A verified copy on ``device``, and seconds spent. Raises WeightsError if digests differ.
+        """A verified copy on ``device``, and seconds taken. Raises WeightsError if digests differ.
         """
         began_s = time.perf_counter()
         model = copy.deepcopy(self._model).to(device)
@@ -118,8 +112,7 @@ def scoring_of(config: RunConfig, student: Path) -> Scoring:
 
 @dataclass(frozen=True, slots=True)
 class ToTeach:
-    """A request to a ``teach`` service: the members of one group, and the run's scoring settings.
-    """
+    """A request to a ``teach`` service: a group's members, and the run's scoring settings."""
 
     members: Sequence[Trajectory]
     scoring: Scoring

@@ -156,8 +156,7 @@ def _one_line(text: str) -> str:
 
 
 def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    """``failures/<class>``: ended members; ``resampled/<class>``: retried attempts, and their sum.
-    """
+    """``failures/<class>``: ended members; ``resampled/<class>``: retried attempts; their sum."""
     ended = Counter(member.failure for member in trajectories)
     again = Counter(name for member in trajectories if member.retried for name in member.retried.split(","))
     failed = [failure for failure in FailureClass if failure is not FailureClass.NONE]

@@ -60,8 +60,7 @@ class CheckpointWriter:
         return self._take(step, lambda: self.replica.step(trajectories, step))
 
     def accumulate(self, trajectories: list[Trajectory] | LazyBatch, step: int) -> int:
-        """Add the gradient of a step's next wave without changing weights; returns the waves added.
-        """
+        """Add the gradient of a step's next wave; returns the number of waves added so far."""
         with self._state:
             return self.replica.accumulate(trajectories, step)
 

@@ -133,8 +133,7 @@ class GangMember:
         self.context.report(GangRankJoined(number, rank, steps))
 
     def _bring_replica(self, group: TrainGroup) -> int:
-        """Make the replica a member of ``group``; returns the steps that all ranks have then taken.
-        """
+        """Make the replica a member of ``group``; returns the steps that all ranks then have."""
         trainer, newest = self.trainer, self.context.weights.store.latest()
         known = [trainer.replica.steps_done if trainer.has_replica else 0, newest.number if newest is not None else 0]
         steps = max(max(taken) for taken in group.gather(known))

@@ -25,8 +25,7 @@ GRADE_TIMEOUT_S = 60.0
 
 
 def score_fault(numbers: Any, num: int) -> str | None:
-    """The fault in a user's score node's result for ``num`` episodes; None if it has one entry each.
-    """
+    """The fault in a score node's result for ``num`` episodes; None if it has an entry for each."""
     listed = hasattr(numbers, "__len__") and hasattr(numbers, "__getitem__")
     if isinstance(numbers, str | bytes | Mapping) or not listed:
         got = f"{repr_text(numbers)[:60]} ({type(numbers).__name__})"

@@ -1,4 +1,4 @@
-"""Runs the quanta of trajectories on a worker: one generation or action each, recorded and reported.
+"""Runs the quanta of trajectories on a worker: generates or acts, records, and reports.
 
 Invariants
 ----------

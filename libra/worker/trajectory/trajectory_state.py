@@ -75,8 +75,7 @@ def generation_record(
     calls: Sequence[ToolCall],
     state: bytes | None = None,
 ) -> GenerationRecord:
-    """A generation's record; only an attempt's first one has ``prompt_ids`` and initial ``state``.
-    """
+    """A generation's record; only the first of an attempt has ``prompt_ids`` and ``state``."""
     drawn = None if output.drawn is None else list(output.drawn)
     made = {name: getattr(output, name) for name in _OF_THE_OUTPUT}
     return GenerationRecord(
@@ -108,8 +107,7 @@ def failure_record(failure: FailureClass, detail: str) -> FailureRecord:
 
 
 def returned(records: Iterable[QuantumRecord]) -> tuple[str, ToolOutcome]:
-    """First tool and joint outcome of one turn's returned calls; ("", `NO_TOOL`) if none returned.
-    """
+    """First tool and joint outcome of one turn's returned calls; ("", `NO_TOOL`) without any."""
     found = [r for record in records if isinstance(record, ActionRecord | RequestRecord) for r in record.returns]
     return (found[0].tool if found else ""), turn_outcome(r.status for r in found)
 
@@ -331,7 +329,7 @@ class TrajectoryState:
         )
 
     def _parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
-        """Token parts in order; per turn, the start of its training sequence and the tokens before it.
+        """Token parts in order; per turn, where its training sequence starts and tokens before it.
         """
         if self.rules.agent:
             return AgentTurns.of(self.attempt.records).parts()

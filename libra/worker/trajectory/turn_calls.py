@@ -148,8 +148,7 @@ MOST_RECORDED_CHARS = 8000
 
 
 def recorded(given: ToolReturn, content: str) -> ToolReturn:
-    """A tool's return for the journal: the text that the model read, or a prefix and a reference.
-    """
+    """A tool's return for the journal: the text that the model read, or a prefix and reference."""
     if content != given.content:
         status = ToolStatus.TRUNCATED if given.status is ToolStatus.OK else given.status
         given = replace(given, content=storable(content), status=status)
