@@ -33,10 +33,10 @@ class OnIteration(Protocol):
     """``on_iteration``: called at the end of each iteration."""
 
     def __call__(self, values: Mapping[str, Any], /) -> object:
-        """Receive an iteration's metrics, as `Session.iterations` yields them; the return is ignored.
+        """Receive an iteration's metrics, as `Session.iterations` yields them.
 
         Among them: ``iteration``, ``reward`` (mean), ``loss``, ``lr``, ``iteration_s`` (seconds),
-        ``tokens_per_s``, ``failures``.
+        ``tokens_per_s``, ``failures``. The return is ignored.
         """
 
 

@@ -281,8 +281,7 @@ def plan_for_datasheet(config: RunConfig, turns: TrajectoryTotals | None = None)
 
 
 def planned_hardware(config: RunConfig) -> str:
-    """Name of the GPU that section ``planner`` means; `CPU` for a calibrated machine without GPU.
-    """
+    """Name of the GPU that section ``planner`` means; `CPU` for a calibrated machine without."""
     if config.planner.calibration is not None and config.planner.gpu is None:
         return this_machine().gpu
     return planned_gpu(config.planner.gpu).name

@@ -30,19 +30,11 @@ _GIT_LFS = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The small files of a model directory; a missing file is an empty dict.
-
-    Attributes
-    ----------
-    config : dict
-        ``config.json``, or its text part.
-    shapes : dict of name to shape
-        Tensors in the safetensors files.
-    """
+    """The small files of a model directory; a missing file is an empty dict."""
 
     directory: Path
-    config: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
+    config: dict[str, Any]  # ``config.json``, or its text part
+    shapes: dict[str, tuple[int, ...]]  # of tensors in the safetensors files, by name
     tokenizer: dict[str, Any]
     tokenizer_config: dict[str, Any]
 
@@ -243,8 +235,7 @@ def tokenizer_difference(student: ModelFiles, teacher: ModelFiles) -> str | None
 
 
 def most_tokens(student: ModelFiles, teacher: ModelFiles) -> int | None:
-    """The largest allowed top-k: the smaller vocabulary, less 1 if sizes differ; None if unknown.
-    """
+    """Largest allowed top-k: the smaller vocabulary, less 1 if sizes differ; None if unknown."""
     sizes = [size for each in (student, teacher) if isinstance(size := each.config.get("vocab_size"), int)]
     if len(sizes) < 2:
         return None

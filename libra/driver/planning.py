@@ -64,7 +64,7 @@ BOUNDARY_MOVES = math.sqrt(2.0)
 
 @dataclass(slots=True)
 class RequestedChange:
-    """A change in progress: role changes by generation, and seconds to limit slots, if it did."""
+    """A change in progress: role switches by generation, and seconds to limit slots, if limited."""
 
     iteration: int
     predicted_gain_frac: float
@@ -254,8 +254,7 @@ def costs_of(change: RequestedChange, rows: Iterable[Mapping[str, Any]]) -> list
 
 
 def change_cost_s(rows: Iterable[Mapping[str, Any]], generation: int) -> float | None:
-    """Seconds until a role change's slowest worker had its new role; None if changed again since.
-    """
+    """Seconds until a role switch's slowest worker finished; None if all have switched again."""
     spent = (row["seconds"] for row in rows if row["generation"] == generation)
     return max((float(seconds) for seconds in spent if seconds is not None), default=None)
 

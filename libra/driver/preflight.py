@@ -27,31 +27,15 @@ from libra.worker.engine.engine_factory import check_engine
 
 @dataclass(slots=True)
 class Preflight:
-    """Input and results of the checks of one run.
+    """Input and results of the checks of one run."""
 
-    Attributes
-    ----------
-    config : RunConfig
-        The configuration; includes the layout once that is checked.
-    started_here : bool
-        Whether the run starts its own workers on this machine.
-    directory : Path or None
-        Directory of a new, named run.
-    fetches : bool
-        Whether to download a hub model; if not, checks that need its files are skipped.
-    given_client : bool
-        Whether the caller provides a connected client.
-    environment, model : optional
-        None until they are built, or if they were refused.
-    """
-
-    config: RunConfig
-    started_here: bool
-    directory: Path | None = None
-    fetches: bool = False
-    given_client: bool = False
-    environment: Environment | None = None
-    model: ModelFiles | None = None
+    config: RunConfig  # with its layout once that is checked
+    started_here: bool  # whether the run starts its own workers on this machine
+    directory: Path | None = None  # of a new, named run
+    fetches: bool = False  # whether to download a hub model; if not, its checks are skipped
+    given_client: bool = False  # whether the caller provides a connected client
+    environment: Environment | None = None  # None until built, or if refused
+    model: ModelFiles | None = None  # None until read, or if refused
 
 
 def _own_parts(known: Preflight) -> str:

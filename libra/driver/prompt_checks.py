@@ -207,7 +207,7 @@ def check_evaluation(config: RunConfig, environment: Environment) -> None:
 def check_prompts(
     config: RunConfig, environment: Environment, template: ChatTemplate | LoadedTemplate | None, *, started_here: bool
 ) -> None:
-    """Raise ConfigError if the first prompts all fail, one has a wrong form, or they are too long.
+    """Raise ConfigError if no first prompt can be made, one has a wrong form, or they are too long.
     """
     if type(environment).setup is not Environment.setup:
         return

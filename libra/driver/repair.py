@@ -185,8 +185,7 @@ class _Round:
                 self.remove("/".join(parts[: kind.pattern.count("/") + 1]), kind.quarantined)
 
     def stored(self, split: str, **wanted: int) -> list[tuple[int, Trajectory]] | None:
-        """The store's trajectories that match, each with its batch; None if the store is damaged.
-        """
+        """The store's trajectories that match, each with its batch; None for a damaged store."""
         if any(damage.kind.startswith(STORE) for damage in self.check.damages):
             return None
         with TrajectoryStore.open(self.files.store_path) as opened:
@@ -394,8 +393,7 @@ class _Round:
     # -------------------------------------------------------------------------------------------- scores of a teacher
 
     def teacher(self, name: str) -> None:
-        """Rebuild scores that a committed batch used; others are quarantined and scored on resume.
-        """
+        """Rebuild scores that a committed batch used; quarantine others, which a resume scores."""
         stem = Path(name).stem
         if f"{stem}.group" not in {each for names in self.check.taught.values() for each in names}:
             self.remove(name, "the teacher scores its group again when the run is resumed, if a batch is to have it")

@@ -63,7 +63,7 @@ class RunClient:
         self._rpc: Any = client.scheduler
 
     def register(self, start: RunStart, *, local: bool) -> str:
-        """Register the run; returns the scheduler's process name. ``local``: this driver's cluster.
+        """Register the run; returns the scheduler's process name. ``local``: cluster of this driver.
         """
         spec, config = start.spec, start.config
         self.client.register_plugin(LibraPlugin())
@@ -138,7 +138,7 @@ class RunClient:
         return int(self._accepted("roles", "libra_set_roles", assignments=wanted)["generation"])
 
     def cancel_roles(self, generation: int) -> int:
-        """Undo an unfinished role switch; returns the generation of the switch back."""
+        """Undo an unfinished role switch; returns the generation of the reverse switch."""
         return int(self._accepted("roles", "libra_cancel_roles", generation=generation)["generation"])
 
     def wait_for_roles(self, generation: int) -> bool:

@@ -46,12 +46,8 @@ EXIT_INTERRUPTED = 130
 class Interruption:
     """Context manager that handles Ctrl-C for one run.
 
-    Parameters
-    ----------
-    command : bool
-        Whether this process is the `libra` command, and ends with the run.
-    overrides : sequence of str
-        Settings typed for a resumed run.
+    ``command``: whether this process is the `libra` command and ends with the run. ``overrides``:
+    settings typed for a resumed run.
     """
 
     def __init__(self, *, command: bool = False, overrides: Sequence[str] = ()) -> None:

@@ -59,21 +59,15 @@ class Session:
     ----------
     config, environment, score, client, resume
         See `libra.driver.run_start.RunRequest`.
-    callbacks : Callbacks, optional
-        User functions; by default those of section ``observe``.
-    interruption : Interruption, optional
-        Handler of Ctrl-C.
-    stages : StartStages, optional
-        Display of the start's stages.
+    callbacks, interruption, stages : optional
+        User functions (default: section ``observe``), handler of Ctrl-C, display of the start.
 
     Attributes
     ----------
     config : RunConfig
         The configuration; after the start with the planned layout.
-    client : distributed.Client
-        The client; set by the start.
-    cluster : distributed.SpecCluster or None
-        The local cluster, if the session started it.
+    client, cluster : distributed.Client, distributed.SpecCluster or None
+        The client, and the local cluster if the session started it.
     scheduler : RunClient
         Worker roles, engine slots and bucket boundaries, among others.
     evaluations : list of dict
@@ -247,7 +241,7 @@ class Session:
                 raise MismatchAlarm(reason)
 
     def evaluate(self, version: int) -> dict[str, Any]:
-        """Evaluate the held-out prompts at ``version``, which must be the published one."""
+        """Evaluate the held-out prompts at ``version``, the newest published version."""
         began_s = time.time()
         with self._loss_named():
             result: dict[str, Any] = self.graphs.compute(evaluation_graph(self.spec, version, self._start.point).end)

@@ -47,25 +47,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The request for a run: a configuration, and Python objects that no configuration can name.
-
-    Attributes
-    ----------
-    environment : Environment or None
-        Replaces the environment that ``config.environment`` names.
-    score : callable or None
-        Adds a user's node to every group; see `libra.graph.iteration.Score`.
-    client : distributed.Client or None
-        A connected client to use; its cluster is left unchanged.
-    resume : bool
-        Whether to continue the run in the directory from its committed state.
-    """
+    """The request for a run: a configuration, and Python objects that no configuration can name."""
 
     config: RunConfig
-    environment: Environment | None = None
-    score: Score | None = None
-    client: Client | None = None
-    resume: bool = False
+    environment: Environment | None = None  # replaces the configured one
+    score: Score | None = None  # adds a user's node to every group; see `libra.graph.iteration.Score`
+    client: Client | None = None  # connected; its cluster is left unchanged
+    resume: bool = False  # whether to continue the directory's run from its committed state
 
     @property
     def directory(self) -> Path:

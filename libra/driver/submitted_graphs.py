@@ -92,8 +92,7 @@ class SubmittedGraphs:
         return values, iteration.checkpoint
 
     def result(self, future: Future[Any], k: int) -> Any:
-        """Result of a future of iteration ``k``. Raises ClusterError for a worker's foreign error.
-        """
+        """Result of a future of iteration ``k``. Raises ClusterError for a non-Libra error."""
         while not future.done() and self._failed is None:
             self._wake.wait(LOOK_S)
             self._wake.clear()

@@ -91,7 +91,7 @@ def send_views(channel: Channel, views: Sequence[memoryview], request: Mapping[s
 
 
 def recv_views(channel: Channel, answer: Mapping[str, Any], views: Sequence[memoryview]) -> None:
-    """Fill ``views`` with the bytes that `send_views` announced. Raises OSError if bytes are missing.
+    """Fill ``views`` with the bytes that `send_views` announced. Raises OSError if some are missing.
     """
     views = [view for view in views if len(view)]
     if "memory" in answer:

@@ -1,5 +1,4 @@
-"""What the parts of a run on a worker share: worker, run, and messages to and from the scheduler.
-"""
+"""What the parts of a run on a worker share: worker, run, and the scheduler's messages."""
 
 from __future__ import annotations
 

@@ -57,32 +57,16 @@ class RunDirectory(RunFiles):
 
 @dataclass(frozen=True, slots=True)
 class RunSpec(RunFiles):
-    """One start of a run.
-
-    Attributes
-    ----------
-    epoch : int
-        Number of this start of the run, from 0.
-    directory : Path
-        The run directory, on storage that every worker and the scheduler can reach.
-    model_dir : str
-        The resolved model: a directory, or a Hugging Face id.
-    environment : Environment or None
-        An object passed to ``libra.train``; None if ``config.environment`` describes it.
-    from_checkpoint : Path or None
-        Verified, resolved directory whose weights are version 0; None for ``model_dir``.
-    secret : str
-        Secret by which workers authenticate transfers between them.
-    """
+    """One start of a run."""
 
     run: str
-    epoch: int
-    directory: Path
-    model_dir: str
+    epoch: int  # number of this start of the run, from 0
+    directory: Path  # run directory, on storage that all workers and the scheduler reach
+    model_dir: str  # resolved model: a directory, or a Hugging Face id
     config: RunConfig
-    environment: Environment | None = None
-    from_checkpoint: Path | None = None
-    secret: str = field(default="", repr=False)
+    environment: Environment | None = None  # object given to ``libra.train``; None: the configured one
+    from_checkpoint: Path | None = None  # verified, resolved directory of version 0; None: ``model_dir``
+    secret: str = field(default="", repr=False)  # authenticates transfers between workers
 
     def key(self, node: str, *indices: int, split: str = "train") -> str:
         """Dask key of a node in this start of the run."""

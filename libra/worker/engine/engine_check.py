@@ -88,7 +88,7 @@ class EngineCheck:
             )
 
     async def calibrate(self, engine: RolloutEngine, check: VersionCheck) -> None:
-        """Measure missing tolerances of trainer and engine at version 0, if the engine holds it."""
+        """Measure missing tolerances at version 0; use the widest if the engine has moved on."""
         if self.calibration is not None:
             return
         first = check if check.version == 0 else as_first(check)

@@ -59,26 +59,14 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """The settings in which engines of a run may differ.
+    """The settings in which engines of a run may differ."""
 
-    Attributes
-    ----------
-    engine : str
-        "transformers", "vllm", or ``package.module:attribute`` of a user's engine.
-    threads : int or None
-        Torch threads per tensor-parallel rank; None for all cores.
-    share : Share or None
-        The engine's part of the machine; None for the worker's part.
-    min_pass_s : float
-        Minimum seconds per pass.
-    """
-
-    engine: str
+    engine: str  # "transformers", "vllm", or ``package.module:attribute`` of a user's engine
     slots: int
     tp: int = 1
-    threads: int | None = None
-    share: Share | None = None
-    min_pass_s: float = 0.0
+    threads: int | None = None  # Torch threads per tensor-parallel rank; None: all cores
+    share: Share | None = None  # the engine's part of the machine; None: the worker's part
+    min_pass_s: float = 0.0  # minimum seconds per pass
 
     @classmethod
     def of(cls, config: RunConfig, supply: Mapping[str, float]) -> EngineKind:

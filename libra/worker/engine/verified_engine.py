@@ -103,18 +103,10 @@ class _Turns:
 class Serving:
     """An engine with its verified version, and the update to the next version.
 
-    Parameters
-    ----------
-    model_dir : Path
-        Directory of version 0; a restarted engine takes everything but the weights from there.
-    store : WeightStore
-        Store of the versions that ``newest`` returns.
-    scratch : Path
-        Directory for links to the files of a restarted engine.
-    one_model : asyncio.Lock
-        Lock that is held while an engine restarts.
-    recheck : bool
-        Whether to check a version once more before the engine leaves it, to report a changed layer.
+    ``model_dir``: version 0, and all files but weights for a restart. ``store``: the versions that
+    ``newest`` returns. ``scratch``: directory for links to a restarted engine's files.
+    ``one_model``: lock held while an engine restarts. ``recheck``: whether to check a version once
+    more before the engine leaves it, to report a changed layer.
     """
 
     def __init__(
@@ -305,8 +297,7 @@ class Serving:
     # ---------------------------------------------------------------- versions
 
     async def _load(self, version: WeightVersion, *, start: bool = False) -> None:
-        """Load the version (``start``: start from its file), check it, and serve it if it passes.
-        """
+        """Load the version, or ``start`` from its file; check it, and serve it if it passes."""
         started_s, number = time.perf_counter(), version.number
         self.announced = max(self.announced, number)  # turns that arrive now wait
         engine, engine_check = self.engine, self.engine_check

@@ -49,8 +49,7 @@ class HostModel:
         self._digest = digest(tensors)
 
     def restored(self, device: torch.device) -> tuple[Any, float]:
-        """A verified copy on ``device``, and seconds taken. Raises WeightsError if digests differ.
-        """
+        """A verified copy on ``device``, and seconds. Raises WeightsError if digests differ."""
         began_s = time.perf_counter()
         model = copy.deepcopy(self._model).to(device)
         if (found := digest(dict(model.state_dict()))) != self._digest:

@@ -96,7 +96,7 @@ def end_record(turn: int, state: bytes | None) -> ActionRecord:
 def agent_end_record(
     turn: int, end: EndReason, failure: FailureClass, detail: str, result: Any = None, reward: float | None = None
 ) -> AgentEndRecord:
-    """Record of an agent's end, with the agent's result and the reward that the agent reported."""
+    """Record of an agent's end, with its result and the reward that it reported."""
     kept = storable(json.dumps(result)) if result is not None else ""
     cut = storable(detail[:MAX_ERROR_CHARS])
     return AgentEndRecord(turn=turn, end=end, failure=failure, detail=cut, result=kept, reward=reward)
@@ -132,41 +132,21 @@ class TrajectoryRules:
 
 @dataclass(slots=True)
 class Attempt:
-    """State of a trajectory since its prompt; a fresh attempt resets all of it.
+    """State of a trajectory since its prompt; a fresh attempt resets all of it."""
 
-    Attributes
-    ----------
-    number : int
-        Number of earlier attempts.
-    state : bytes or None
-        The environment's state of the trajectory after the last record; None without such state.
-    lease : (str, str) or None
-        Worker and name of the leased session; None without a lease.
-    unfinished : list of int32 arrays
-        Token ids of the current turn so far, if it was parked before its end. `turns` does not
-        count this turn yet.
-    answered : bool
-        The last turn had no calls and waits for the environment's step.
-    request : RequestRecord or None
-        The agent's unanswered request.
-    parents, paths : lists
-        For each of the agent's requests, the turn that it continues (-1: none). For each turn, its
-        tokens since the start of its conversation.
-    """
-
-    number: int = 0
+    number: int = 0  # earlier attempts
     records: list[QuantumRecord] = field(default_factory=list)
     context: list[NDArray[np.int32]] = field(default_factory=list)
     num_context_tokens: int = 0
     turns: int = 0
     calls: tuple[ToolCall, ...] = ()
-    answered: bool = False
-    state: bytes | None = None
-    lease: tuple[str, str] | None = None
-    unfinished: list[NDArray[np.int32]] = field(default_factory=list)
-    request: RequestRecord | None = None
-    parents: list[int] = field(default_factory=list)
-    paths: list[list[NDArray[np.int32]]] = field(default_factory=list)
+    answered: bool = False  # the last turn had no calls and waits for the environment's step
+    state: bytes | None = None  # the environment's state after the last record, if any
+    lease: tuple[str, str] | None = None  # worker and name of the leased session
+    unfinished: list[NDArray[np.int32]] = field(default_factory=list)  # a parked turn's tokens, not in `turns`
+    request: RequestRecord | None = None  # the agent's unanswered request
+    parents: list[int] = field(default_factory=list)  # per request, the turn that it continues; -1: none
+    paths: list[list[NDArray[np.int32]]] = field(default_factory=list)  # per turn, its conversation's tokens
 
     @property
     def versions(self) -> set[int]:
@@ -329,7 +309,7 @@ class TrajectoryState:
         )
 
     def _parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
-        """Token parts in order; per turn, where its training sequence starts and tokens before it.
+        """Token parts in order; per turn, its training sequence's start and the tokens before it.
         """
         if self.rules.agent:
             return AgentTurns.of(self.attempt.records).parts()
