@@ -53,16 +53,12 @@ class OnEvaluation(Protocol):
     def __call__(self, result: Mapping[str, Any], /) -> object:
         """Receive an evaluation's result; the return is ignored.
 
-        Among its keys: ``version`` (of the weights), ``reward`` (mean), ``num`` (questions),
-        ``failures``, ``left_out``.
+        Keys: ``version``, ``reward`` (mean), ``num`` (questions), ``failures``, ``left_out``.
         """
 
 
 class Callbacks:
-    """The configured and ``given`` callbacks of a run.
-
-    Raises ConfigError if a name cannot be imported, or a callback has the wrong signature.
-    """
+    """The configured and ``given`` callbacks of a run. Raises ConfigError if one is unusable."""
 
     def __init__(self, config: RunConfig, given: Mapping[str, Callable[..., object] | None] | None = None) -> None:
         self._functions: dict[str, list[tuple[str, Callable[..., object]]]] = {kind: [] for kind in KINDS}

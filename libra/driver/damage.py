@@ -26,8 +26,7 @@ SETTLE_S = 20.0
 def check_settled(directory: Path, limit_bytes: int | None = None, *, wait_s: float = SETTLE_S) -> RunCheck:
     """`check_run`, reduced to the damages that two consecutive checks find.
 
-    Workers of a killed driver may still be writing. While a committer has the store, the check is
-    repeated for at most ``wait_s`` seconds.
+    Workers of a killed driver may still write; waits at most ``wait_s`` seconds for a committer.
     """
     check = check_run(directory, limit_bytes)
     until_s = time.monotonic() + wait_s
@@ -48,10 +47,7 @@ def refuse_damaged(directory: Path) -> None:
 
 
 def advice(check: RunCheck, typed: Path) -> str:
-    """A run's damaged files in at most three lines, the last with the command to type.
-
-    ``typed`` is the run's path as the user wrote it.
-    """
+    """A run's damage in at most three lines, the last with what to type (run path as ``typed``)."""
     first, *others = check.damages
     lines = [f"{typed / first.name}: {' '.join(first.what.split())[:300]}"]
     if others:
@@ -85,7 +81,6 @@ def quarantine(run: Path, name: str) -> str:
 
 
 def drop_dead_link(run: Path) -> None:
-    """Remove the link to the best checkpoint if its target is gone."""
     best = run / "checkpoints" / "best"
     if best.is_symlink() and not best.exists():
         best.unlink()

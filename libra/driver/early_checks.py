@@ -40,10 +40,7 @@ _GUARD = 'if __name__ == "__main__":'
 
 
 def check_main() -> None:
-    """Raise ConfigError if workers cannot import the main program or would start the run again.
-
-    Workers import nothing from a notebook, an interactive interpreter or ``python -c``.
-    """
+    """Raise ConfigError if workers cannot import the main program or would start the run again."""
     main = sys.modules.get("__main__")
     name = getattr(main, "__file__", None)
     if main is None or name is None or _interactive(main):

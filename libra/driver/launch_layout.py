@@ -138,8 +138,7 @@ MOST_RANKS_PER_CORE = 4
 def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here: bool = True) -> RunConfig:
     """``config`` as a run starts it on ``machine`` (default: this one), planned if ``layout=auto``.
 
-    ``started_here``: the run starts its own workers. Raises ConfigError or PlanError if the layout
-    cannot start here.
+    ``started_here``: with its own workers. Raises ConfigError or PlanError if it cannot start.
     """
     section, started_here = config.planner, started_here and config.cluster.scheduler is None
     if started_here and config.cluster.device == "cuda":
@@ -293,7 +292,6 @@ def without_layout(config: RunConfig) -> RunConfig:
 
 
 def layout_fact(layout: PlannedLayout) -> LayoutPlanned:
-    """A planned layout as an event."""
     return LayoutPlanned(
         model=layout.model,
         gpu=layout.gpu,

@@ -40,9 +40,7 @@ class ModelFiles:
 
 
 def checked_model(path: str) -> ModelFiles:
-    """The model at ``model.path``, checked by its small files; a hub id is downloaded.
-
-    Raises ModelError with the file, its fault and what to type.
+    """The model at ``model.path``, checked by its small files; a hub id is downloaded. ModelError.
     """
     found = resolve_model(path)
     directory = local_model(found) if isinstance(found, str) else found
@@ -62,7 +60,7 @@ def checked_model(path: str) -> ModelFiles:
 
 
 def check_positions(model: ModelFiles, max_context_tokens: int) -> None:
-    """Raise ConfigError if a context can exceed the model's positions, or those of any batch."""
+    """Raise ConfigError if a context exceeds the model's positions or its fixed rotary range."""
     check_lengths(model.config, max_context_tokens, str(model.directory / "config.json"))
     positions = _positions(model.config)
     if positions is not None and max_context_tokens > positions:
@@ -190,8 +188,7 @@ def _wrong(path: Path, what: str, advice: str) -> ModelError:
 def check_teacher(config: RunConfig, student: ModelFiles) -> None:
     """Check the teacher against the student.
 
-    Raises ModelError if it is missing or damaged, ConfigError if its tokenizer, vocabulary or
-    positions do not fit.
+    Raises ModelError if the teacher is damaged, ConfigError if tokenizer or positions do not fit.
     """
     distil, named = config.distil, teacher_model(config)
     if named is None:
@@ -217,10 +214,7 @@ def check_teacher(config: RunConfig, student: ModelFiles) -> None:
 
 
 def tokenizer_difference(student: ModelFiles, teacher: ModelFiles) -> str | None:
-    """The first token whose id differs between two models' tokenizers, in words; None if all agree.
-
-    Without ``tokenizer.json``, only vocabulary sizes are compared.
-    """
+    """First token whose id differs between two tokenizers, or their sizes, in words; else None."""
     ours, theirs = _ids(student.tokenizer), _ids(teacher.tokenizer)
     if not ours or not theirs:
         sizes = student.config.get("vocab_size"), teacher.config.get("vocab_size")

@@ -75,9 +75,7 @@ class RequestedChange:
 
 
 class Replanning:
-    """The arrangement of a run's workers, followed iteration by iteration.
-
-    ``apply``: accepted plans are carried out. ``boundaries``: the initial bucket boundaries.
+    """The arrangement of a run's workers by iteration; ``apply``: accepted plans are carried out.
     """
 
     def __init__(
@@ -95,10 +93,7 @@ class Replanning:
         self._blocked: set[str] = set()  # what was logged as missing
 
     def begin(self, contexts: Sequence[tuple[int, float]], seats: Collection[Seat]) -> None:
-        """Free KV memory for upcoming contexts, extrapolated from ``contexts`` of earlier starts.
-
-        ``contexts``: (iteration, mean final context in tokens).
-        """
+        """Free KV memory for contexts extrapolated from (iteration, mean final tokens) so far."""
         for iteration, mean_tokens in contexts:
             self.loop.trend = self.loop.trend.after(iteration, mean_tokens)
         last = contexts[-1][0]
@@ -235,7 +230,6 @@ class Replanning:
 
 
 def batch_of(values: Mapping[str, Any]) -> Batch:
-    """Tokens that an iteration generated, and tokens of its training step."""
     return Batch(float(values["generated_tokens"]), float(values.get("forwarded_tokens", values["generated_tokens"])))
 
 
@@ -268,11 +262,7 @@ def _near(one: float, other: float) -> bool:
 
 
 class UpcomingPrompts:
-    """The prompts of upcoming iterations; None once the environment fails to provide one.
-
-    An environment may need files or services that only its workers have; planner and policy then do
-    without prompts.
-    """
+    """The prompts of upcoming iterations; None once the environment fails to provide one here."""
 
     def __init__(self, environment: Environment, per_batch: int) -> None:
         self._environment: Environment | None = environment
@@ -338,8 +328,7 @@ class Planning:
     def begin(self, first: int) -> None:
         """Before iteration ``first`` of a resumed run, change what would run out of memory.
 
-        Engines, slots, roles and boundaries start as configured. Future contexts are forecast from
-        the mean final context of earlier iterations.
+        Contexts are forecast from mean final contexts of earlier iterations.
         """
         rows = [row for row in read_metrics(self._spec.directory) if row.get("trajectories")] if first else []
         contexts = [(int(row["step"]), row["tokens"] / row["trajectories"]) for row in rows if row["step"] < first]
@@ -348,8 +337,6 @@ class Planning:
 
     def after(self, iteration: int, values: Mapping[str, Any], remaining: int) -> None:
         """Compare an iteration with its prediction, predict the next one, and weigh arrangements.
-
-        ``values["evaluation_s"]``, if present, is the part of ``iteration_s`` spent on evaluations.
         """
         config = self._spec.config
         self._first = iteration if self._first is None else self._first
@@ -431,8 +418,7 @@ def taken(
 ) -> Taken:
     """An iteration as input of `libra.planner.step_forecast`; departed workers count as "gone".
 
-    ``beside``: the version was published concurrently with the next step, so only publication time
-    beyond that step's training counts.
+    ``beside``: publication overlapped the next step; only the excess over its training counts.
     """
     publish_s = float(values.get("publish_s", 0.0))
     tokens: Counter[str] = Counter()
@@ -452,7 +438,6 @@ def taken(
 def compared_memory(
     config: RunConfig, shape: ModelShape, workload: TrajectoryTotals, measured_bytes: float, *, on_cpu: bool
 ) -> dict[str, float]:
-    """Metrics: predicted and measured peak memory of a training step (bytes)."""
     layout = replace(trainer_layout(config, workload), on_cpu=on_cpu, runtime_bytes=0.0)
     workers = config.cluster.train_workers
     predicted = sum(memory_parts_bytes(shape, workload.final_context_tokens, workers, layout).values())

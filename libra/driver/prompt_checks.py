@@ -43,10 +43,7 @@ class _Refused(Exception):
 
 
 class ChatTemplate:
-    """The compiled chat template of a model directory.
-
-    Raises ModelError if the template is missing or cannot be compiled.
-    """
+    """The compiled chat template of a model directory. Raises ModelError if missing or invalid."""
 
     def __init__(self, model: ModelFiles) -> None:
         from jinja2 import TemplateError
@@ -71,10 +68,7 @@ class ChatTemplate:
         self._tokenizer: Any = None
 
     def text(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> str | None:
-        """The prompt as text; None if only transformers can render it.
-
-        Raises ModelError, quoting the template, if the template refuses the messages.
-        """
+        """The prompt as text, None if only transformers can render it. Raises ModelError."""
         try:
             return self._template.render(
                 **self._special,
@@ -107,10 +101,7 @@ class ChatTemplate:
     def tokens_beyond(
         self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], limit: int
     ) -> int | None:
-        """A prompt's tokens before its first generation if at least ``limit``, else None.
-
-        Also None without ``tokenizer.json``, since only transformers can then count.
-        """
+        """Tokens before the first generation if at least ``limit``; None if fewer or unknown."""
         shown = self.text(messages, schemas)
         if shown is None or not self._model.tokenizer:
             return None
@@ -207,8 +198,7 @@ def check_evaluation(config: RunConfig, environment: Environment) -> None:
 def check_prompts(
     config: RunConfig, environment: Environment, template: ChatTemplate | LoadedTemplate | None, *, started_here: bool
 ) -> None:
-    """Raise ConfigError if no first prompt can be made, one has a wrong form, or they are too long.
-    """
+    """Raise ConfigError if no first prompt can be made, or prompts have a wrong form or length."""
     if type(environment).setup is not Environment.setup:
         return
     first_error, found = "", list[Prompt]()

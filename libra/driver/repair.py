@@ -90,8 +90,8 @@ class RepairResult:
 def repair_run(directory: Path, say: Callable[[str], None]) -> RepairResult:
     """Repair a run; ``say`` receives a line per repair and per file that cannot be repaired.
 
-    Raises RunDirectoryError if the run is missing or a driver has it, StoreError if a committer has
-    its store.
+    Raises RunDirectoryError if a driver has the run or it is missing, StoreError if a committer has
+    it.
     """
     run = existing_run(directory)
     driver = lock_run(run)
@@ -262,8 +262,7 @@ class _Round:
     def group(self, name: str) -> None:
         """Rebuild a group record from the store, or else regrade it from the journal.
 
-        A record that no batch has is only quarantined: a resumed run grades or runs its
-        trajectories again.
+        A record without a batch is only quarantined: a resumed run grades or runs its group again.
         """
         split, iteration, group = Path(name).stem.split("-")
         key = TrajectoryId(int(iteration), int(group), 0, split)

@@ -172,7 +172,6 @@ def trajectories_of(files: RunDirectory, append: AppendedRows) -> list[Trajector
 
 
 def _appends_by_rows(store: Path) -> list[AppendedRows]:
-    """Appends of a store without digests: one per batch or evaluation."""
     if (committed := committed_if_readable(store)) is None:
         raise StoreError("neither its digests nor its number of rows can be read; restore it from a copy of the run")
     num = committed["trajectory"]

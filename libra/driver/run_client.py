@@ -63,8 +63,7 @@ class RunClient:
         self._rpc: Any = client.scheduler
 
     def register(self, start: RunStart, *, local: bool) -> str:
-        """Register the run; returns the scheduler's process name. ``local``: cluster of this driver.
-        """
+        """Register the run; returns the scheduler's process name. ``local``: own cluster."""
         spec, config = start.spec, start.config
         self.client.register_plugin(LibraPlugin())
         registration = RunRegistration(
@@ -103,7 +102,6 @@ class RunClient:
         self._call("libra_told", packed=pack(facts))
 
     def numbers(self) -> dict[str, float]:
-        """Metrics of the policy's forecasts and of sessions."""
         return dict(self.client.sync(self._rpc.libra_numbers, run=self._start["run"]))
 
     def engines(self) -> list[dict[str, Any]]:
@@ -130,9 +128,9 @@ class RunClient:
         return list(self._call("libra_roles"))
 
     def change_roles(self, assignments: Mapping[str, str | Mapping[str, Any]]) -> int:
-        """Start one role switch of the named workers; returns its generation.
+        """Start one switch to ``"rollout"``, ``"train"`` or ``{"role": ..., "tp": ...}`` by worker.
 
-        A worker becomes ``"rollout"``, ``"train"`` or ``{"role": ..., "tp": ...}``.
+        Returns the generation of the switch.
         """
         wanted = {name: {"role": has} if isinstance(has, str) else dict(has) for name, has in assignments.items()}
         return int(self._accepted("roles", "libra_set_roles", assignments=wanted)["generation"])
@@ -146,7 +144,6 @@ class RunClient:
         return bool(self._accepted("roles", "libra_wait_roles", generation=generation)["changed"])
 
     def seats(self) -> list[Seat]:
-        """The current rollout workers, for the planner."""
         changing = {str(row["worker"]): row for row in self.roles()}
         pairs = ((row, changing.get(str(row["worker"]))) for row in self.engines())
         return [
@@ -182,8 +179,7 @@ class RunClient:
 def polled(client: Client, read: Callable[[], Any], last: Callable[[], Any] | None = None) -> Iterator[None]:
     """Context in which ``read`` is awaited every `POLL_S` seconds on the client's event loop.
 
-    ``last`` is called at the end if the client still runs; a hanging scheduler does not block
-    Ctrl-C.
+    ``last`` is called at the end if the client still runs; a hanging scheduler cannot block Ctrl-C.
     """
 
     async def poll() -> None:
@@ -286,11 +282,7 @@ def _admission(start: RunStart) -> dict[str, Any]:
 
 
 def learned_before(directory: Path) -> str | None:
-    """The policy's learned state at the end of a run's event log, as JSON.
-
-    Read from the last snapshot and later events. None if empty or unreadable: the policy learns
-    again.
-    """
+    """The policy's learned state at the end of a run's event log (JSON); None if unreadable."""
     log = directory / "events.jsonl"
     try:
         reader = from_last_snapshot(log) if log.exists() else None
@@ -307,8 +299,7 @@ def connect_run(
 ) -> tuple[Client, SpecCluster | None]:
     """A client of a suitable cluster, and the cluster if it was started for the run.
 
-    Workers started here log to ``logs``. ``exits`` closes what is opened here; a ``given`` client
-    stays connected.
+    Local workers log to ``logs``. ``exits`` closes what is opened here, not a ``given`` client.
     """
     client, cluster = (given, None) if given is not None else _connected(config, logs, exits)
     check_cluster(client, config)
@@ -379,9 +370,9 @@ def register_run(scheduler: RunClient, start: RunStart, cluster: SpecCluster | N
 
 @contextmanager
 def scheduler_loss_named(client: Callable[[], Client | None], directory: Path, address: str | None) -> Iterator[None]:
-    """Context that raises ClusterError if the scheduler is lost.
+    """Context that raises ClusterError if the scheduler at ``address`` is lost.
 
-    ``client`` returns the client, None before it is connected. ``address``: ``cluster.scheduler``.
+    ``client`` returns the client, None before it is connected.
     """
     try:
         yield
@@ -402,6 +393,5 @@ def scheduler_loss_named(client: Callable[[], Client | None], directory: Path, a
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """Filter for Dask's misleading log records when a client closes while reconnecting."""
     cancelled = record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not cancelled and not record.getMessage().startswith("Failed to reconnect to scheduler")

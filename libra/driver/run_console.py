@@ -46,8 +46,7 @@ EXIT_INTERRUPTED = 130
 class Interruption:
     """Context manager that handles Ctrl-C for one run.
 
-    ``command``: whether this process is the `libra` command and ends with the run. ``overrides``:
-    settings typed for a resumed run.
+    ``command``: this process ends with the run. ``overrides``: settings typed for a resume.
     """
 
     def __init__(self, *, command: bool = False, overrides: Sequence[str] = ()) -> None:
@@ -82,7 +81,6 @@ class Interruption:
         self._starting = True
 
     def finished(self, iterations: int, total: int) -> None:
-        """Note how many iterations are committed."""
         self._done, self._total = iterations, total
 
     def announce(self) -> None:
@@ -149,10 +147,7 @@ def with_overrides(again: str, overrides: Sequence[str]) -> str:
 
 
 def resume_words(directory: Path, given: bool, iterations: int | None = None) -> str:
-    """The command that continues a run, with another number of ``iterations`` if given.
-
-    ``given``: the run's environment or score node is a Python object.
-    """
+    """The command that continues a run; ``given``: its environment or score is a Python object."""
     if given:
         more = "" if iterations is None else f"run__iterations={iterations}, "
         return f"libra.train(..., {more}run__dir={str(directory.parent)!r}, run__name={directory.name!r}, resume=True)"
@@ -179,7 +174,7 @@ class ShownFormatter(logging.Formatter):
 
 
 class RunLogs:
-    """Context manager of one driver's log in the run directory."""
+    """Context manager of a driver's log."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "logs" / "driver.log"
@@ -260,7 +255,6 @@ class RunSummary:
         return float(self.evaluations[-1]["reward"]) if self.evaluations else math.nan
 
     def rows(self) -> list[tuple[str, str]]:
-        """The summary as rows of name and text."""
         rows = [("run", self.run), ("iterations", f"{len(self.iterations)} in {self.wall_s:.0f} s")]
         if len(self.evaluations) >= 2:
             change = f"{self.reward_before:.3f} before, {self.reward_after:.3f} after"

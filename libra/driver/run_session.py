@@ -193,7 +193,6 @@ class Session:
 
     @property
     def dashboard(self) -> str:
-        """URL of Libra's page in Dask's dashboard."""
         return str(self.client.dashboard_link).replace("/status", "/libra")
 
     def iterations(self) -> Iterator[dict[str, Any]]:
@@ -300,7 +299,6 @@ class Session:
 
 
 def evaluation_is_due(config: RunConfig, version: int) -> bool:
-    """Whether the held-out prompts are evaluated at ``version``."""
     every = config.evaluation.every
     return bool(config.evaluation.prompts) and (
         version in (0, config.run.iterations) or (every > 0 and version % every == 0)
@@ -319,8 +317,6 @@ def run(
     stages: StartStages | None = None,
 ) -> RunSummary:
     """Run ``config`` to its end: the body of ``libra run``, ``libra resume`` and ``libra.train``.
-
-    ``interruption`` and ``stages`` are passed if they started before Dask was imported.
     """
     began_s, called = time.time(), Callbacks(config, callbacks)
     with ExitStack() as exits:

@@ -47,10 +47,7 @@ def refuse_running(directory: Path) -> None:
 
 
 def lock_run(directory: Path) -> CommitterLock:
-    """Lock a run for this driver process.
-
-    Raises RunDirectoryError that names the process with the lock, or why there can be none.
-    """
+    """Lock a run for this driver. Raises RunDirectoryError that names the process with the lock."""
     try:
         return CommitterLock(directory / "driver")
     except StoreError as error:
@@ -64,7 +61,6 @@ def lock_run(directory: Path) -> CommitterLock:
 
 
 def check_free(directory: Path) -> None:
-    """Raise RunDirectoryError if ``directory`` is a file or not empty."""
     try:
         for each in (directory, directory.parent):
             if (each.is_symlink() or each.exists()) and not each.is_dir():
@@ -82,8 +78,8 @@ def check_free(directory: Path) -> None:
 def make_directory(spec: RunSpec, config: str, *, environment: bool, score: bool) -> tuple[Path, ...]:
     """Make a new run's directory, records and empty store; returns created directories, run first.
 
-    ``config`` is the configuration's text; for ``environment`` and ``score`` see `write_given`.
-    Raises RunDirectoryError if the directory is taken or unwritable.
+    For ``environment`` and ``score`` see `write_given`. Raises RunDirectoryError if taken or
+    unwritable.
     """
     from libra.store.trajectory_store import TrajectoryStore  # not before `check_free`, which is quick
 
@@ -105,10 +101,7 @@ def make_directory(spec: RunSpec, config: str, *, environment: bool, score: bool
 
 
 def remove_unless_started(directory: Path, made: tuple[Path, ...], start: ExitStack) -> None:
-    """Remove a new run's directory if ``start`` closes with an error; requires the run's lock.
-
-    Once the start has succeeded, its callbacks are dropped, since the run may then have results.
-    """
+    """Remove a new run's directory if ``start`` closes with an error; requires the run's lock."""
 
     def remove(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None and issubclass(kind, Exception):

@@ -57,10 +57,7 @@ class SubmittedIteration:
 
 
 class SubmittedGraphs:
-    """Submits the graphs of one start of a run, and waits for results.
-
-    ``pending``: iterations without a summary.
-    """
+    """Submits the graphs of one start of a run; ``pending`` iterations have no summary yet."""
 
     def __init__(self, client: Client, start: RunStart) -> None:
         self._client, self._start = client, start
@@ -167,8 +164,8 @@ class RunCheckpoints:
 def prune_groups(spec: RunSpec, first: int, before: int) -> int:
     """Remove group records of batches ``first`` to ``before - 1``; returns ``before``.
 
-    Called when no kept checkpoint needs these batches and the store has them. Records of older
-    evaluations and waves go too. Groups that wait for late rewards keep their records meanwhile.
+    The store has them, and no kept checkpoint needs them. Also removes records of older evaluations
+    and waves, and keeps groups that wait for late rewards.
     """
     done = {
         (row["iteration"], row["group"])

@@ -151,7 +151,6 @@ class Channel:
         return got
 
     def send_file(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
-        """Send a range of bytes of a file from the page cache."""
         with _broken():
             while num_bytes:
                 sent = os.sendfile(self._socket.fileno(), file.fileno(), offset, min(num_bytes, FILE_WINDOW_BYTES))
@@ -177,10 +176,7 @@ class Channel:
 
 
 def connect(address: Address, secret: str, *, purpose: str, silence_s: float | None = SILENCE_S) -> Channel:
-    """A channel to the server at ``address``.
-
-    Raises TransportError if none answers, or the server does not know ``secret``.
-    """
+    """A channel to the server at ``address``. Raises TransportError if none proves ``secret``."""
     deadline_s = time.monotonic() + HANDSHAKE_S
     try:
         connection = socket.create_connection(address, timeout=HANDSHAKE_S)
@@ -192,8 +188,8 @@ def connect(address: Address, secret: str, *, purpose: str, silence_s: float | N
 def accept(connection: socket.socket, secret: str, *, purpose: str, silence_s: float | None = SILENCE_S) -> Channel:
     """The channel to a client. Raises TransportError if the client does not prove ``secret``.
 
-    Both ends must name the same ``purpose``. Sending and receiving fail after ``silence_s`` seconds
-    without progress.
+    Both ends name the same ``purpose``. Transfers fail after ``silence_s`` seconds without
+    progress.
     """
     return _handshake(connection, secret, purpose, time.monotonic() + HANDSHAKE_S, silence_s, is_server=True)
 

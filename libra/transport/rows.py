@@ -91,8 +91,7 @@ def send_views(channel: Channel, views: Sequence[memoryview], request: Mapping[s
 
 
 def recv_views(channel: Channel, answer: Mapping[str, Any], views: Sequence[memoryview]) -> None:
-    """Fill ``views`` with the bytes that `send_views` announced. Raises OSError if some are missing.
-    """
+    """Fill ``views`` with the bytes that `send_views` announced. Raises OSError if incomplete."""
     views = [view for view in views if len(view)]
     if "memory" in answer:
         if is_readable := can_read(answer["memory"]):

@@ -140,7 +140,6 @@ class WeightStore:
         return self._same(number, content)
 
     def temporary(self) -> Path:
-        """A new name for a directory to fill; `drop` removes leftovers of dead processes."""
         return self.root / f".tmp.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
 
     def numbers(self) -> list[int]:

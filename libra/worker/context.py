@@ -45,15 +45,13 @@ class WorkerContext:
         return self.worker.address
 
     def report(self, *facts: Fact) -> None:
-        """`FactSender.send`."""
         bound_key_cache()  # each task of a run reports something
         self._sender.send(*facts)
 
     def listen(self, op: str, handler: Callable[..., None]) -> None:
         """Call ``handler`` with each of the scheduler's messages ``op`` for this start of the run.
 
-        The handler runs on the worker's stream: it must not wait, and an exception closes the
-        worker.
+        Runs on the worker's stream: the handler must not wait, and an exception closes the worker.
         """
         listeners = self.worker.stream_handlers.setdefault(op, _Listeners())
         assert isinstance(listeners, _Listeners)
@@ -92,7 +90,6 @@ class FactSender:
         self._unsent.extend(facts)
 
     def flush(self) -> None:
-        """Send pending facts at once."""
         if self._unsent:
             packed = pack(self._unsent)
             self._unsent.clear()

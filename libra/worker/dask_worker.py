@@ -56,7 +56,6 @@ def serve_worker(worker: Worker, op: str, handler: Callable[..., Any]) -> None:
 
 
 def stop_serving(worker: Worker, op: str) -> None:
-    """Stop answering requests ``op``."""
     worker.handlers.pop(op, None)
 
 

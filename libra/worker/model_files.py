@@ -66,8 +66,8 @@ def collect_frozen() -> None:
 def link_model(model_dir: Path, version: WeightVersion, directory: Path) -> None:
     """Fill ``directory`` with links to a model's other files and to a version's weights.
 
-    The weights are hard-linked if the file system permits: a restarted engine process reads them
-    again, perhaps after the store has dropped the version.
+    The weights are hard-linked if possible: a restarted engine may read them after the store drops
+    them.
     """
     for path in Path(model_dir).iterdir():
         if not path.name.endswith(NOT_WEIGHTS):
@@ -90,8 +90,7 @@ class _Source(NamedTuple):
 class WorkerWeights:
     """A worker's store of versions; a training worker always uses the run's own registry.
 
-    With ``weights.transfer=peer``, training and rollout workers offer their versions at
-    ``offered``.
+    With ``weights.transfer=peer``, its versions are offered to other workers at ``offered``.
     """
 
     def __init__(self, worker: Worker, spec: RunSpec) -> None:
@@ -116,9 +115,7 @@ class WorkerWeights:
             self._source = _source(version, holders, digest)
 
     async def newest(self) -> WeightVersion | None:
-        """The newest version, in a readable directory; None before the first.
-
-        Raises WeightsError if no worker can provide the version.
+        """The newest version, in a readable directory, or None. Raises WeightsError if unavailable.
         """
         if not self._fetches:
             return await asyncio.to_thread(self.store.latest)

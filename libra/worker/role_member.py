@@ -192,8 +192,7 @@ class RoleMember:
 class HybridTraining:
     """The replica of a worker that can switch roles, and the replica's service in the pool.
 
-    Callbacks: ``stage_done(stage, start)``, with the start in seconds of the performance counter,
-    and ``failed(error)``.
+    Callbacks: ``stage_done(stage, start in perf_counter seconds)`` and ``failed(error)``.
     """
 
     def __init__(
@@ -214,7 +213,6 @@ class HybridTraining:
         return self._service is not None
 
     def pool_opened(self, pool: Pool) -> None:
-        """Note the address at which the core accepts hybrid replicas."""
         self._pool = pool
         self._pool_changed.set()
 

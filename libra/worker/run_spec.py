@@ -92,7 +92,7 @@ class RunSpec(RunFiles):
     def turn_seed(self, tid: TrajectoryId, turn: int, draw: int = 0) -> int:
         """Seed of one generation, from the run's seed and position; ``draw`` counts fresh attempts.
 
-        For split "eval" the iteration (a weight version) is ignored: all evaluations share seeds.
+        For split "eval" the iteration is ignored, so that all evaluations share seeds.
         """
         iteration = tid.iteration if tid.split == "train" else 0
         text = f"{self.config.run.seed}/{tid.split}/{iteration}/{tid.group}/{tid.sample}/{turn}"
@@ -106,9 +106,7 @@ ENCRYPTED = ("tls://", "inproc://")
 
 
 def sendable_spec(spec: RunSpec, scheduler: str) -> tuple[RunSpec, Path | None]:
-    """``spec`` as that scheduler may send it, and the secret's file if ``spec`` lost its secret.
-
-    No file is written for a run whose workers do not connect to each other.
+    """``spec`` as that scheduler may send it, and the file with the secret if split off and needed.
     """
     if scheduler.startswith(ENCRYPTED):
         return spec, None
@@ -132,5 +130,4 @@ def with_secret(spec: RunSpec, path: Path | None) -> RunSpec:
 
 
 def forget_secret(directory: Path) -> None:
-    """Remove the secret's file from the run directory, if any."""
     (directory / SECRET_FILE).unlink(missing_ok=True)

@@ -239,9 +239,7 @@ def runtime_here(run: str) -> WorkerRuntime:
 
 
 def runtime_of(run: str) -> WorkerRuntime:
-    """A run's runtime on the current task's worker.
-
-    Raises EnvironmentFault if the worker has none, or its setup failed.
+    """A run's runtime on this task's worker. Raises EnvironmentFault if missing or set up wrongly.
     """
     worker = get_worker()
     host = worker.plugins.get(host_name(run))

@@ -52,9 +52,7 @@ class EngineCheck:
         self.calibration: ProbeCalibration | None = None
 
     async def questions(self, engine: RolloutEngine, version: WeightVersion, before: Iterable[int]) -> Questions:
-        """Questions for an engine that might still hold one of the versions ``before``.
-
-        Raises WeightsError if the file differs from the trainer's digest.
+        """Questions for an engine that may still hold a version of ``before``. Raises WeightsError.
         """
         check = await asyncio.to_thread(self._published, version)
         reads = isinstance(engine, ReadsColumns)

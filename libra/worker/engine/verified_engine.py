@@ -69,7 +69,7 @@ class EngineStarter:
     _links: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)
 
     def make(self, version: WeightVersion | None) -> RolloutEngine:
-        """An engine, not yet started, from a version's file; None: version 0 in ``model_dir``."""
+        """An engine, not yet started, from a version's file, or from ``model_dir`` (version 0)."""
         if version is None:
             return self.build(self.model_dir, 0)
         self._links.append(tempfile.TemporaryDirectory(prefix="libra-engine-", dir=self.scratch))
@@ -149,8 +149,8 @@ class Serving:
     async def generate(self, request: TurnRequest) -> TurnOutput:
         """Generate one turn with the newest version; all tokens come from verified versions.
 
-        Raises EngineAsleep if the engine is asleep or falls asleep meanwhile, EngineError if it
-        failed or is out of service.
+        Raises EngineAsleep if the engine is or falls asleep, EngineError if it fails or is out of
+        service.
         """
         with self._turns.one(request.trajectory_id):
             for _ in range(TRIES):
@@ -192,8 +192,7 @@ class Serving:
     async def pull(self) -> None:
         """Update an awake engine to the newest version, unless that version is verified.
 
-        Raises EngineError if the engine is out of service, WeightsError if the version is
-        unreadable.
+        Raises EngineError if the engine is out of service, WeightsError if the version is bad.
         """
         self._check_open()
         self._notice_restart()

@@ -80,9 +80,7 @@ class WorkerEngine:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     async def load_newest(self) -> None:
-        """Load the newest version on a worker that joins a running run.
-
-        An EngineError is logged; the worker's first task fails with it.
+        """Load the newest version when a worker joins; an EngineError surfaces in its first task.
         """
         newest = await self.context.weights.newest()
         self.serving.announced = newest.number if newest is not None else 0

@@ -120,10 +120,9 @@ class ServiceHost:
         self._schedule.bound(str(self._device), min(rooms, default=None))
 
     async def load(self, entry: ServiceEntry, shown: str = "") -> str:
-        """Load a service unless it is loaded; returns its name on this worker.
+        """Load a service once; returns its name on this worker (``shown``: its name in the run).
 
-        ``shown`` is the run's name for the service. Raises ModelError, or ConfigError if the device
-        has no room.
+        Raises ModelError, or ConfigError if the device has no room.
         """
         name = _identity(entry)
         if name not in self._loaded:
@@ -169,7 +168,6 @@ class ServiceHost:
             self._give_memory_back()
 
     async def answer(self, name: str, given: Any, context: WorkerContext) -> Any:
-        """The answer of a service to one input. Raises ServiceFault."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         request = self._requests[number] = Request(given, loop.create_future(), loop.time(), context)
         self._schedule.asked(name, number, loop.time())

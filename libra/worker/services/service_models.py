@@ -118,7 +118,6 @@ class ToTeach:
     seed: int
 
     def scores(self, model: Any) -> Scored:
-        """The members' scores by ``model``. Raises TrainError."""
         from libra.train.teacher_model import TeacherModel
 
         return scores_of(TeacherModel(model, self.scoring), self.seed, self.members)

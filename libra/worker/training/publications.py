@@ -40,8 +40,7 @@ PROBES, PROBE_TOKENS, PROBE_SEED = 1, 32, 20260603
 class Publications:
     """The publications of one replica; a group publishes before its next step, by the same calls.
 
-    ``max_context_tokens`` limits the engines, which answer the check; ``report`` announces a
-    published version.
+    ``max_context_tokens``: the engines' limit for checks; ``report`` announces a version.
     """
 
     def __init__(self, store: WeightStore, max_context_tokens: int, report: Callable[[WeightVersion], None]) -> None:
@@ -64,11 +63,7 @@ class Publications:
             replica.before_change = self.before_change
 
     def publish(self, version: int) -> WeightVersion:
-        """Publish and report, once, the weights after ``version`` steps.
-
-        Raises WeightsError as `libra.weights.WeightStore.publish`, and if the replica is past a
-        version that the store lacks.
-        """
+        """Publish and report, once, the weights after ``version`` steps. Raises WeightsError."""
         with self._lock:
             return self._publish(version)
 

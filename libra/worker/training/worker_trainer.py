@@ -80,7 +80,6 @@ class Trainer:
         return self.checkpoints.replica
 
     def make_replica(self, group: TrainGroup | None = None) -> None:
-        """Build the replica; replaces an existing one."""
         spec = self.context.spec
         replica = make_replica(spec, self.context.model_dir, group)
         replica.published = self._published

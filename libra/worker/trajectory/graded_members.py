@@ -123,5 +123,4 @@ FAULTS = (EngineError, EnvironmentFault)
 
 
 def failure_of(error: EngineError | EnvironmentFault) -> FailureClass:
-    """Failure class of an error in `FAULTS`."""
     return next(failure for kind, failure in _CLASSES if isinstance(error, kind))

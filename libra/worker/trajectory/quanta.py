@@ -93,8 +93,7 @@ KILLED = "killed: it took more than"
 class QuantumRunner:
     """Runs quanta of one run on one worker; ``engine`` is None if the worker does not generate.
 
-    ``leaving``: this worker must not start another generation. ``processes``: subprocesses for tool
-    calls that have their own resources.
+    ``leaving``: generate no more. ``processes``: subprocesses for tool calls with own resources.
     """
 
     def __init__(
@@ -120,7 +119,6 @@ class QuantumRunner:
 
     @cached_property
     def chat(self) -> ChatFormat:
-        """The chat format; loads the tokenizer."""
         from libra.rollout import load_chat_format
 
         environment, loader = self.context.environment, self.context.spec.config.model.loader

@@ -111,7 +111,7 @@ class SessionLeases:
         state: StateCopy,
         where: tuple[str, int, int, int],
     ) -> ToolReturn:
-        """The return of an action in the leased session; ``where``: trajectory, draw, turn, call.
+        """The return of an action in the leased session, at ``where`` (trajectory, draw, turn, call).
 
         Raises SessionLost, and the errors of `libra.envs.run_action`.
         """

@@ -114,8 +114,6 @@ def returned(records: Iterable[QuantumRecord]) -> tuple[str, ToolOutcome]:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRules:
-    """Limits and modes of a run's trajectories."""
-
     max_turns: int  # a trajectory ends when it reaches this limit or the next
     max_context_tokens: int
     ignore_eos: bool = False  # a turn cut at its token limit does not end the trajectory (turns of a fixed length)
@@ -143,14 +141,13 @@ class Attempt:
     answered: bool = False  # the last turn had no calls and waits for the environment's step
     state: bytes | None = None  # the environment's state after the last record, if any
     lease: tuple[str, str] | None = None  # worker and name of the leased session
-    unfinished: list[NDArray[np.int32]] = field(default_factory=list)  # a parked turn's tokens, not in `turns`
+    unfinished: list[NDArray[np.int32]] = field(default_factory=list)  # a parked turn
     request: RequestRecord | None = None  # the agent's unanswered request
     parents: list[int] = field(default_factory=list)  # per request, the turn that it continues; -1: none
-    paths: list[list[NDArray[np.int32]]] = field(default_factory=list)  # per turn, its conversation's tokens
+    paths: list[list[NDArray[np.int32]]] = field(default_factory=list)  # per turn
 
     @property
     def versions(self) -> set[int]:
-        """Versions of the generated tokens."""
         made = (record.weight_versions for record in self.records if isinstance(record, GenerationRecord))
         return {int(version) for each in made for version in np.unique(each)}
 
@@ -309,8 +306,7 @@ class TrajectoryState:
         )
 
     def _parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
-        """Token parts in order; per turn, its training sequence's start and the tokens before it.
-        """
+        """Token parts in order; per turn, start of its training sequence and tokens before it."""
         if self.rules.agent:
             return AgentTurns.of(self.attempt.records).parts()
         parts: list[Part] = []
@@ -378,10 +374,7 @@ class TrajectoryState:
 
 @dataclass(slots=True)
 class AgentTurns:
-    """Answered requests of one attempt, by turn, and the records of each answer.
-
-    `rollout.chunk_tokens` can split an answer into several records.
-    """
+    """Answered requests of one attempt, by turn, with the record or records of each answer."""
 
     requests: list[RequestRecord] = field(default_factory=list)
     generated: list[list[GenerationRecord]] = field(default_factory=list)
