@@ -40,7 +40,9 @@ class ModelFiles:
 
 
 def checked_model(path: str) -> ModelFiles:
-    """The model at ``model.path``, checked by its small files; a hub id is downloaded. ModelError.
+    """The model at ``model.path``, checked by its small files; a hub id is downloaded.
+
+    Raises ModelError with the file, its fault and what to type.
     """
     found = resolve_model(path)
     directory = local_model(found) if isinstance(found, str) else found

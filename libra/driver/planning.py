@@ -75,8 +75,7 @@ class RequestedChange:
 
 
 class Replanning:
-    """The arrangement of a run's workers by iteration; ``apply``: accepted plans are carried out.
-    """
+    """The arrangement of a run's workers by iteration; ``apply``: carry out accepted plans."""
 
     def __init__(
         self,
@@ -269,7 +268,8 @@ class UpcomingPrompts:
         self._per_batch = per_batch
 
     def names(self, iteration: int) -> list[str] | None:
-        """Each prompt's ``prompt_id`` ("" if it does not recur) in an iteration; None if all ""."""
+        """Each prompt's ``prompt_id`` in an iteration ("" if it does not recur), or None if all are "".
+        """
         names: list[str] | None = self._each(iteration, lambda its, index: its.prompt_id("train", index))
         return names if names is not None and any(names) else None
 
@@ -336,8 +336,7 @@ class Planning:
             self.replanning.begin(contexts, self._scheduler.seats())
 
     def after(self, iteration: int, values: Mapping[str, Any], remaining: int) -> None:
-        """Compare an iteration with its prediction, predict the next one, and weigh arrangements.
-        """
+        """Compare an iteration with its prediction, predict the next, and weigh arrangements."""
         config = self._spec.config
         self._first = iteration if self._first is None else self._first
         seats = self._scheduler.seats()

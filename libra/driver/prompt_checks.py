@@ -198,7 +198,7 @@ def check_evaluation(config: RunConfig, environment: Environment) -> None:
 def check_prompts(
     config: RunConfig, environment: Environment, template: ChatTemplate | LoadedTemplate | None, *, started_here: bool
 ) -> None:
-    """Raise ConfigError if no first prompt can be made, or prompts have a wrong form or length."""
+    """Raise ConfigError if no first prompt can be made, or one is malformed or too long."""
     if type(environment).setup is not Environment.setup:
         return
     first_error, found = "", list[Prompt]()

@@ -63,7 +63,10 @@ class RunClient:
         self._rpc: Any = client.scheduler
 
     def register(self, start: RunStart, *, local: bool) -> str:
-        """Register the run; returns the scheduler's process name. ``local``: own cluster."""
+        """Register the run; returns the scheduler's process name.
+
+        ``local``: whether this driver started the cluster.
+        """
         spec, config = start.spec, start.config
         self.client.register_plugin(LibraPlugin())
         registration = RunRegistration(
@@ -128,9 +131,9 @@ class RunClient:
         return list(self._call("libra_roles"))
 
     def change_roles(self, assignments: Mapping[str, str | Mapping[str, Any]]) -> int:
-        """Start one switch to ``"rollout"``, ``"train"`` or ``{"role": ..., "tp": ...}`` by worker.
+        """Start one role switch of the named workers; returns its generation.
 
-        Returns the generation of the switch.
+        A worker becomes ``"rollout"``, ``"train"`` or ``{"role": ..., "tp": ...}``.
         """
         wanted = {name: {"role": has} if isinstance(has, str) else dict(has) for name, has in assignments.items()}
         return int(self._accepted("roles", "libra_set_roles", assignments=wanted)["generation"])

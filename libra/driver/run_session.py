@@ -316,8 +316,7 @@ def run(
     interruption: Interruption | None = None,
     stages: StartStages | None = None,
 ) -> RunSummary:
-    """Run ``config`` to its end: the body of ``libra run``, ``libra resume`` and ``libra.train``.
-    """
+    """Run ``config`` to its end, as ``libra run``, ``libra resume`` and ``libra.train`` do."""
     began_s, called = time.time(), Callbacks(config, callbacks)
     with ExitStack() as exits:
         interruption = interruption or exits.enter_context(Interruption())

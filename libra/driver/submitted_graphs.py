@@ -89,7 +89,7 @@ class SubmittedGraphs:
         return values, iteration.checkpoint
 
     def result(self, future: Future[Any], k: int) -> Any:
-        """Result of a future of iteration ``k``. Raises ClusterError for a non-Libra error."""
+        """Result of a future of iteration ``k``. Raises ClusterError if a worker's code failed."""
         while not future.done() and self._failed is None:
             self._wake.wait(LOOK_S)
             self._wake.clear()

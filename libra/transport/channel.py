@@ -176,7 +176,8 @@ class Channel:
 
 
 def connect(address: Address, secret: str, *, purpose: str, silence_s: float | None = SILENCE_S) -> Channel:
-    """A channel to the server at ``address``. Raises TransportError if none proves ``secret``."""
+    """A channel to the server at ``address``. Raises TransportError if no server proves ``secret``.
+    """
     deadline_s = time.monotonic() + HANDSHAKE_S
     try:
         connection = socket.create_connection(address, timeout=HANDSHAKE_S)

@@ -115,8 +115,7 @@ class WorkerWeights:
             self._source = _source(version, holders, digest)
 
     async def newest(self) -> WeightVersion | None:
-        """The newest version, in a readable directory, or None. Raises WeightsError if unavailable.
-        """
+        """The newest version, readable here, or None. Raises WeightsError if no worker has it."""
         if not self._fetches:
             return await asyncio.to_thread(self.store.latest)
         source, asked = self._source, False

@@ -106,7 +106,7 @@ ENCRYPTED = ("tls://", "inproc://")
 
 
 def sendable_spec(spec: RunSpec, scheduler: str) -> tuple[RunSpec, Path | None]:
-    """``spec`` as that scheduler may send it, and the file with the secret if split off and needed.
+    """``spec`` as that scheduler may send it, and the file with its secret if that was split off.
     """
     if scheduler.startswith(ENCRYPTED):
         return spec, None

@@ -239,8 +239,7 @@ def runtime_here(run: str) -> WorkerRuntime:
 
 
 def runtime_of(run: str) -> WorkerRuntime:
-    """A run's runtime on this task's worker. Raises EnvironmentFault if missing or set up wrongly.
-    """
+    """A run's runtime on this task's worker. Raises EnvironmentFault if missing or failed."""
     worker = get_worker()
     host = worker.plugins.get(host_name(run))
     if not isinstance(host, WorkerRuntime):

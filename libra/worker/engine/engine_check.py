@@ -52,7 +52,9 @@ class EngineCheck:
         self.calibration: ProbeCalibration | None = None
 
     async def questions(self, engine: RolloutEngine, version: WeightVersion, before: Iterable[int]) -> Questions:
-        """Questions for an engine that may still hold a version of ``before``. Raises WeightsError.
+        """Questions for an engine that may still hold a version of ``before``.
+
+        Raises WeightsError if the file differs from the trainer's digest.
         """
         check = await asyncio.to_thread(self._published, version)
         reads = isinstance(engine, ReadsColumns)

@@ -80,7 +80,7 @@ class WorkerEngine:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     async def load_newest(self) -> None:
-        """Load the newest version when a worker joins; an EngineError surfaces in its first task.
+        """Load the newest version when a worker joins; its first task gets an EngineError, if any.
         """
         newest = await self.context.weights.newest()
         self.serving.announced = newest.number if newest is not None else 0
@@ -135,7 +135,7 @@ class WorkerEngine:
     # ---------------------------------------------------------------- reports
 
     def turn_ended(self) -> None:
-        """Declare the capacity again if the speed has changed; looks only after 1/8 more passes."""
+        """Declare the capacity again if the speed has changed, at most once per 1/8 more passes."""
         passes = self.serving.engine.stats().steps
         if passes >= self._next_look:
             self._next_look = passes + max(FEWEST_PASSES // 2, min(passes, KEPT_PASSES) // 8)

@@ -25,7 +25,9 @@ QUESTION = "Question:\n{prompt}\n\nAnswer:\n{completion}\n\nIs this answer right
 def judge(
     model: Any, tokenizer: Any, given: Any, *, question: str = QUESTION, yes: str = "yes", no: str = "no"
 ) -> float:
-    """Probability (0 to 1) of answer ``yes`` against ``no`` to ``question``, filled from the input.
+    """Probability (0 to 1) of ``yes`` against ``no`` as answer to ``question``.
+
+    Keys of the input in braces in ``question`` are replaced by their values.
     """
     asked = _ids(tokenizer, [{"role": "user", "content": _said(tokenizer, _filled(question, given))}])
     nats = [float(_logp(model, asked, _plain_ids(tokenizer, answer)).sum()) for answer in (yes, no)]

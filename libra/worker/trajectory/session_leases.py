@@ -111,9 +111,10 @@ class SessionLeases:
         state: StateCopy,
         where: tuple[str, int, int, int],
     ) -> ToolReturn:
-        """The return of an action in the leased session, at ``where`` (trajectory, draw, turn, call).
+        """The return of an action in the leased session.
 
-        Raises SessionLost, and the errors of `libra.envs.run_action`.
+        ``where``: trajectory, draw, turn and call. Raises SessionLost, and errors of
+        `libra.envs.run_action`.
         """
         called = msgspec.msgpack.encode(SessionCall(lease[1], prompt, call, action_id, state.data, where))
         limit_s = self.context.environment.session_limit_s(call.name) + TOTAL_S + MARGIN_S

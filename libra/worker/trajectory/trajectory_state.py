@@ -141,10 +141,12 @@ class Attempt:
     answered: bool = False  # the last turn had no calls and waits for the environment's step
     state: bytes | None = None  # the environment's state after the last record, if any
     lease: tuple[str, str] | None = None  # worker and name of the leased session
-    unfinished: list[NDArray[np.int32]] = field(default_factory=list)  # a parked turn
+    # Tokens of the current turn if it was parked before its end; `turns` does not count that turn.
+    unfinished: list[NDArray[np.int32]] = field(default_factory=list)
     request: RequestRecord | None = None  # the agent's unanswered request
     parents: list[int] = field(default_factory=list)  # per request, the turn that it continues; -1: none
-    paths: list[list[NDArray[np.int32]]] = field(default_factory=list)  # per turn
+    # Per turn, its tokens since the start of its conversation.
+    paths: list[list[NDArray[np.int32]]] = field(default_factory=list)
 
     @property
     def versions(self) -> set[int]:
