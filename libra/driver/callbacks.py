@@ -78,7 +78,7 @@ class Callbacks:
         for name, function in self._functions[kind]:
             try:
                 returned = function(*given)
-                if inspect.iscoroutine(returned):  # in a thread: a notebook's has an event loop that runs
+                if inspect.iscoroutine(returned):  # in a thread, since a notebook's main thread runs an event loop
                     with ThreadPoolExecutor(1) as thread:
                         thread.submit(asyncio.run, returned).result()
             except LibraError:

@@ -53,7 +53,7 @@ def settings(config: RunConfig, plan: Plan, way: str) -> dict[str, str]:
         return {}
     try:
         laid = _laid_out(config, plan)
-    except ConfigError:  # a plan of more than can be run (--what-if): then no engine turns
+    except ConfigError:  # a plan too large to run (--what-if): no engine switches roles
         laid = config
     made = with_way(laid, way)
     found = {
@@ -81,7 +81,7 @@ def obstacles(config: RunConfig, plan: Plan, snapshot: PlanningSnapshot) -> dict
         return {STREAMING: streams, TURNING: streams}
     try:
         laid = _laid_out(config, plan)
-    except ConfigError as error:  # a plan of more than can be run (--what-if)
+    except ConfigError as error:  # a plan too large to run (--what-if)
         return {TURNING: str(error)}
     try:
         with_way(laid, TURNING)

@@ -89,7 +89,7 @@ class Replanning:
         self._boundaries = dict(boundaries or {})
         self._change: RequestedChange | None = None
         self._began_with: Arrangement | None = None  # the arrangement that the current iteration began with
-        self._blocked: set[str] = set()  # what was logged as missing
+        self._blocked: set[str] = set()  # missing parts already logged
 
     def begin(self, contexts: Sequence[tuple[int, float]], seats: Collection[Seat]) -> None:
         """Free KV memory for contexts extrapolated from (iteration, mean final tokens) so far."""
@@ -268,8 +268,7 @@ class UpcomingPrompts:
         self._per_batch = per_batch
 
     def names(self, iteration: int) -> list[str] | None:
-        """Each prompt's ``prompt_id`` in an iteration ("" if it does not recur), or None if all are "".
-        """
+        """Each prompt's ``prompt_id``, "" if it does not recur; None if none of them recurs."""
         names: list[str] | None = self._each(iteration, lambda its, index: its.prompt_id("train", index))
         return names if names is not None and any(names) else None
 
@@ -308,7 +307,7 @@ class Planning:
         workers_gpu: str = "",
     ) -> None:
         self._spec, self._scheduler, self._prompts, self._write = spec, scheduler, prompts, write
-        self._kinds: dict[str, str] = {}  # of each worker's last engine
+        self._kinds: dict[str, str] = {}  # kind of each worker's last engine
         self.forecast = StepForecast()
         self.predicted: ExpectedStep | None = None
         self._first: int | None = None

@@ -123,14 +123,14 @@ def _teacher(known: Preflight) -> str:
 
 
 CHECKS: dict[str, Callable[[Preflight], str]] = {
-    "own parts": _own_parts,  # parts of the user's own can be imported and follow their protocols
+    "own parts": _own_parts,  # user code can be imported and follows its protocols
     "run name": _run_name,  # the directory of a new run is free
     "model files": _model_files,  # whole, with a tokenizer that fits
     "layout": _layout,  # it can start; with planner.layout=auto it is planned first
     "engine": _engine,  # installed, and it can do what the configuration asks for
     "agent": _agent,  # variables that an agent is to get are set
     "tools": _tools,  # the largest worker has the resources of a call
-    "services": _services,  # services that rewards and tools ask are there
+    "services": _services,  # services that rewards and tools use exist
     "data": _data,  # model, prompts and evaluation fit each other and section rollout
     "teacher": _teacher,  # a whole model with the tokenizer of the student
 }

@@ -276,7 +276,7 @@ class _Round:
                 return
             members, how = self._graded(key, size), "made again from the journal, and graded again"
         for member in members:
-            member.advantage = 0.0  # which a batch gives
+            member.advantage = 0.0  # a batch sets it
         args = self.files.groups_dir, key.iteration, key.group, members
         self.replace(name, how, lambda: write_group(*args, fsync=True))
 

@@ -277,7 +277,7 @@ def _admission(start: RunStart) -> dict[str, Any]:
         config.trainer.prompts,
         version=-1,  # this epoch has published nothing yet
         opened=dict(enumerate(start.point.members)),
-        committed=(),  # their group nodes report again
+        committed=(),  # group nodes report these again
         started=start.point.started,
         waves=waves,
         first_come=config.trainer.batches == "first_come",
@@ -348,7 +348,7 @@ def register_run(scheduler: RunClient, start: RunStart, cluster: SpecCluster | N
         forget(spec.directory)
         forget_secret(spec.directory)
         scheduler.end()
-        if hosted and cluster is None:  # a cluster of the run's own stops with its workers
+        if hosted and cluster is None:  # the run's own cluster stops with its workers
             try:
                 client.unregister_worker_plugin(host_name(spec.run))
             except (KeyError, ValueError) as error:  # its setup had failed there, or the scheduler had removed it

@@ -108,7 +108,7 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
     directory, iterations = spec.directory, None
     if request.resume:
         if directory.is_dir():
-            refuse_running(directory)  # whose files may come and go while they are checked
+            refuse_running(directory)  # files may come and go during the check
             refuse_damaged(directory)
         _check_resumable(request)
         if config.run.iterations != check_unchanged(directory, config).run.iterations:
@@ -121,7 +121,7 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
         remove_unless_started(directory, made, start)
     spec = replace(spec, epoch=take_epoch(spec.epochs_dir, above=newest_logged(directory)).number)
     log_start(directory, spec.epoch, iterations)
-    sweep_logs(spec.journal_dir)  # of writers that have ended or are fenced off
+    sweep_logs(spec.journal_dir)  # left by writers that have ended or are fenced off
     return RunStart(spec, environment, read_point(spec), request.score, request.resume)
 
 

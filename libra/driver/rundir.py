@@ -113,7 +113,7 @@ def remove_unless_started(directory: Path, made: tuple[Path, ...], start: ExitSt
 def _remove(directory: Path, made: tuple[Path, ...]) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     for parent in made:
-        with contextlib.suppress(OSError):  # it has something else by now
+        with contextlib.suppress(OSError):  # the directory has other files by now
             parent.rmdir()
 
 

@@ -97,7 +97,7 @@ class Channel:
         start = bytearray(_LENGTH.size)
         if not (got := self._recv_all(memoryview(start))):
             return None
-        (length,) = _LENGTH.unpack(start)  # too few of its bytes may have come
+        (length,) = _LENGTH.unpack(start)  # incomplete if the connection ended
         if length > MAX_FRAME_BYTES:
             raise TransportError(f"a frame of {length} bytes is announced, allowed are {MAX_FRAME_BYTES}")
         frame = bytearray(length + _MAC_BYTES)
@@ -176,8 +176,7 @@ class Channel:
 
 
 def connect(address: Address, secret: str, *, purpose: str, silence_s: float | None = SILENCE_S) -> Channel:
-    """A channel to the server at ``address``. Raises TransportError if no server proves ``secret``.
-    """
+    """A channel to the server at ``address``. Raises TransportError if none proves the secret."""
     deadline_s = time.monotonic() + HANDSHAKE_S
     try:
         connection = socket.create_connection(address, timeout=HANDSHAKE_S)

@@ -63,13 +63,13 @@ class VersionCheck(msgspec.Struct, frozen=True):
     """What the trainer computed for a version."""
 
     version: int
-    digest: str  # of its tensors, as in the registry
-    dtype: str  # of its matrices: "float32", "bfloat16"
+    digest: str  # digest of the tensors, as in the registry
+    dtype: str  # dtype of matrices: "float32", "bfloat16"
     seed: int  # of the projections
-    projections: dict[str, tuple[float, ...]]  # by weight, tied ones under each of their names
+    projections: dict[str, tuple[float, ...]]  # by weight; tied weights under each name
     probe: tuple[tuple[int, ...], ...] = ()  # token ids of each probe
-    logp: Logps = ()  # from each second token on, in nats, by the trainer
-    previous_logp: Logps | None = None  # under the version published before, if known
+    logp: Logps = ()  # the trainer's, from the second token on, in nats
+    previous_logp: Logps | None = None  # under the previous version, if known
     first_logp: Logps | None = None  # under version 0, if known
 
     @property
@@ -132,9 +132,9 @@ class CheckVerdict:
     gap: float  # of ``method``, in nats or as a fraction of a layer's root mean square
     tolerance: float  # in the same unit
     moved_nats: float | None  # `VersionCheck.moved_nats`
-    num_layers: int  # compared
+    num_layers: int  # number compared
     num_changed: int | None  # layers of which a changed column was read, if known
-    smallest_change: float  # of one layer, that is detected: 0 for columns (one bit), else relative or nats
+    smallest_change: float  # detectable in one layer: 0 for columns (one bit), else relative or nats
     detail: str
 
 

@@ -70,7 +70,7 @@ class WeightVersion:
     number: int  # 0 for the initial weights
     digest: str  # `libra.tensors.digest`
     directory: Path
-    num_bytes: int  # of all elements, tied ones once
+    num_bytes: int  # all elements, tied tensors once
 
     @property
     def path(self) -> Path:
@@ -109,7 +109,7 @@ class WeightStore:
         temporary = self.temporary()
         try:
             temporary.mkdir()
-            with ThreadPoolExecutor(3) as disk:  # each file waits for the device, all of them at once
+            with ThreadPoolExecutor(3) as disk:  # each file waits for the disk, in parallel
                 written = [disk.submit(_save, kept, temporary / TENSORS_FILE)]
                 content = digest(kept) if content is None else content  # while they are written
                 manifest = Manifest(SCHEMA, number, content, num_bytes, facts, tied)

@@ -62,7 +62,7 @@ def stop_serving(worker: Worker, op: str) -> None:
 async def ask_worker(worker: Worker, address: str, op: str, **fields: Any) -> Any:
     """Another worker's answer, which is never None. Raises one of `PEER_ERRORS`."""
     answer = await getattr(worker.rpc(address), op)(**fields)
-    if answer is None:  # a worker logs that it does not know the request, and answers so
+    if answer is None:  # the answer to an unknown request, which the worker logs
         raise KeyError(f"{address} does not know {op}")
     return answer
 

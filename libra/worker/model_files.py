@@ -130,7 +130,7 @@ class WorkerWeights:
             if answer["version"] < 0:
                 return None
             if source is not None and asked and answer["version"] <= source.version:
-                raise failed  # no newer version was announced meanwhile, for which its holders might have dropped it
+                raise failed  # no newer version was announced, for which workers might have dropped this one
             source = self._source = _source(answer["version"], answer["holders"], answer["digest"])
             asked = True
 

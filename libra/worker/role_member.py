@@ -151,12 +151,12 @@ class RoleMember:
     async def _idle(self, number: int, until_s: float | None = None) -> None:
         while takes(self.context.worker, keys.ROLLOUT) and number == self.number:
             if until_s is not None and time.monotonic() > until_s:
-                await self.engine.serving.sleep(abort=True)  # turns under way are returned to the scheduler
+                await self.engine.serving.sleep(abort=True)  # running turns return to the scheduler
                 until_s = None
             await asyncio.sleep(LOOKS_EVERY_S)
 
     async def _sleep(self) -> None:
-        if self.training.in_pool:  # a newer change ended its drain
+        if self.training.in_pool:  # a newer switch ended the drain
             self.leaving = True
             await self.training.leave(None)
         await self.engine.serving.sleep()
@@ -184,7 +184,7 @@ class RoleMember:
                 engine.kind = before
                 raise
             self._built = kind
-        else:  # a drain that was ended early: all slots must be free before the worker supplies them again
+        else:  # after an early end of a drain: all slots must be free before the worker offers them again
             await self._idle(self.number)
         set_supply(self.context.worker, keys.ROLLOUT, kind.slots)
 
@@ -219,7 +219,7 @@ class HybridTraining:
     async def start(self) -> None:
         """Build a replica if there is none, and join the core's pool."""
         if self._service is not None and not self._service.done():
-            return  # its drain had not begun
+            return  # the drain had not started
         if self._pool is None:
             raise TransferError("no core replica accepts hybrid replicas now; request the change again later")
         if self._replica is None:

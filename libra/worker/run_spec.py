@@ -106,8 +106,7 @@ ENCRYPTED = ("tls://", "inproc://")
 
 
 def sendable_spec(spec: RunSpec, scheduler: str) -> tuple[RunSpec, Path | None]:
-    """``spec`` as that scheduler may send it, and the file with its secret if that was split off.
-    """
+    """``spec`` as that scheduler may send it, and the file with its secret if that is separate."""
     if scheduler.startswith(ENCRYPTED):
         return spec, None
     config, path = spec.config, None

@@ -127,12 +127,12 @@ class Serving:
         self.engine: RolloutEngine = self.starter.make(None)
         self.announced = 0
         self.verified: int | None = None
-        self._recheck, self._held = recheck, cast("Questions | None", None)  # of the version that passed last
+        self._recheck, self._held = recheck, cast("Questions | None", None)  # version that last passed
         self.out: EngineError | None = None
         self.asleep = False  # or about to be, or not yet awake
         self.quarantines = 0
         self._turns = _Turns()
-        self._restarts = 0  # of the engine's own process, as last seen
+        self._restarts = 0  # restarts of the engine's process, as last seen
         self._loading = asyncio.Lock()
         self._closed = False
 

@@ -50,10 +50,10 @@ class WorkerEngine:
         )
         self.kv: KVTransfers | None = None
         self._ahead: tuple[int, ...] | None = None  # rank of the best waiting generation, as the scheduler knows it
-        self._ranks: dict[str, tuple[int, ...]] = {}  # of tasks here whose rank has changed since they were sent
+        self._ranks: dict[str, tuple[int, ...]] = {}  # ranks of tasks here that changed after dispatch
         self._model = architecture_of(read_model_config(context.model_dir))
         self._declared: EngineCapacity | None = None
-        self._next_look = 0  # number of passes after which its capacity is checked again
+        self._next_look = 0  # passes after which the capacity is checked again
         self._pulls: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -80,8 +80,7 @@ class WorkerEngine:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     async def load_newest(self) -> None:
-        """Load the newest version when a worker joins; its first task gets an EngineError, if any.
-        """
+        """Load the newest version when a worker joins; its first task gets any EngineError."""
         newest = await self.context.weights.newest()
         self.serving.announced = newest.number if newest is not None else 0
         try:

@@ -89,7 +89,7 @@ class ServiceHost:
     def __init__(self, device: Any, lock: DeviceLock | None = None) -> None:
         self._device, self._lock = device, lock
         self._schedule = ServiceSchedule({str(device): None})
-        self._rooms: dict[int, int | None] = {}  # by the identity of the context of a run
+        self._rooms: dict[int, int | None] = {}  # by id of the run's context
         self._loaded: dict[str, Loaded] = {}
         self._requests: dict[int, Request] = {}
         self._numbers = itertools.count()
@@ -177,7 +177,7 @@ class ServiceHost:
         finally:
             self._requests.pop(number, None)
             if name in self._loaded:
-                self._schedule.cancel(name, number)  # nobody waits for it any longer
+                self._schedule.cancel(name, number)  # the caller no longer waits
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -336,7 +336,7 @@ class RunServices:
     def __init__(self, context: WorkerContext, host: ServiceHost) -> None:
         self._context, self._host = context, host
         self._here: dict[str, str] = {}
-        self._later: dict[asyncio.Task[None], tuple[str, str]] = {}  # with the service, and whose reward comes
+        self._later: dict[asyncio.Task[None], tuple[str, str]] = {}  # late answers: service and trajectory
         self.loop, self.pid = asyncio.get_running_loop(), os.getpid()
 
     @property

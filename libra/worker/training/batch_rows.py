@@ -174,7 +174,7 @@ class SliceFetcher:
 
     def __init__(self, batch: Mapping[str, Any], spec: RunSpec) -> None:
         self._spec = spec
-        self._group_of: dict[str, tuple[dict[str, Any], int]] = {}  # the row of its group, and its place in the group
+        self._group_of: dict[str, tuple[dict[str, Any], int]] = {}  # its group's row, and its index in the group
         self.numbers = dict.fromkeys(FETCHED, 0)
         for row in (*batch["members"], *batch.get("late", ())):
             self._group_of |= {name: (row, index) for index, name in enumerate(row["rows"])}

@@ -75,7 +75,7 @@ class CheckpointWriter:
         with self._state:
             self._copy_if_due(step)
             result = taken()
-            if self.is_sharded:  # now that every rank is here: the checkpoint's task is rank 0's alone
+            if self.is_sharded:  # every rank is here now; the checkpoint's task runs on rank 0 alone
                 self._copy_if_due(step + 1)
             return result
 

@@ -141,7 +141,7 @@ class GangMember:
             trainer.make_replica(group)
         replica, checkpoints = trainer.replica, trainer.checkpoints
         replica.group = group
-        replica.abandon()  # others may lack what it has of an open step
+        replica.abandon()  # other ranks may lack this rank's part of an open step
         checkpoints.is_writer, checkpoints.is_sharded = group.rank == 0, replica.is_sharded
         if not replica.is_sharded:
             replica.synchronise()

@@ -51,7 +51,7 @@ class Publications:
         self.beside = False
         """Whether versions are published beside the next step, not before it."""
         self._lock = threading.Lock()
-        self._changing = -1  # the weights of this step, published, are being changed or were
+        self._changing = -1  # these weights are published, and the step is changing or has changed them
         self._reported = -1
         self._thread = threading.local()
 

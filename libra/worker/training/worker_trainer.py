@@ -84,7 +84,7 @@ class Trainer:
         replica = make_replica(spec, self.context.model_dir, group)
         replica.published = self._published
         alone = spec.config.cluster.train_workers == 1
-        replica.digests = not alone  # ranks compare them; of a single one the publication has it
+        replica.digests = not alone  # ranks compare digests; a single rank publishes its own
         self.publications.of(replica, alone=alone)
         self._checkpoints = CheckpointWriter(replica, spec.checkpoints_dir, spec.config)
 

@@ -69,8 +69,8 @@ class _Live:
     pending: dict[int, Pending] = field(default_factory=dict)  # requests that were recorded, by turn
     taken: int = 0  # turns whose request the conversation has
     answered: int = 0  # turns whose answer the conversation has
-    replay: dict[int, bytes] = field(default_factory=dict)  # turns that a new process has not asked for yet
-    early: deque[Pending] = field(default_factory=deque)  # requests that came before all of `replay` did
+    replay: dict[int, bytes] = field(default_factory=dict)  # turns that a restarted process has not requested yet
+    early: deque[Pending] = field(default_factory=deque)  # requests that arrived before `replay` was complete
     replies: list[Reply] = field(default_factory=list)
     given_s: dict[int, float] = field(default_factory=dict)
     refused: tuple[EndReason, str] | None = None

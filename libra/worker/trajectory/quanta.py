@@ -105,7 +105,7 @@ class QuantumRunner:
     ) -> None:
         self.context, self.engine, self._leaving = context, engine, leaving
         self.states: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()
-        self._ended: OrderedDict[TrajectoryId, int] = OrderedDict()  # bytes of the ended ones in `states`
+        self._ended: OrderedDict[TrajectoryId, int] = OrderedDict()  # bytes of ended trajectories in `states`
         self._ended_bytes = 0
         self.closing = False
         self.sessions = None if context.environment.session is None else SessionLeases(context)
@@ -229,7 +229,7 @@ class QuantumRunner:
                     if state.end is not None:
                         self._forget(state)
                 return
-            self.context.epoch.check()  # what an action changes outside is not undone by a record that is refused
+            self.context.epoch.check()  # a refused record would not undo the action's outside effects
             action = self._act(state, self.calls.cores_of(key))
             await (self.stoppable.run(key, state.quanta, action) if self.calls.revocable(state) else action)
         except (EngineAsleep, ActionRevoked) as error:
@@ -313,7 +313,7 @@ class QuantumRunner:
         if tid.split == "eval" and config.evaluation.temperature is not None:
             return config.evaluation.temperature
         if tid.split == "train" and tid.sample == 0 and config.trainer.advantage == "remax":
-            return 0.0  # the baseline of its group
+            return 0.0  # its group's baseline
         return config.rollout.temperature
 
     def _ends_version(self, state: TrajectoryState, versions: set[int], started_s: float) -> bool:

@@ -268,7 +268,7 @@ class TrajectoryState:
         for record in self.attempt.records:
             if isinstance(record, GenerationRecord):
                 ids = tuple(record.token_ids.tolist())
-                if record.turn < len(turns):  # a further part of it
+                if record.turn < len(turns):  # a further part of the turn
                     ids = turns.pop().token_ids + ids
                 turns.append(Turn(record.text, record.calls, num_tokens=len(ids), token_ids=ids))
             elif isinstance(record, ActionRecord | RequestRecord):
