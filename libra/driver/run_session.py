@@ -153,7 +153,7 @@ class Session:
         self._recover()
         self.checkpoints = RunCheckpoints(start.spec, self.graphs.result)
         exits.callback(self.checkpoints.release)
-        # one thread per reader, so that a failure affects one reader only
+        # one object per reader (policy, planner), so that a failure affects one reader only
         self._prompts, planned = (UpcomingPrompts(start.environment, start.config.trainer.prompts) for _ in range(2))
         if start.config.planner.replan != "off":
             gpu = "" if self.config.planner.gpu else cluster_gpu(self.client)

@@ -60,7 +60,7 @@ Logps = tuple[tuple[float, ...], ...]
 
 
 class VersionCheck(msgspec.Struct, frozen=True):
-    """What the trainer computed for a version."""
+    """The numbers that the trainer computed for a version."""
 
     version: int
     digest: str  # digest of the tensors, as in the registry

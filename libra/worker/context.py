@@ -1,4 +1,4 @@
-"""What the parts of a run on a worker share: worker, run, and the scheduler's messages."""
+"""The shared context of a run on a worker: worker, run, and the scheduler's messages."""
 
 from __future__ import annotations
 

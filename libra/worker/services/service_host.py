@@ -2,7 +2,7 @@
 
 Invariants
 ----------
-1. Runs with equal definitions of a service share it, whatever they name it: the model is loaded
+1. Runs with equal definitions of a service share it under any names: the model is loaded
    once, and requests of all these runs are batched together. The service is unloaded when the last
    of these runs ends.
 2. Each request is answered once or fails with `ServiceFault`, also if its batch raises or returns a
@@ -94,7 +94,7 @@ class ServiceHost:
         self._requests: dict[int, Request] = {}
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
-        self._batches: dict[asyncio.Task[None], str] = {}  # with the name of the service
+        self._batches: dict[asyncio.Task[None], str] = {}  # service of each running batch
         self._sharers = 1  # workers of a run that use the device
 
     def share(self, context: WorkerContext) -> None:

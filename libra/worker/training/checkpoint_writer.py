@@ -6,7 +6,7 @@ change the state.
 
 Invariants
 ----------
-1. The checkpoint of version v is the replica's state after v steps, whatever steps follow.
+1. The checkpoint of version v is the replica's state after v steps, unaffected by later steps.
 2. A step may wait for a copy in memory, never for the disk; publication waits for neither.
 3. One checkpoint is written at a time.
 """

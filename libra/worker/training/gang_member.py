@@ -1,4 +1,4 @@
-"""A training worker's membership in its group: joins when the scheduler says so, and admits tasks.
+"""A training worker's membership in its group: joins on a message of the scheduler, and admits tasks.
 
 `libra.scheduler.gangs` forms groups and defines the messages. All ranks of a new group start in the
 state of the rank with most steps, but not behind the published version: surviving ranks send their

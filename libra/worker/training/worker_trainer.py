@@ -84,7 +84,7 @@ class Trainer:
         replica = make_replica(spec, self.context.model_dir, group)
         replica.published = self._published
         alone = spec.config.cluster.train_workers == 1
-        replica.digests = not alone  # ranks compare digests; a single rank publishes its own
+        replica.digests = not alone  # ranks compare digests; a single rank's digest is computed on publication
         self.publications.of(replica, alone=alone)
         self._checkpoints = CheckpointWriter(replica, spec.checkpoints_dir, spec.config)
 
