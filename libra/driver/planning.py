@@ -92,7 +92,7 @@ class Replanning:
         self._blocked: set[str] = set()  # missing parts already logged
 
     def begin(self, contexts: Sequence[tuple[int, float]], seats: Collection[Seat]) -> None:
-        """Free KV memory for contexts extrapolated from (iteration, mean final tokens) so far."""
+        """Free KV memory for future contexts, extrapolated from (iteration, mean final tokens)."""
         for iteration, mean_tokens in contexts:
             self.loop.trend = self.loop.trend.after(iteration, mean_tokens)
         last = contexts[-1][0]
@@ -233,7 +233,7 @@ def batch_of(values: Mapping[str, Any]) -> Batch:
 
 
 def costs_of(change: RequestedChange, rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Kind and seconds of each part of a change."""
+    """Kind and seconds of each part of a change: slot limit, role switch or rebucketing."""
     rows, found = list(rows), list[tuple[str, float]]()
     for generation, assignments in change.requested.items():
         cost_s = change_cost_s(rows, generation)

@@ -122,7 +122,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """End the run on its cluster, and release everything, including a cluster started here."""
+        """End the run on its cluster, and release everything; stops a cluster started here."""
         self._exits.close()
 
     def _loss_named(self) -> AbstractContextManager[None]:

@@ -1,17 +1,19 @@
-"""Hosts the services (section ``services``) of all runs on a worker; `service_schedule` decides.
+"""Hosts the services (section ``services``) of all runs on a worker.
+
+`libra.policy.service_schedule` decides which batch runs.
 
 Invariants
 ----------
-1. Runs with equal definitions of a service share it under any names: the model is loaded
-   once, and requests of all these runs are batched together. The service is unloaded when the last
-   of these runs ends.
+1. Runs with equal definitions of a service share it under any names: the model is loaded once, and
+   requests of all these runs are batched together. The service is unloaded when the last of these
+   runs ends.
 2. Each request is answered once or fails with `ServiceFault`, also if its batch raises or returns a
    wrong number of answers, or if its run ends. A batch that an API temporarily refuses is retried
    (`libra.envs.retries`).
 3. A model answers only with verified weights (`libra.worker.services.service_models`).
 4. One batch at a time runs on a GPU, among all processes of the machine
-   (`libra.cluster.device_lock`). Whoever holds the device lock may restore and evict weights, and
-   releases the lock only when the batch's threads have returned, since threads cannot be stopped.
+   (`libra.cluster.device_lock`). Weights are restored and evicted under the same lock, which is
+   released only when the batch's threads have returned, since threads cannot be stopped.
 """
 
 from __future__ import annotations

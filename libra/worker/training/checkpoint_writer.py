@@ -96,7 +96,11 @@ class CheckpointWriter:
             self.replica.take_weights(weights)
 
     def save(self, version: int) -> Path:
-        """Write the checkpoint of ``version``; returns its directory. Raises CheckpointError."""
+        """Write the checkpoint of ``version``; returns its directory.
+
+        Raises CheckpointError if the replica is past that version without a copy, or the disk
+        fails.
+        """
         from libra.train.checkpoint import checkpoint_name, save_checkpoint
 
         target = self.directory / checkpoint_name(version)

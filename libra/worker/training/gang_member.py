@@ -1,4 +1,4 @@
-"""A training worker's membership in its group: joins on a message of the scheduler, and admits tasks.
+"""A training worker's membership in its group: joins on the scheduler's message, and runs tasks.
 
 `libra.scheduler.gangs` forms groups and defines the messages. All ranks of a new group start in the
 state of the rank with most steps, but not behind the published version: surviving ranks send their
@@ -6,7 +6,7 @@ state; without survivors all ranks load the newest checkpoint and repeat committ
 
 Invariants
 ----------
-1. A group does not run a task while the next group forms, nor the reverse.
+1. A task of a group and the formation of the next group never run at the same time.
 2. A task whose group has ended returns to the scheduler (``Reschedule``), with weights and
    optimizer as before its step.
 3. Messages of groups older than the newest known group are ignored.

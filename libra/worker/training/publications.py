@@ -63,7 +63,10 @@ class Publications:
             replica.before_change = self.before_change
 
     def publish(self, version: int) -> WeightVersion:
-        """Publish and report, once, the weights after ``version`` steps. Raises WeightsError."""
+        """Publish and report, once, the weights after ``version`` steps.
+
+        Raises WeightsError if the store refuses, or lacks a version that the replica is past.
+        """
         with self._lock:
             return self._publish(version)
 

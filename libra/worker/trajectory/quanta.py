@@ -93,7 +93,7 @@ KILLED = "killed: it took more than"
 class QuantumRunner:
     """Runs quanta of one run on one worker; ``engine`` is None if the worker does not generate.
 
-    ``leaving``: generate no more. ``processes``: subprocesses for tool calls with own resources.
+    ``leaving``: no further generation may start. ``processes``: for tool calls with own resources.
     """
 
     def __init__(

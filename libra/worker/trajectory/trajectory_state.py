@@ -397,7 +397,7 @@ class AgentTurns:
         return turns
 
     def parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
-        """`TrajectoryState._parts` of all the attempt's sequences, one after the other."""
+        """As `TrajectoryState._parts`, for all sequences of the attempt in turn order."""
         parts: list[Part] = []
         places = [(0, 0)] * len(self.requests)
         total = 0
