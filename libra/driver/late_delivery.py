@@ -43,9 +43,13 @@ def deliver(trajectory_id: str | TrajectoryId, value: float, *, run: str | Path 
 
     Raises
     ------
-    LateRefused A reward was delivered before (the first counts), no batch would use the reward, or
-    ``value`` is not one finite number. RunDirectoryError ``run`` contains no run, or is omitted and
-    this process does not have exactly one run. StoreError The reward cannot be written.
+    LateRefused
+        A reward was delivered before (the first counts), no batch would use the reward, or
+        ``value`` is not one finite number.
+    RunDirectoryError
+        ``run`` contains no run, or is omitted and this process does not have exactly one run.
+    StoreError
+        The reward cannot be written.
     """
     files, config = _run(run)
     trajectory = _trajectory(trajectory_id, config)

@@ -64,7 +64,7 @@ BOUNDARY_MOVES = math.sqrt(2.0)
 
 @dataclass(slots=True)
 class RequestedChange:
-    """A change in progress: role switches by generation, and seconds to limit slots, if limited."""
+    """A change in progress: role switches by generation; seconds to limit slots, if limited."""
 
     iteration: int
     predicted_gain_frac: float

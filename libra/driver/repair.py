@@ -392,8 +392,7 @@ class _Round:
     # -------------------------------------------------------------------------------------------- scores of a teacher
 
     def teacher(self, name: str) -> None:
-        """Rebuild teacher scores that a batch used; quarantine others, which a resume recomputes.
-        """
+        """Rebuild teacher scores that a batch used; a resume recomputes others."""
         stem = Path(name).stem
         if f"{stem}.group" not in {each for names in self.check.taught.values() for each in names}:
             self.remove(name, "the teacher scores its group again when the run is resumed, if a batch is to have it")

@@ -50,11 +50,11 @@ PURPOSE = "kv"
 GIVE_UP_S = 10.0
 """Seconds after which a transfer is abandoned; its bytes no longer count when they arrive."""
 SILENT_S = 30.0
-"""Seconds for which a home that did not answer is not asked again; connections to it have ended by then."""
+"""Seconds without requests to a KV owner that did not answer; its connections have ended by then."""
 ASKED_AT_ONCE, ASKED_OF_ONE = 8, 2
-"""Most requests at once to all homes and to one: a stopped home blocks only its share of threads."""
+"""Most concurrent requests to all KV owners, and to one: a stopped owner blocks only its share."""
 KEPT_NOTICES = 4096
-"""Announced changes of home whose task has not come yet; older ones were cancelled."""
+"""Most announced owner changes without their task; older announcements were cancelled."""
 
 
 def give(channel: Channel, request: dict[str, Any], kv: KVObject) -> bool:

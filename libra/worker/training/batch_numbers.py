@@ -79,8 +79,8 @@ def signal_numbers(trajectories: Sequence[Trajectory], rows: BatchRows) -> dict[
     with at least two valid members of each group's standard deviation, lowest and highest reward
     (NaN without such groups). ``frac_reward_zero_std`` is the fraction of these groups whose
     rewards are all equal. ``groups_without_signal`` counts groups of several members with fewer
-    than two valid rewards or only equal ones. ``no_signal`` explains why no member has an advantage; ""
-    if one has.
+    than two valid rewards or only equal ones. ``no_signal`` explains why no member has an
+    advantage; "" if one has.
     """
     valid: dict[tuple[int, int], list[float]] = {}
     size: dict[tuple[int, int], int] = {}

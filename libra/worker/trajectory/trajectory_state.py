@@ -397,7 +397,7 @@ class AgentTurns:
         return turns
 
     def parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
-        """As `TrajectoryState._parts`, for all sequences of the attempt in turn order."""
+        """As `TrajectoryState._parts`, for all of the attempt's sequences, concatenated."""
         parts: list[Part] = []
         places = [(0, 0)] * len(self.requests)
         total = 0
