@@ -1,1 +1,1 @@
-"""The driver of a run: session, checks, recovery, repair, replanning, and the client of the scheduler."""
+"""The driver of a run: checks, session, repair, replanning, and the scheduler's client."""

@@ -1,10 +1,11 @@
-"""Functions of the user's own that the driver calls while a run goes on.
+"""User functions that the driver calls during a run.
 
 Invariants
 ----------
-1. They run in the driver, one after the other: first the configured ones, then the given ones.
-2. ``on_batch`` of iteration k comes before its ``on_iteration``, and both before any call for iteration k + 1.
-3. A callback that raises ends the run after the iteration; `libra resume` continues it.
+1. Callbacks run in the driver, one after the other: configured ones first, then ``given`` ones.
+2. ``on_batch`` of iteration k precedes its ``on_iteration``; both precede any call for iteration
+   k+1.
+3. A callback that raises ends the run after the iteration; `libra resume` continues the run.
 """
 
 from __future__ import annotations
@@ -29,31 +30,35 @@ KINDS: dict[str, tuple[str, int]] = {
 
 
 class OnIteration(Protocol):
-    """``on_iteration``: called when an iteration has ended."""
+    """``on_iteration``: called at the end of each iteration."""
 
     def __call__(self, values: Mapping[str, Any], /) -> object:
-        """``values`` are the numbers of the iteration, as `libra.driver.run_session.Session.iterations` yields them: ``iteration``,
-        ``reward`` (mean), ``loss``, ``lr``, ``iteration_s`` (seconds), ``tokens_per_s``, ``failures``, ...
-        The return is ignored."""
+        """Receive an iteration's metrics, as `Session.iterations` yields them.
+
+        Among them: ``iteration``, ``reward`` (mean), ``loss``, ``lr``, ``iteration_s`` (seconds),
+        ``tokens_per_s``, ``failures``. The return is ignored.
+        """
 
 
 class OnBatch(Protocol):
-    """``on_batch``: called when the step on a batch is done."""
+    """``on_batch``: called after the step on each batch."""
 
     def __call__(self, batch: int, trajectories: Sequence[Trajectory], /) -> object:
-        """Number of the batch, from 0, and its trajectories, graded and with their advantages; they may be changed."""
+        """Receive a batch's number (from 0) and graded trajectories, which may be changed."""
 
 
 class OnEvaluation(Protocol):
     """``on_evaluation``: called after each evaluation."""
 
     def __call__(self, result: Mapping[str, Any], /) -> object:
-        """``version`` (of the weights), ``reward`` (mean), ``num`` (questions), ``failures`` and ``left_out``, among others.
-        The return is ignored."""
+        """Receive an evaluation's result; the return is ignored.
+
+        Keys: ``version``, ``reward`` (mean), ``num`` (questions), ``failures``, ``left_out``.
+        """
 
 
 class Callbacks:
-    """The configured and the ``given`` callbacks of a run; ConfigError if a name cannot be imported or called so."""
+    """The configured and ``given`` callbacks of a run. Raises ConfigError if one is unusable."""
 
     def __init__(self, config: RunConfig, given: Mapping[str, Callable[..., object] | None] | None = None) -> None:
         self._functions: dict[str, list[tuple[str, Callable[..., object]]]] = {kind: [] for kind in KINDS}
@@ -66,15 +71,14 @@ class Callbacks:
                 self._functions[event].append((event, own))
 
     def any(self, kind: str) -> bool:
-        """Whether there is a callback of a kind."""
         return bool(self._functions[kind])
 
     def call(self, kind: str, *given: object) -> None:
-        """Call each of a kind; CallbackError if one raises."""
+        """Call every callback of a kind. Raises CallbackError if one raises."""
         for name, function in self._functions[kind]:
             try:
                 returned = function(*given)
-                if inspect.iscoroutine(returned):  # in a thread: a notebook's has an event loop that runs
+                if inspect.iscoroutine(returned):  # in a thread, since a notebook's main thread runs an event loop
                     with ThreadPoolExecutor(1) as thread:
                         thread.submit(asyncio.run, returned).result()
             except LibraError:

@@ -1,7 +1,7 @@
-"""Whether a run is damaged, what to type about it, and the return to an earlier checkpoint.
+"""Checks a run for damage, advises what to type, and returns to an earlier checkpoint.
 
 `libra resume` refuses a damaged run, and `libra repair` (`libra.driver.repair`) repairs it. Imports
-neither torch nor Dask, so that a damaged run is named within seconds. Damaged files are moved to
+neither torch nor Dask, so that damage is reported within seconds. Damaged files are moved to
 ``damaged/`` in the run directory, never deleted.
 """
 
@@ -24,10 +24,9 @@ SETTLE_S = 20.0
 
 
 def check_settled(directory: Path, limit_bytes: int | None = None, *, wait_s: float = SETTLE_S) -> RunCheck:
-    """`check_run`, with the damages that it finds twice in a row.
+    """`check_run`, reduced to the damages that two consecutive checks find.
 
-    Workers of a killed driver still write for a moment. A second check follows, and further ones for at most
-    ``wait_s`` while a committer has the store.
+    Workers of a killed driver may still write; waits at most ``wait_s`` seconds for a committer.
     """
     check = check_run(directory, limit_bytes)
     until_s = time.monotonic() + wait_s
@@ -41,14 +40,14 @@ def check_settled(directory: Path, limit_bytes: int | None = None, *, wait_s: fl
 
 
 def refuse_damaged(directory: Path) -> None:
-    """DamagedRun, in at most three lines, where a file of the run that a resume reads is damaged."""
+    """Raise DamagedRun, in at most three lines, if a file that a resume reads is damaged."""
     check = check_settled(directory, LIMIT_BYTES)
     if check.damages:
         raise DamagedRun(advice(check, directory))
 
 
 def advice(check: RunCheck, typed: Path) -> str:
-    """The damaged files of a run in at most three lines, the last with what to type; ``typed`` is the run as its user wrote it."""
+    """A run's damage in at most three lines, the last with what to type (run path as ``typed``)."""
     first, *others = check.damages
     lines = [f"{typed / first.name}: {' '.join(first.what.split())[:300]}"]
     if others:
@@ -69,7 +68,7 @@ def advice(check: RunCheck, typed: Path) -> str:
 
 
 def quarantine(run: Path, name: str) -> str:
-    """Move a file or directory of a run to ``damaged/``; its new path within the run, empty if it does not exist."""
+    """Move a run's file to ``damaged/``; returns its path in the run, "" if it does not exist."""
     if not (run / name).exists():
         return ""
     target, number = run / "damaged" / name, 1
@@ -82,17 +81,17 @@ def quarantine(run: Path, name: str) -> str:
 
 
 def drop_dead_link(run: Path) -> None:
-    """Remove the link to the best checkpoint where that is gone."""
     best = run / "checkpoints" / "best"
     if best.is_symlink() and not best.exists():
         best.unlink()
 
 
 def go_back(typed: Path, step: int) -> list[str]:
-    """Quarantine checkpoints that are damaged or after ``step``; a resumed run repeats the steps since. A line for each.
+    """Quarantine checkpoints that are damaged or later than ``step``; returns a line for each.
 
-    Step 0 is the model that the run started with. DamagedRun if other files than checkpoints are damaged, their
-    scores included; ConfigError if the step has no whole checkpoint, or records of the repeated steps are gone.
+    A resumed run repeats the steps since. Step 0 is the initial model. Raises DamagedRun if
+    anything but checkpoints is damaged (their scores included), ConfigError if the step has no
+    intact checkpoint or records of the steps to repeat are gone.
     """
     run = existing_run(typed)
     lock = lock_run(run)

@@ -1,7 +1,7 @@
-"""Checks before torch and Dask are imported: names, paths, an engine that is not installed, and the program itself.
+"""Checks before torch and Dask are imported: names, paths, missing engines, and the main program.
 
-`libra.driver.run_start.prepare` repeats them with the rest. Worker processes import the file of the
-program that starts the run, so the file must exist and must not start the run when it is imported.
+`libra.driver.run_start.prepare` repeats these checks among others. Worker processes import the
+program that starts the run, so the program must be a file that does not start the run on import.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from libra.errors import ClusterError, ConfigError
 
 
 def first_line(config: RunConfig) -> str:
-    """The first line that a run writes."""
     count, model = config.run.iterations, model_line(config.model.path)
     return f"{config.run.name}: {count} iteration{'s' * (count != 1)} of {model}, in {run_directory(config)}"
 
 
 def check_early(config: RunConfig, *, resume: bool, starts_workers: bool, given: bool) -> None:
-    """LibraError if a name or file is wrong; ``given``: the environment is an object."""
+    """Raise LibraError if a name or file is wrong; ``given``: the environment is an object."""
     if not resume:
         check_free(run_directory(config))
     if config.cluster.scheduler is not None:
@@ -64,10 +63,7 @@ _GUARD = 'if __name__ == "__main__":'
 
 
 def check_main() -> None:
-    """ConfigError if worker processes could not import this program, or would start the run again.
-
-    Nothing is imported from a notebook, an interactive interpreter or ``python -c``.
-    """
+    """Raise ConfigError if workers cannot import the main program or would start the run again."""
     main = sys.modules.get("__main__")
     name = getattr(main, "__file__", None)
     if main is None or name is None or _interactive(main):

@@ -1,7 +1,7 @@
-"""`libra.deliver`: a reward that comes after its reward function returned `libra.Late`.
+"""`libra.deliver`: delivers a reward after its reward function returned `libra.Late`.
 
-Any process that sees the run directory may call it, also while the run is stopped. The value is flushed to
-the device before the call returns, and the next batch takes it (`libra.policy.late_rewards`).
+Any process that reaches the run directory may call it, even while the run is stopped. The value is
+flushed to disk before the call returns; the next batch uses it (`libra.policy.late_rewards`).
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ def deliver(trajectory_id: str | TrajectoryId, value: float, *, run: str | Path 
     Returns
     -------
     str
-        When it counts, in words.
+        When the reward counts, in words.
 
     Raises
     ------
     LateRefused
-        A reward was delivered before (the first one counts); no batch would take it; it is not one finite number.
+        A reward was delivered before (the first counts), no batch would use the reward, or
+        ``value`` is not one finite number.
     RunDirectoryError
-        ``run`` has no run, or is missing and this process has no run or several.
+        ``run`` contains no run, or is omitted and this process does not have exactly one run.
     StoreError
-        It cannot be written.
+        The reward cannot be written.
     """
     files, config = _run(run)
     trajectory = _trajectory(trajectory_id, config)

@@ -1,10 +1,12 @@
-"""The layout that a run starts: the configured one, or one planned before any worker starts (`planner.layout`).
+"""The layout that a run starts with: configured, or planned before any worker starts.
 
-1. A plan uses seconds measured on this machine, or a datasheet that the configuration names or the machine's GPUs have. It
-   never uses another machine's figures silently, and states its source.
-2. A layout that cannot start here is refused before any worker starts, with what is missing and what to type.
-3. Only ways of a step that the configuration can take are chosen; of the others the obstacle is given.
-4. The settings of a choice pass validation: `with_way` returns a configuration or raises ConfigError.
+1. A plan uses seconds measured on this machine, or the datasheet of a GPU that the configuration
+   names or the machine has. It never silently uses another machine's numbers, and names its source.
+2. A layout that cannot start here is refused before any worker starts, with what is missing and
+   what to type.
+3. Only step modes that the configuration permits are chosen; the others are listed with obstacles.
+4. The settings of a choice are validated: `with_way` returns a valid configuration or raises
+   ConfigError.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def planned_regime(config: RunConfig, plan: Plan, snapshot: PlanningSnapshot) -> Regime:
-    """The bottleneck of a step of ``plan``, and the mode in which ``config`` should take it."""
+    """The bottleneck of a step of ``plan``, and the step mode that suits ``config``."""
     return regime(
         step_parts(plan, snapshot),
         changes_s=config.planner.change_cost_s,
@@ -46,12 +48,12 @@ def planned_regime(config: RunConfig, plan: Plan, snapshot: PlanningSnapshot) ->
 
 
 def settings(config: RunConfig, plan: Plan, way: str) -> dict[str, str]:
-    """The settings to type for a mode of a step beside the layout of ``plan``; empty if none."""
+    """Settings to type for step mode ``way`` besides the layout of ``plan``; empty if none."""
     if way == SPLIT:
         return {}
     try:
         laid = _laid_out(config, plan)
-    except ConfigError:  # a plan of more than can be run (--what-if): then no engine turns
+    except ConfigError:  # a plan too large to run (--what-if): no engine switches roles
         laid = config
     made = with_way(laid, way)
     found = {
@@ -63,7 +65,6 @@ def settings(config: RunConfig, plan: Plan, way: str) -> dict[str, str]:
 
 
 def step_parts(plan: Plan, snapshot: PlanningSnapshot) -> StepParts:
-    """The parts of a planned step."""
     tp = max(bucket.tp for bucket in plan.buckets)
     engine = (snapshot.engines or {}).get(tp) or engine_seconds(snapshot.gpu, snapshot.shape, tp)
     longest = int(rollout_cost(snapshot.workload, engine).alone_s.argmax())
@@ -75,12 +76,12 @@ def step_parts(plan: Plan, snapshot: PlanningSnapshot) -> StepParts:
 
 
 def obstacles(config: RunConfig, plan: Plan, snapshot: PlanningSnapshot) -> dict[str, str]:
-    """Ways that a run of ``config`` with the layout of ``plan`` cannot take, and why."""
+    """Step modes that ``config`` cannot use with the layout of ``plan``, with the reasons."""
     if (streams := streaming_obstacle(config)) is not None:
         return {STREAMING: streams, TURNING: streams}
     try:
         laid = _laid_out(config, plan)
-    except ConfigError as error:  # a plan of more than can be run (--what-if)
+    except ConfigError as error:  # a plan too large to run (--what-if)
         return {TURNING: str(error)}
     try:
         with_way(laid, TURNING)
@@ -95,11 +96,11 @@ def obstacles(config: RunConfig, plan: Plan, snapshot: PlanningSnapshot) -> dict
 
 
 def with_way(config: RunConfig, way: str) -> RunConfig:
-    """``config`` with the settings of a way; ``split``: nothing is changed. ConfigError if they contradict others."""
+    """``config`` set to a step mode (``split`` changes nothing). Raises ConfigError on conflict."""
     if way == SPLIT:
         return config
     values = config.model_dump()
-    # "auto" stays: the run begins with the planned way, and measures
+    # "auto" is kept: the run starts in the planned mode, and measures
     values["trainer"]["streaming"] = "auto" if config.trainer.streaming == "auto" else "on"
     if way == TURNING:
         values["trainer"]["turning"] = "auto" if config.trainer.turning == "auto" else "on"
@@ -120,14 +121,13 @@ def _engines(config: RunConfig) -> int:
 
 
 def _turning(config: RunConfig) -> RunConfig:
-    """``config`` with engines that turn, not validated."""
     trainer = config.trainer.model_copy(update={"streaming": "on", "turning": "on"})
     cluster = config.cluster.model_copy(update={"hybrid_workers": config.cluster.hybrid_workers or _engines(config)})
     return config.model_copy(update={"trainer": trainer, "cluster": cluster})
 
 
 def read_trace(path: Path, tool_s: float) -> TrajectoryTotals:
-    """The trajectories of a CSV of turns; ConfigError if it cannot be read, PlanError where columns are missing."""
+    """Totals from a CSV of turns. Raises ConfigError if unreadable, PlanError without a column."""
     return totals_of_trace(read_agent_turns(path, TRACE_COLUMNS, "planner.trace (--trace FILE)"), tool_s)
 
 
@@ -136,9 +136,9 @@ MOST_RANKS_PER_CORE = 4
 
 
 def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here: bool = True) -> RunConfig:
-    """``config`` as a run starts it on ``machine`` (default: this one), planned first with ``planner.layout=auto``.
+    """``config`` as a run starts it on ``machine`` (default: this one), planned if ``layout=auto``.
 
-    ``started_here``: the run starts its own workers. ConfigError or PlanError if the layout cannot start here.
+    ``started_here``: with its own workers. Raises ConfigError or PlanError if it cannot start.
     """
     section, started_here = config.planner, started_here and config.cluster.scheduler is None
     if started_here and config.cluster.device == "cuda":
@@ -165,7 +165,7 @@ def laid_out(config: RunConfig, machine: Machine | None = None, *, started_here:
 
 
 def plan_layout(config: RunConfig, gpu: str, rests_on: str, turns: TrajectoryTotals | None = None) -> PlannedLayout:
-    """The plan that a run of ``config`` starts on ``gpu``; ``turns`` by default from `planner.trace`, or drawn."""
+    """The plan that a run starts on ``gpu``; ``turns`` default to `planner.trace`, or are drawn."""
     if turns is None and config.planner.trace is not None:
         turns = read_trace(config.planner.trace, config.planner.lengths["tool_s"])
     snapshot, _ = snapshot_of(config, turns, what_if=False, on_cores=gpu == CPU)
@@ -177,7 +177,7 @@ def plan_layout(config: RunConfig, gpu: str, rests_on: str, turns: TrajectoryTot
 
 
 def check_workers(config: RunConfig, client: Client) -> None:
-    """PlanError if a plan is for other hardware than the workers of the given cluster have."""
+    """Raise PlanError if the plan is for other hardware than the cluster's workers have."""
     layout = config.planner.planned
     if layout is not None:  # check_cluster counts them by kind
         check_planned(layout, shape_of(config), cluster_gpu(client), layout.num_gpus)
@@ -239,7 +239,6 @@ def _on(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
 
 
 def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
-    """The datasheet to plan with, None if the calibration suffices, and the source of the seconds."""
     section = config.planner
     wanted = None if section.gpu is None else planned_gpu(section.gpu).name
     there: str | None = None
@@ -274,27 +273,25 @@ def _seconds(config: RunConfig, machine: Machine) -> tuple[str | None, str]:
 
 
 def plan_for_datasheet(config: RunConfig, turns: TrajectoryTotals | None = None) -> PlannedLayout:
-    """`plan_layout` for ``config`` on the hardware that section ``planner`` names."""
+    """`plan_layout` for the hardware that section ``planner`` names."""
     calibration, sheet = config.planner.calibration, planned_gpu(config.planner.gpu).name
     rests_on = f"datasheet and tables of {sheet}" if calibration is None else calibrated_rests_on(calibration, sheet)
     return plan_layout(without_layout(config), planned_hardware(config), rests_on, turns)
 
 
 def planned_hardware(config: RunConfig) -> str:
-    """Name of the hardware that section ``planner`` means: a GPU, or `CPU` where this machine was measured and has none."""
+    """Name of the GPU that section ``planner`` means; `CPU` for a calibrated machine without."""
     if config.planner.calibration is not None and config.planner.gpu is None:
         return this_machine().gpu
     return planned_gpu(config.planner.gpu).name
 
 
 def without_layout(config: RunConfig) -> RunConfig:
-    """``config`` without a plan."""
     planner = config.planner.model_copy(update={"layout": "configured", "planned": None})
     return config.model_copy(update={"planner": planner})
 
 
 def layout_fact(layout: PlannedLayout) -> LayoutPlanned:
-    """A planned layout for the event log."""
     return LayoutPlanned(
         model=layout.model,
         gpu=layout.gpu,

@@ -1,6 +1,6 @@
 """Checks of model and teacher (``distil``) in the driver, before any worker starts.
 
-They read JSON files and the headers of weights, never the weights, and import neither torch nor
+The checks read JSON files and weight headers, never weights, and import neither torch nor
 transformers.
 """
 
@@ -30,27 +30,19 @@ _GIT_LFS = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The content of the small files of a model directory; empty for a file that is missing.
-
-    Attributes
-    ----------
-    config : dict
-        ``config.json``, or its text part.
-    shapes : dict of name to shape
-        Tensors in the safetensors files.
-    """
+    """The small files of a model directory; a missing file is an empty dict."""
 
     directory: Path
-    config: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
+    config: dict[str, Any]  # ``config.json``, or its text part
+    shapes: dict[str, tuple[int, ...]]  # of tensors in the safetensors files, by name
     tokenizer: dict[str, Any]
     tokenizer_config: dict[str, Any]
 
 
 def checked_model(path: str) -> ModelFiles:
-    """The model of ``model.path``, whole and consistent as far as its small files show; a Hugging Face id is fetched.
+    """The model at ``model.path``, checked by its small files; a hub id is downloaded.
 
-    ModelError names the file, what is wrong with it and what to type.
+    Raises ModelError with the file, its fault and what to type.
     """
     found = resolve_model(path)
     directory = local_model(found) if isinstance(found, str) else found
@@ -70,7 +62,7 @@ def checked_model(path: str) -> ModelFiles:
 
 
 def check_positions(model: ModelFiles, max_context_tokens: int) -> None:
-    """ConfigError if a context of the run is longer than the model has positions, or than they are the same in every batch."""
+    """Raise ConfigError if a context exceeds the model's positions or its fixed rotary range."""
     check_lengths(model.config, max_context_tokens, str(model.directory / "config.json"))
     positions = _positions(model.config)
     if positions is not None and max_context_tokens > positions:
@@ -81,7 +73,7 @@ def check_positions(model: ModelFiles, max_context_tokens: int) -> None:
 
 
 def header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name in a safetensors file; ModelError if the file is cut, too long, or of another format."""
+    """Tensor shapes in a safetensors file. Raises ModelError if its size or format is wrong."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -151,7 +143,6 @@ def _tokenizer(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_vocabulary(model: ModelFiles) -> None:
-    """Added tokens without an embedding are common (Gemma's for images) and harmless until a prompt has them."""
     name = _embedding(model.shapes)
     rows = model.shapes[name][0] if name is not None else model.config.get("vocab_size")
     vocabulary = model.tokenizer.get("model", {}).get("vocab", {})
@@ -197,7 +188,10 @@ def _wrong(path: Path, what: str, advice: str) -> ModelError:
 
 
 def check_teacher(config: RunConfig, student: ModelFiles) -> None:
-    """ModelError if the teacher is missing or damaged; ConfigError if its tokenizer, vocabulary or positions do not fit."""
+    """Check the teacher against the student.
+
+    Raises ModelError if the teacher is damaged, ConfigError if tokenizer or positions do not fit.
+    """
     distil, named = config.distil, teacher_model(config)
     if named is None:
         return
@@ -222,10 +216,7 @@ def check_teacher(config: RunConfig, student: ModelFiles) -> None:
 
 
 def tokenizer_difference(student: ModelFiles, teacher: ModelFiles) -> str | None:
-    """The first token that the tokenizers of two models number differently, in words; None if there is none.
-
-    Models without ``tokenizer.json`` are compared by the sizes of their vocabularies.
-    """
+    """First token whose id differs between two tokenizers, or their sizes, in words; else None."""
     ours, theirs = _ids(student.tokenizer), _ids(teacher.tokenizer)
     if not ours or not theirs:
         sizes = student.config.get("vocab_size"), teacher.config.get("vocab_size")
@@ -240,7 +231,7 @@ def tokenizer_difference(student: ModelFiles, teacher: ModelFiles) -> str | None
 
 
 def most_tokens(student: ModelFiles, teacher: ModelFiles) -> int | None:
-    """The largest top-k: the smaller vocabulary, less one where they differ, so that other tokens remain. None if unknown."""
+    """Largest allowed top-k: the smaller vocabulary, less 1 if sizes differ; None if unknown."""
     sizes = [size for each in (student, teacher) if isinstance(size := each.config.get("vocab_size"), int)]
     if len(sizes) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Checks of Python objects, tools, services, and parts that workers import."""
+"""Checks of Python objects, tools, services, and user code that workers import."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_environment(environment: object) -> None:
-    """ConfigError unless it is None or an instance of `Environment`."""
+    """Raise ConfigError unless ``environment`` is None or an `Environment` instance."""
     if environment is None or isinstance(environment, Environment):
         return
     if inspect.isclass(environment):
@@ -48,7 +48,7 @@ def check_environment(environment: object) -> None:
 
 
 def check_score(score: Callable[..., Any] | None) -> None:
-    """ConfigError unless it is None or builds a Dask node. The node runs on finished groups only: there it is checked."""
+    """Raise ConfigError unless ``score`` is None or builds a Dask node, which is not run here."""
     if score is None:
         return
     example = "score=lambda episodes: dask.delayed(judge)(episodes), where judge returns one number for each episode"
@@ -64,12 +64,12 @@ def check_score(score: Callable[..., Any] | None) -> None:
 
 
 def needs_of(environment: Environment) -> dict[str, ToolNeeds]:
-    """Resources of a call, for each tool that declares any."""
+    """Resources of a call, per tool that declares any."""
     return {tool.name: _needs(tool) for tool in environment.tools if tool.declares}
 
 
 def check_tools(config: RunConfig, environment: Environment, *, started_here: bool) -> None:
-    """ConfigError where a declaration makes no sense, or the workers that the run starts can never run a call of it."""
+    """Raise ConfigError if a tool's declaration is invalid or no started worker fits its calls."""
     needs = needs_of(environment)
     if environment.session is not None and config.cluster.tool_workers_most is not None:
         raise ConfigError(
@@ -106,7 +106,7 @@ def _needs(tool: Tool) -> ToolNeeds:
 
 
 def check_services(config: RunConfig, environment: Environment) -> None:
-    """Check each service, and each use of one by rewards and tools; ConfigError or ModelError."""
+    """Check each service, and its uses by rewards and tools. Raises ConfigError or ModelError."""
     for name, entry in config.services.named.items():
         model = _checked_model(name, entry)
         _check_function(name, entry, model)
@@ -187,7 +187,7 @@ def _check_function(name: str, entry: ServiceEntry, model: ModelFiles | None) ->
 
 
 def loading_error(data: bytes, dask_worker: Worker | None = None) -> tuple[str, str] | None:
-    """The part that a worker cannot load: ("environment" or a setting, why); None if it loads all. Runs on a worker."""
+    """The setting that this worker cannot load, and why; None if all load. Runs on a worker."""
     try:
         spec: RunSpec = pickle.loads(data)
     except Exception as error:  # noqa: BLE001  the boundary to a user's modules: importing them may raise anything
@@ -202,7 +202,7 @@ def loading_error(data: bytes, dask_worker: Worker | None = None) -> tuple[str, 
 
 
 def worker_parts(config: RunConfig, *, generates: bool = True) -> list[tuple[str, str]]:
-    """Parts of the user's own that a worker imports, as (setting, name); the engine only if it ``generates``."""
+    """User code that a worker imports, as (setting, name); the engine only if it ``generates``."""
     trainer = config.trainer
     named = [
         ("model.loader", config.model.loader or ""),
@@ -216,7 +216,7 @@ def worker_parts(config: RunConfig, *, generates: bool = True) -> list[tuple[str
 
 
 def check_loadable(client: Client, spec: RunSpec) -> None:
-    """ConfigError if a worker cannot: it would be closed while it unpickles the environment, and the run would wait for ever."""
+    """Raise ConfigError if a worker cannot load ``spec``; otherwise the run would hang."""
     try:
         data = cloudpickle.dumps(spec)
     except Exception as error:  # the boundary to a user's objects: pickling them may raise anything

@@ -1,14 +1,18 @@
-"""Planning during a run: after each iteration, predict the next one, compare arrangements of its workers, and request changes.
+"""Planning during a run: predicts each iteration, compares worker arrangements, requests changes.
 
-1. Each iteration's seconds are predicted before it begins, from what this run measured; the prediction is compared when it ends.
-2. A change is requested once, between iterations, and the run does not wait for it. While one is under way, no other is
-   requested. Nothing changes unless ``planner.replan`` is apply; the same plans are considered without it.
-3. The present arrangement is the one that the scheduler reports (``libra_roles``, ``libra_engines``), never the one
-   requested, so that a change that failed or was undone is seen.
-4. Slots are limited before roles change: an engine that is to start with fewer has its limit before it starts.
-5. Every plan considered is in the event log, accepted or not (``plan_considered``). A plan that would pay off but is
-   impossible is logged once, with what is missing (``plan_blocked``). A change that was carried out is followed by
-   ``plan_realised``, with its gain and cost, after the first iteration that began and ended with it.
+1. An iteration's seconds are predicted before it starts, from this run's measurements, and compared
+   when it ends.
+2. A change is requested between iterations, and the run does not wait for it. While a change is in
+   progress no other is requested. Plans are always considered, but changes are made only with
+   ``planner.replan=apply``.
+3. The current arrangement is what the scheduler reports (``libra_roles``, ``libra_engines``), never
+   what was requested, so a failed or undone change is noticed.
+4. Slots are limited before roles change: an engine that will have fewer slots starts with its
+   limit.
+5. Every considered plan is logged (``plan_considered``). A plan that would pay off but is
+   impossible is logged once, with what is missing (``plan_blocked``). A completed change is
+   followed by ``plan_realised`` with its gain and cost, after the first iteration that ran entirely
+   with it.
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ BOUNDARY_MOVES = math.sqrt(2.0)
 
 @dataclass(slots=True)
 class RequestedChange:
-    """A change under way. ``requested``: its role changes by generation; ``limit_s``: seconds to limit slots, if it did."""
+    """A change in progress: role switches by generation; seconds to limit slots, if limited."""
 
     iteration: int
     predicted_gain_frac: float
@@ -71,10 +75,7 @@ class RequestedChange:
 
 
 class Replanning:
-    """The arrangement of one run's workers, followed iteration by iteration.
-
-    ``apply``: accepted plans are carried out. ``boundaries``: the bucket boundaries at the start.
-    """
+    """The arrangement of a run's workers by iteration; ``apply``: carry out accepted plans."""
 
     def __init__(
         self,
@@ -88,10 +89,10 @@ class Replanning:
         self._boundaries = dict(boundaries or {})
         self._change: RequestedChange | None = None
         self._began_with: Arrangement | None = None  # the arrangement that the current iteration began with
-        self._blocked: set[str] = set()  # what was logged as missing
+        self._blocked: set[str] = set()  # missing parts already logged
 
     def begin(self, contexts: Sequence[tuple[int, float]], seats: Collection[Seat]) -> None:
-        """Free KV memory for the upcoming contexts, extrapolated from (iteration, mean final context) of earlier starts."""
+        """Free KV memory for future contexts, extrapolated from (iteration, mean final tokens)."""
         for iteration, mean_tokens in contexts:
             self.loop.trend = self.loop.trend.after(iteration, mean_tokens)
         last = contexts[-1][0]
@@ -108,9 +109,10 @@ class Replanning:
         forecast: StepForecast,
         predicted_step_s: float | None = None,
     ) -> SplitDecision | None:
-        """Learn from an iteration, compare a change with its predicted gain, weigh the options, and request a change.
+        """Learn from an iteration, judge the change in progress, and decide on the next change.
 
-        ``values``: the iteration's numbers; ``forecast`` includes it; ``predicted_step_s`` is the earlier prediction.
+        ``values``: the iteration's metrics; ``forecast`` includes them; ``predicted_step_s``: the
+        prediction before the iteration, in seconds.
         """
         now = arranged(ended.seats)
         whole = self._began_with == now
@@ -227,12 +229,11 @@ class Replanning:
 
 
 def batch_of(values: Mapping[str, Any]) -> Batch:
-    """Tokens that an iteration generated, and tokens of its step."""
     return Batch(float(values["generated_tokens"]), float(values.get("forwarded_tokens", values["generated_tokens"])))
 
 
 def costs_of(change: RequestedChange, rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Kind and seconds of each part of a change; of a role change, until its slowest worker had its new role."""
+    """Kind and seconds of each part of a change: slot limit, role switch or rebucketing."""
     rows, found = list(rows), list[tuple[str, float]]()
     for generation, assignments in change.requested.items():
         cost_s = change_cost_s(rows, generation)
@@ -246,7 +247,7 @@ def costs_of(change: RequestedChange, rows: Iterable[Mapping[str, Any]]) -> list
 
 
 def change_cost_s(rows: Iterable[Mapping[str, Any]], generation: int) -> float | None:
-    """Seconds of a role change until its slowest worker had its new role; None if it is not the last change of any worker."""
+    """Seconds until a role switch's slowest worker finished; None if all have switched again."""
     spent = (row["seconds"] for row in rows if row["generation"] == generation)
     return max((float(seconds) for seconds in spent if seconds is not None), default=None)
 
@@ -260,23 +261,18 @@ def _near(one: float, other: float) -> bool:
 
 
 class UpcomingPrompts:
-    """The prompts of upcoming iterations; None from the first one that the environment fails to give.
-
-    An environment may need resources that only its workers have (files, a service): planner and policy then work without
-    prompts.
-    """
+    """The prompts of upcoming iterations; None once the environment fails to provide one here."""
 
     def __init__(self, environment: Environment, per_batch: int) -> None:
         self._environment: Environment | None = environment
         self._per_batch = per_batch
 
     def names(self, iteration: int) -> list[str] | None:
-        """``prompt_id`` of each prompt of an iteration, "" for one that no later iteration has; None if all are ""."""
+        """Each prompt's ``prompt_id``, "" if it does not recur; None if none of them recurs."""
         names: list[str] | None = self._each(iteration, lambda its, index: its.prompt_id("train", index))
         return names if names is not None and any(names) else None
 
     def lengths(self, iteration: int) -> list[float] | None:
-        """Characters of each prompt of an iteration."""
         return self._each(iteration, lambda its, index: float(question_chars(its.prompt("train", index))))
 
     def _each(self, iteration: int, read: Callable[[Environment, int], Any]) -> list[Any] | None:
@@ -296,13 +292,10 @@ class Planning:
 
     Parameters
     ----------
-    spec : RunSpec
-    scheduler : RunClient
-    prompts : UpcomingPrompts
     write : callable
-        Takes (iteration, metrics) of an iteration.
+        Receives (iteration, metrics).
     workers_gpu : str
-        GPU of the run's workers; empty: none, or not known.
+        GPU of the run's workers; empty if none or unknown.
     """
 
     def __init__(
@@ -314,7 +307,7 @@ class Planning:
         workers_gpu: str = "",
     ) -> None:
         self._spec, self._scheduler, self._prompts, self._write = spec, scheduler, prompts, write
-        self._kinds: dict[str, str] = {}  # of each worker's last engine
+        self._kinds: dict[str, str] = {}  # kind of each worker's last engine
         self.forecast = StepForecast()
         self.predicted: ExpectedStep | None = None
         self._first: int | None = None
@@ -332,10 +325,9 @@ class Planning:
         )
 
     def begin(self, first: int) -> None:
-        """Before iteration ``first`` of a resumed run, change what would run out of memory at the contexts to come.
+        """Before iteration ``first`` of a resumed run, change what would run out of memory.
 
-        Engines, slots, roles and boundaries are as configured again. The contexts are forecast from the mean context
-        at the end of the trajectories of earlier iterations.
+        Contexts are forecast from mean final contexts of earlier iterations.
         """
         rows = [row for row in read_metrics(self._spec.directory) if row.get("trajectories")] if first else []
         contexts = [(int(row["step"]), row["tokens"] / row["trajectories"]) for row in rows if row["step"] < first]
@@ -343,10 +335,7 @@ class Planning:
             self.replanning.begin(contexts, self._scheduler.seats())
 
     def after(self, iteration: int, values: Mapping[str, Any], remaining: int) -> None:
-        """Compare an iteration with its prediction, predict the next one, and weigh what should run.
-
-        ``values["evaluation_s"]``, where there, is the part of ``iteration_s`` that evaluations took.
-        """
+        """Compare an iteration with its prediction, predict the next, and weigh arrangements."""
         config = self._spec.config
         self._first = iteration if self._first is None else self._first
         seats = self._scheduler.seats()
@@ -384,7 +373,6 @@ class Planning:
 
 
 def decision_metrics(decision: SplitDecision | None) -> dict[str, float]:
-    """Metrics of a decision; none if nothing was weighed."""
     if decision is None:
         return {}
     found = {
@@ -396,7 +384,7 @@ def decision_metrics(decision: SplitDecision | None) -> dict[str, float]:
 
 
 def workload_of(rows: Sequence[Lengths]) -> TrajectoryTotals | None:
-    """The lengths of a batch's trajectories, for the planner; None if there is none."""
+    """A batch's trajectory lengths, for the planner; None without trajectories."""
     if not rows:
         return None
     prompt, generated, observed, turns, tool_s = np.array(rows, float).T
@@ -404,16 +392,17 @@ def workload_of(rows: Sequence[Lengths]) -> TrajectoryTotals | None:
 
 
 def follows_evaluation(config: RunConfig, iteration: int) -> bool:
-    """Whether an evaluation comes between the iteration before and this one, so that nothing of it began earlier."""
+    """Whether an evaluation precedes ``iteration``, so that no part of it started earlier."""
     every = config.evaluation.every
     return every > 0 and iteration > 0 and iteration % every == 0
 
 
 def realised_seconds(values: Mapping[str, Any], config: RunConfig, alone: bool = False) -> RealisedStep:
-    """Seconds of rollout, training and step from an iteration's numbers, without evaluations.
+    """Seconds of rollout, training and step from an iteration's metrics, without evaluations.
 
-    Rollout is what is neither training nor publishing: engines wait for both. Where steps overlap (eta >= 1) rollout counts as the
-    whole step, except in an iteration with none before it to overlap with (``alone``).
+    Rollout is the time outside training and publication, for which engines wait. If steps overlap
+    (eta >= 1), rollout counts as the whole step, except in an iteration with no predecessor
+    (``alone``).
     """
     step_s = float(values["iteration_s"]) - float(values.get("evaluation_s", 0.0))
     train_s = max(float(values.get("train_s", 0.0)), 1e-6)
@@ -425,9 +414,9 @@ def realised_seconds(values: Mapping[str, Any], config: RunConfig, alone: bool =
 def taken(
     values: Mapping[str, Any], realised: RealisedStep, kinds: Mapping[str, str], *, beside: bool = False
 ) -> Taken:
-    """An iteration as `libra.planner.step_forecast` learns from it; tokens of a worker that had left by its end have no kind.
+    """An iteration as input of `libra.planner.step_forecast`; departed workers count as "gone".
 
-    ``beside``: its version was published beside the next step, so that only what exceeds a step's training counts.
+    ``beside``: publication overlapped the next step; only the excess over its training counts.
     """
     publish_s = float(values.get("publish_s", 0.0))
     tokens: Counter[str] = Counter()
@@ -447,7 +436,6 @@ def taken(
 def compared_memory(
     config: RunConfig, shape: ModelShape, workload: TrajectoryTotals, measured_bytes: float, *, on_cpu: bool
 ) -> dict[str, float]:
-    """Metrics of an iteration: predicted and measured peak memory of its training step."""
     layout = replace(trainer_layout(config, workload), on_cpu=on_cpu, runtime_bytes=0.0)
     workers = config.cluster.train_workers
     predicted = sum(memory_parts_bytes(shape, workload.final_context_tokens, workers, layout).values())

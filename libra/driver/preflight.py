@@ -1,7 +1,7 @@
-"""The checks of a run before any worker starts: one list, for the start of a run and for `libra doctor`.
+"""All checks before any worker starts, for the start of a run and for `libra doctor`.
 
-A start goes through `CHECKS` in order and stops at the first error (`libra.driver.run_start`); the
-doctor reports each check in a line.
+A start runs `CHECKS` in order and stops at the first error (`libra.driver.run_start`); the doctor
+reports each check in a line.
 """
 
 from __future__ import annotations
@@ -27,31 +27,15 @@ from libra.worker.engine.engine_factory import check_engine
 
 @dataclass(slots=True)
 class Preflight:
-    """Input and results of the checks of one run.
+    """Input and results of the checks of one run."""
 
-    Attributes
-    ----------
-    config : RunConfig
-        With its layout once that was checked.
-    started_here : bool
-        Whether the run starts its own workers on this machine.
-    directory : Path or None
-        The directory of a new run with a name.
-    fetches : bool
-        Whether a model on a hub is fetched. Checks that need its files are left out otherwise.
-    given_client : bool
-        Whether the run uses a client that its caller has connected.
-    environment, model : optional
-        None before they are made, or if they were refused.
-    """
-
-    config: RunConfig
-    started_here: bool
-    directory: Path | None = None
-    fetches: bool = False
-    given_client: bool = False
-    environment: Environment | None = None
-    model: ModelFiles | None = None
+    config: RunConfig  # with its layout once that is checked
+    started_here: bool  # whether the run starts its own workers on this machine
+    directory: Path | None = None  # of a new, named run
+    fetches: bool = False  # whether to download a hub model; if not, its checks are skipped
+    given_client: bool = False  # whether the caller provides a connected client
+    environment: Environment | None = None  # None until built, or if refused
+    model: ModelFiles | None = None  # None until read, or if refused
 
 
 def _own_parts(known: Preflight) -> str:
@@ -139,14 +123,14 @@ def _teacher(known: Preflight) -> str:
 
 
 CHECKS: dict[str, Callable[[Preflight], str]] = {
-    "own parts": _own_parts,  # parts of the user's own can be imported and follow their protocols
+    "own parts": _own_parts,  # user code can be imported and follows its protocols
     "run name": _run_name,  # the directory of a new run is free
     "model files": _model_files,  # whole, with a tokenizer that fits
     "layout": _layout,  # it can start; with planner.layout=auto it is planned first
     "engine": _engine,  # installed, and it can do what the configuration asks for
     "agent": _agent,  # variables that an agent is to get are set
     "tools": _tools,  # the largest worker has the resources of a call
-    "services": _services,  # services that rewards and tools ask are there
+    "services": _services,  # services that rewards and tools use exist
     "data": _data,  # model, prompts and evaluation fit each other and section rollout
     "teacher": _teacher,  # a whole model with the tokenizer of the student
 }

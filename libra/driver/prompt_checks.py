@@ -1,9 +1,9 @@
-"""Prompts of a run in the driver: chat template, form, length, and the prompts of upcoming iterations.
+"""Checks of a run's prompts in the driver: chat template, form and length.
 
-An environment may need resources that only its workers have. Prompts that it cannot give here are
-refused only where the workers start on this machine, and never for an environment with a ``setup`` of
-its own, which has not run yet. The template is rendered with jinja2 as transformers does, so that the
-check imports neither transformers nor torch.
+An environment may need resources that only its workers have. Failing prompts are refused only if
+workers start on this machine, and never for an environment with its own ``setup``, which has not
+run yet. The template is rendered with jinja2 as in transformers, without importing transformers or
+torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Refused(Exception):
 
 
 class ChatTemplate:
-    """The chat template of a model directory, compiled; ModelError if it is missing or cannot be compiled."""
+    """The compiled chat template of a model directory. Raises ModelError if missing or invalid."""
 
     def __init__(self, model: ModelFiles) -> None:
         from jinja2 import TemplateError
@@ -68,10 +68,7 @@ class ChatTemplate:
         self._tokenizer: Any = None
 
     def text(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> str | None:
-        """The prompt as text; None if only transformers can render it.
-
-        ModelError with the template's own words if it refuses these messages.
-        """
+        """The prompt as text, None if only transformers can render it. Raises ModelError."""
         try:
             return self._template.render(
                 **self._special,
@@ -91,7 +88,7 @@ class ChatTemplate:
             return None
 
     def check_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
-        """ModelError if the template refuses what tools return, or the system message that explains them, or leaves it out."""
+        """Raise ModelError if the template refuses or drops messages that tools need."""
         question = {"role": "user", "content": "?"}
         explained = self.text([question], schemas) == self.text([question], ())
         returned = [{"role": "assistant", "content": "!"}, {"role": "tool", "name": "tool", "content": _STAND_IN}]
@@ -104,10 +101,7 @@ class ChatTemplate:
     def tokens_beyond(
         self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], limit: int
     ) -> int | None:
-        """Tokens of a prompt up to its first generation if they are ``limit`` or more, else None.
-
-        None also where only transformers can tell (no ``tokenizer.json``).
-        """
+        """Tokens before the first generation if at least ``limit``; None if fewer or unknown."""
         shown = self.text(messages, schemas)
         if shown is None or not self._model.tokenizer:
             return None
@@ -138,7 +132,7 @@ class ChatTemplate:
 
 
 class LoadedTemplate:
-    """The chat template of a tokenizer that ``model.loader`` made; ModelError if it has none that works."""
+    """The chat template of a tokenizer from ``model.loader``. Raises ModelError if unusable."""
 
     def __init__(self, tokenizer: Any) -> None:
         from libra.rollout.chat_format import ChatFormat  # here: it imports torch
@@ -147,13 +141,11 @@ class LoadedTemplate:
         self._formatted()
 
     def check_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
-        """As `ChatTemplate.check_tools`."""
         self._formatted(schemas)
 
     def tokens_beyond(
         self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]], limit: int
     ) -> int | None:
-        """As `ChatTemplate.tokens_beyond`."""
         num = len(self._formatted(schemas).prompt_ids(messages))
         return num if num >= limit else None
 
@@ -193,7 +185,7 @@ LONGEST = 8
 
 
 def check_evaluation(config: RunConfig, environment: Environment) -> None:
-    """ConfigError if more held-out questions are wanted than there are."""
+    """Raise ConfigError if the environment has fewer held-out questions than configured."""
     wanted, there = config.evaluation.prompts, environment.num_prompts("eval")
     if there is not None and wanted > there:
         more = f"or give it more than {there} held-out questions" if there else "or give it held-out questions"
@@ -206,7 +198,7 @@ def check_evaluation(config: RunConfig, environment: Environment) -> None:
 def check_prompts(
     config: RunConfig, environment: Environment, template: ChatTemplate | LoadedTemplate | None, *, started_here: bool
 ) -> None:
-    """ConfigError if no prompt of the first batch can be made, if one has a wrong form, or if the longest fill the context."""
+    """Raise ConfigError if no first prompt can be made, or one is malformed or too long."""
     if type(environment).setup is not Environment.setup:
         return
     first_error, found = "", list[Prompt]()
@@ -243,7 +235,7 @@ def check_prompts(
 
 
 def check_form(environment: Environment, prompt: object, index: int) -> None:
-    """ConfigError if a prompt is not a `Prompt` with at least one message of role and content."""
+    """Raise ConfigError unless ``prompt`` is a `Prompt` whose messages have role and content."""
     where = f"environment: {environment.name}.prompt('train', {index})"
     example = "a libra.types.Prompt(id, ({'role': 'user', 'content': TEXT},))"
     if not isinstance(prompt, Prompt):

@@ -1,8 +1,8 @@
-"""`libra repair RUN`: damaged files are quarantined, and rebuilt from the other copies of their content in the run.
+"""`libra repair RUN`: quarantines damaged files, and rebuilds them from copies of their content.
 
-1. Nothing is deleted: what is replaced goes to ``damaged/`` in the run directory.
-2. No driver or committer has the run meanwhile; both locks are held.
-3. A second repair does nothing, and one that was killed is continued by the next.
+1. Nothing is deleted: replaced files go to ``damaged/`` in the run directory.
+2. No driver or committer has the run meanwhile; repair holds both locks.
+3. A second repair does nothing; a killed repair is continued by the next.
 """
 
 from __future__ import annotations
@@ -83,16 +83,15 @@ MOST_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class RepairResult:
-    """The check of every file after a repair, and the number of repairs."""
-
     check: RunCheck
     num_repaired: int
 
 
 def repair_run(directory: Path, say: Callable[[str], None]) -> RepairResult:
-    """Repair a run; ``say`` gets a line for each repair, and for each file that cannot be repaired.
+    """Repair a run; ``say`` receives a line per repair and per file that cannot be repaired.
 
-    RunDirectoryError if the run is missing or a driver has it, StoreError if a committer has its store.
+    Raises RunDirectoryError if a driver has the run or it is missing, StoreError if a committer has
+    it.
     """
     run = existing_run(directory)
     driver = lock_run(run)
@@ -140,7 +139,7 @@ def _store_lock(typed: Path, store: Path, say: Callable[[str], None]) -> Committ
 
 
 class _Round:
-    """Repairs of what one check found; a repair that raises a LibraError is impossible in this round."""
+    """Repairs after one check; a repair that raises a LibraError is impossible in this round."""
 
     def __init__(self, check: RunCheck, say: Callable[[str], None]) -> None:
         self.check, self.run, self._say = check, check.run, say
@@ -148,7 +147,7 @@ class _Round:
         self.num_done = 0
 
     def repair(self) -> dict[str, str]:
-        """Repair each damaged file; the reasons of those that cannot be, by file."""
+        """Repair each damaged file; returns the reason per file that cannot be repaired."""
         reasons = dict[str, str]()
         names = dict.fromkeys(damage.name for damage in self.check.damages)
         for kind, repair in REPAIRS.items():
@@ -186,7 +185,7 @@ class _Round:
                 self.remove("/".join(parts[: kind.pattern.count("/") + 1]), kind.quarantined)
 
     def stored(self, split: str, **wanted: int) -> list[tuple[int, Trajectory]] | None:
-        """Trajectories of the store by columns, each with its batch; None if the store is damaged."""
+        """The store's trajectories that match, each with its batch; None for a damaged store."""
         if any(damage.kind.startswith(STORE) for damage in self.check.damages):
             return None
         with TrajectoryStore.open(self.files.store_path) as opened:
@@ -261,9 +260,9 @@ class _Round:
         self.done(f"journal/{trajectory}: quanta from {int(first)} on are moved to {', '.join(asides)}; {then}")
 
     def group(self, name: str) -> None:
-        """Rebuild a group record from the store, else from the journal, graded again.
+        """Rebuild a group record from the store, or else regrade it from the journal.
 
-        A record that no batch has is only quarantined: a resumed run grades its trajectories again, or runs them.
+        A record without a batch is only quarantined: a resumed run grades or runs its group again.
         """
         split, iteration, group = Path(name).stem.split("-")
         key = TrajectoryId(int(iteration), int(group), 0, split)
@@ -277,7 +276,7 @@ class _Round:
                 return
             members, how = self._graded(key, size), "made again from the journal, and graded again"
         for member in members:
-            member.advantage = 0.0  # which a batch gives
+            member.advantage = 0.0  # a batch sets it
         args = self.files.groups_dir, key.iteration, key.group, members
         self.replace(name, how, lambda: write_group(*args, fsync=True))
 
@@ -316,7 +315,7 @@ class _Round:
     # -------------------------------------------------------------------------------------------- batches and outcomes
 
     def batch(self, name: str) -> None:
-        """Rebuild a batch: its members from the store or the event log, its advantages from their rewards."""
+        """Rebuild a batch: members from store or event log, advantages from their rewards."""
         from libra.graph.member_rows import member_rows  # brings torch
 
         number, config, files = int(Path(name).stem.split("-")[1]), self.config, self.files
@@ -346,7 +345,7 @@ class _Round:
         self.check.groups[number] = [path.name for path in paths]  # which may be repaired next
 
     def evaluation(self, name: str) -> None:
-        """Rebuild the outcome of an evaluation; without it a resumed run evaluates that version again."""
+        """Rebuild an evaluation's outcome; if that fails, a resumed run evaluates again."""
         from libra.graph.batch_nodes import evaluation_outcome  # brings torch
 
         version = int(Path(name).stem.split("-")[1])
@@ -361,7 +360,7 @@ class _Round:
         self.replace(name, "made again from the store", lambda: create_exclusive(self.run / name, text, fsync=True))
 
     def checkpoint(self, name: str) -> None:
-        """Quarantine a checkpoint; rebuild their scores from evaluations, or from the metrics in a run without them."""
+        """Quarantine a checkpoint, or rebuild the scores of all from evaluations or metrics."""
         if name != SCORES:
             self.quarantine(name)
             return
@@ -393,7 +392,7 @@ class _Round:
     # -------------------------------------------------------------------------------------------- scores of a teacher
 
     def teacher(self, name: str) -> None:
-        """Rebuild scores that a committed batch was trained with; others are quarantined, and a resumed run scores again."""
+        """Rebuild teacher scores that a batch used; a resume recomputes others."""
         stem = Path(name).stem
         if f"{stem}.group" not in {each for names in self.check.taught.values() for each in names}:
             self.remove(name, "the teacher scores its group again when the run is resumed, if a batch is to have it")
@@ -422,7 +421,6 @@ class _Round:
 
 
 def _opened_with(run: Path, number: int) -> list[tuple[int, int]]:
-    """The groups with which a batch was opened, by the event log."""
     for line in lines_of(run / EVENTS, OpenBatch):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             values = parsed_json(line)

@@ -1,7 +1,7 @@
-"""Repairs the zarr store of a run: metadata from its digests, damaged rows from group records, everything else as it is.
+"""Repairs a run's zarr store: metadata from its digests, damaged rows from group records.
 
-The digests (`libra.store.row_digests`) show for every column and append whether its rows are sound. Only damaged columns
-are rebuilt, from the records of the groups that were appended.
+The digests (`libra.store.row_digests`) show for every column and append whether its rows are
+intact. Only damaged columns are rebuilt, from records of the appended groups.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from libra.worker.training.batch_rows import members_of
 
 
 def repair_store(files: RunDirectory, done: Callable[[str], None]) -> None:
-    """Repair the store, with a line for each repair; StoreError if rows have no second source."""
+    """Repair the store; ``done`` gets a line per repair. Raises StoreError if rows have no copy."""
     store = files.store_path
     made = store.with_name(f"{store.name}.repaired")
     if not store.exists() and made.exists() and not store_faults(made):  # a repair was killed while it exchanged them
@@ -102,7 +102,6 @@ def _restore_metadata(store: Path, record: StoreRecord, done: Callable[[str], No
 
 
 def _last_whole(store: Path, record: StoreRecord) -> dict[Level, int]:
-    """The end of the last append that left rows: one that was not committed is whole by its digests, or has none."""
     for append in reversed(record.appends):
         if any(not unsound_appends(store, path, [append]) for path in PATHS):
             return append.stop
@@ -137,7 +136,6 @@ def _exchange(store: Path, made: Path, done: Callable[[str], None]) -> None:
 
 
 def _rows(files: RunDirectory, append: AppendedRows, bad: Sequence[str], done: Callable[[str], None]) -> Rows:
-    """The rows of one append, columns that are ``bad`` or unreadable from group records."""
     store = files.store_path
     read = {
         path: None if path in bad else column_rows(store, path, append.first[LEVEL[path]], append.stop[LEVEL[path]])
@@ -158,7 +156,7 @@ def _rows(files: RunDirectory, append: AppendedRows, bad: Sequence[str], done: C
 
 
 def trajectories_of(files: RunDirectory, append: AppendedRows) -> list[Trajectory]:
-    """The trajectories of an append as group records and scores of a teacher have them; StoreError if one is gone."""
+    """An append's trajectories from group records and teacher scores. Raises StoreError."""
     if append.batch < 0:
         paths = sorted(files.groups_dir.glob(f"eval-{append.version:06d}-*.group"))
         found = [member for path in paths for member in read_group(path)]
@@ -174,7 +172,6 @@ def trajectories_of(files: RunDirectory, append: AppendedRows) -> list[Trajector
 
 
 def _appends_by_rows(store: Path) -> list[AppendedRows]:
-    """Appends of a store without digests: the rows of one batch or one evaluation each."""
     if (committed := committed_if_readable(store)) is None:
         raise StoreError("neither its digests nor its number of rows can be read; restore it from a copy of the run")
     num = committed["trajectory"]

@@ -1,4 +1,4 @@
-"""The cluster of a run: its connection, its registration, calls to the scheduler's plugins, notices, and the error of its loss."""
+"""The scheduler's client for a run: connection, registration, calls, notices, and loss."""
 
 from __future__ import annotations
 
@@ -57,14 +57,17 @@ SILENT_S = 6.0
 
 
 class RunClient:
-    """The scheduler's handlers for one start of a run. `ClusterError` where the scheduler refuses."""
+    """Calls the scheduler for one start of a run. Raises `ClusterError` if refused."""
 
     def __init__(self, client: Client, run: str, epoch: int) -> None:
         self.client, self._start = client, {"run": run, "epoch": epoch}
         self._rpc: Any = client.scheduler
 
     def register(self, start: RunStart, *, local: bool) -> str:
-        """Register the run, and return the name of the scheduler's process; ``local``: the driver started this cluster."""
+        """Register the run; returns the scheduler's process name.
+
+        ``local``: whether this driver started the cluster.
+        """
         spec, config = start.spec, start.config
         self.client.register_plugin(LibraPlugin())
         registration = RunRegistration(
@@ -87,7 +90,7 @@ class RunClient:
         return str(answer["process"])
 
     def register_workers(self, config: RunConfig) -> None:
-        """Register the training group of a run with several training workers, and workers that can change roles."""
+        """Register the training group, if any, and the workers that can switch roles."""
         cluster, wait = config.cluster, "; wait for it, or type cluster"
         if cluster.train_workers > 1:
             name, advice = "libra_register_gang", f"{wait}.train_workers=1"
@@ -96,41 +99,40 @@ class RunClient:
             self._accepted("cluster.hybrid_workers", "libra_register_roles", f"{wait}.hybrid_workers=0")
 
     def end(self) -> None:
-        """Unregister the run."""
         self._call("libra_end_run")
 
     def tell(self, *facts: Fact) -> None:
-        """Send facts to the scheduler, for the run's event log and its policies."""
+        """Send facts to the scheduler, for the event log and the policies."""
         self._call("libra_told", packed=pack(facts))
 
     def numbers(self) -> dict[str, float]:
-        """Metrics of the policy's forecasts and of sessions, if there are any."""
         return dict(self.client.sync(self._rpc.libra_numbers, run=self._start["run"]))
 
     def engines(self) -> list[dict[str, Any]]:
-        """Each engine's worker, slots and declared capacity; see `libra.scheduler.worker_supply.Concurrency.rows`."""
+        """Each engine's worker, slots and declared capacity; see `Concurrency.rows`."""
         return list(self._call("libra_engines"))
 
     def limit_slots(self, slots: Mapping[str, int | Mapping[str, int]], reason: str = "requested") -> None:
-        """Limit how many trajectories engines generate for at once, by worker, without a restart.
+        """Limit, by worker, how many trajectories an engine generates at once, without a restart.
 
-        ``{"rollout-0": 4}``, or ``{"rollout-0": {"tp": 2, "slots": 4}}`` for an engine that a role change is to build.
-        Where fewer slots remain than trajectories generate, these end their turns first. `ClusterError` for more slots
-        than an engine was started with, fewer than 1, or a worker without an engine; nothing changes then.
+        ``{"rollout-0": 4}``, or ``{"rollout-0": {"tp": 2, "slots": 4}}`` for an engine that a role
+        switch will build. Trajectories beyond the limit finish their turns first. Raises
+        `ClusterError`, and changes nothing, for more slots than an engine started with, fewer than
+        1, or a worker without an engine.
         """
         wanted = {worker: {"slots": has} if isinstance(has, int) else dict(has) for worker, has in slots.items()}
         self._accepted("slots", "libra_set_slots", slots=wanted, reason=reason)
 
     def set_boundaries(self, tokens: Mapping[str, float], reason: str = "requested") -> None:
-        """Set the token counts up to which the engines of each degree are preferred; empty for none."""
+        """Set, per tensor-parallel degree, up to how many tokens its engines are preferred."""
         self.tell(BoundariesSet(boundaries_of(tokens), reason))
 
     def roles(self) -> list[dict[str, Any]]:
-        """Role, TP degree, stage and last change of each worker that can change roles."""
+        """Role, TP degree, stage and last switch of each worker that can switch roles."""
         return list(self._call("libra_roles"))
 
     def change_roles(self, assignments: Mapping[str, str | Mapping[str, Any]]) -> int:
-        """Start one change of the named workers; its generation.
+        """Start one role switch of the named workers; returns its generation.
 
         A worker becomes ``"rollout"``, ``"train"`` or ``{"role": ..., "tp": ...}``.
         """
@@ -138,15 +140,14 @@ class RunClient:
         return int(self._accepted("roles", "libra_set_roles", assignments=wanted)["generation"])
 
     def cancel_roles(self, generation: int) -> int:
-        """Undo a change that has not ended; the generation of the change back."""
+        """Undo an unfinished role switch; returns the generation of the reverse switch."""
         return int(self._accepted("roles", "libra_cancel_roles", generation=generation)["generation"])
 
     def wait_for_roles(self, generation: int) -> bool:
-        """Wait until a change has ended; True if it was carried out, False if it was undone."""
+        """Wait for the end of a role switch; returns False if it was undone."""
         return bool(self._accepted("roles", "libra_wait_roles", generation=generation)["changed"])
 
     def seats(self) -> list[Seat]:
-        """The present rollout workers as the planner's seats."""
         changing = {str(row["worker"]): row for row in self.roles()}
         pairs = ((row, changing.get(str(row["worker"]))) for row in self.engines())
         return [
@@ -180,9 +181,9 @@ class RunClient:
 
 @contextmanager
 def polled(client: Client, read: Callable[[], Any], last: Callable[[], Any] | None = None) -> Iterator[None]:
-    """Call the coroutine function ``read`` every `POLL_S` on the client's event loop while this context is open.
+    """Context in which ``read`` is awaited every `POLL_S` seconds on the client's event loop.
 
-    ``last`` is called once at the end, if the client still runs; a scheduler that hangs holds up no Ctrl-C.
+    ``last`` is called at the end if the client still runs; a hanging scheduler cannot block Ctrl-C.
     """
 
     async def poll() -> None:
@@ -210,10 +211,10 @@ def polled(client: Client, read: Callable[[], Any], last: Callable[[], Any] | No
 
 
 def progress_read(client: Client, spec: RunSpec, counted: Callable[[int, int, str, str], None]) -> Any:
-    """Context in which ``counted`` gets the progress of the run once a second, on the client's event loop.
+    """Context in which ``counted`` receives a run's progress every second, on the client's loop.
 
-    Its arguments: trajectories that have ended and tokens generated since this start of the run, the work that no
-    worker does, and what training does; each text may be empty.
+    Its arguments: trajectories ended and tokens generated in this start, work that no worker does,
+    and the state of training; both texts may be empty.
     """
 
     async def read() -> None:
@@ -225,7 +226,7 @@ def progress_read(client: Client, spec: RunSpec, counted: Callable[[int, int, st
 
 
 def notices_logged(client: Client, spec: RunSpec) -> Any:
-    """Context in which the notices of the scheduler are logged in this process, and its silences reported."""
+    """Context in which the scheduler's notices and silences are logged here."""
     first = 0
 
     async def read() -> None:
@@ -277,7 +278,7 @@ def _admission(start: RunStart) -> dict[str, Any]:
         config.trainer.prompts,
         version=-1,  # this epoch has published nothing yet
         opened=dict(enumerate(start.point.members)),
-        committed=(),  # their group nodes report again
+        committed=(),  # group nodes report these again
         started=start.point.started,
         waves=waves,
         first_come=config.trainer.batches == "first_come",
@@ -285,10 +286,7 @@ def _admission(start: RunStart) -> dict[str, Any]:
 
 
 def learned_before(directory: Path) -> str | None:
-    """The learned state of a run's policy at the end of its event log, as JSON; None if empty or unreadable.
-
-    It is read from the last snapshot and the events after it. Without it the policy learns again.
-    """
+    """The policy's learned state at the end of a run's event log (JSON); None if unreadable."""
     log = directory / "events.jsonl"
     try:
         reader = from_last_snapshot(log) if log.exists() else None
@@ -303,9 +301,9 @@ def learned_before(directory: Path) -> str | None:
 def connect_run(
     config: RunConfig, given: Client | None, logs: Path, exits: ExitStack
 ) -> tuple[Client, SpecCluster | None]:
-    """A client of a cluster that fits the run, and the cluster if it was started for the run.
+    """A client of a suitable cluster, and the cluster if it was started for the run.
 
-    Workers started here log to ``logs``. ``exits`` closes all that is opened here; a ``given`` client stays connected.
+    Local workers log to ``logs``. ``exits`` closes what is opened here, not a ``given`` client.
     """
     client, cluster = (given, None) if given is not None else _connected(config, logs, exits)
     check_cluster(client, config)
@@ -338,7 +336,7 @@ def _close(client: Client) -> None:
 
 
 def register_run(scheduler: RunClient, start: RunStart, cluster: SpecCluster | None, exits: ExitStack) -> None:
-    """Register the run with the scheduler and build its part on every worker; ``exits`` ends both."""
+    """Register the run, and set up its part on every worker; ``exits`` undoes both."""
     client, spec, config = scheduler.client, start.spec, start.config
     hosted = False
 
@@ -348,7 +346,7 @@ def register_run(scheduler: RunClient, start: RunStart, cluster: SpecCluster | N
         forget(spec.directory)
         forget_secret(spec.directory)
         scheduler.end()
-        if hosted and cluster is None:  # a cluster of the run's own stops with its workers
+        if hosted and cluster is None:  # the run's own cluster stops with its workers
             try:
                 client.unregister_worker_plugin(host_name(spec.run))
             except (KeyError, ValueError) as error:  # its setup had failed there, or the scheduler had removed it
@@ -373,9 +371,9 @@ def register_run(scheduler: RunClient, start: RunStart, cluster: SpecCluster | N
 
 @contextmanager
 def scheduler_loss_named(client: Callable[[], Client | None], directory: Path, address: str | None) -> Iterator[None]:
-    """Context manager: ClusterError if the scheduler is lost.
+    """Context that raises ClusterError if the scheduler at ``address`` is lost.
 
-    ``client`` gives the client at the time of an error, None before it is connected. ``address``: ``cluster.scheduler``.
+    ``client`` returns the client, None before it is connected.
     """
     try:
         yield
@@ -396,6 +394,5 @@ def scheduler_loss_named(client: Callable[[], Client | None], directory: Path, a
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """Drops what Dask logs if a client is closed while it still tries to reconnect: a traceback, and a wrong number of seconds."""
     cancelled = record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not cancelled and not record.getMessage().startswith("Failed to reconnect to scheduler")

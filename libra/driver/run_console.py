@@ -1,15 +1,16 @@
-"""Ctrl-C of a run, its log, and its summary.
+"""Ctrl-C, log and summary of a run.
 
-The first Ctrl-C stops the run in order. The second ends the command at once, as a kill would, which
-loses nothing that was committed; in a program of the user (`libra.train`) it gives up waiting for the
-end. Records that Dask, Bokeh and tornado log go to ``logs/driver.log`` of the run, not to the terminal.
+The first Ctrl-C stops the run in order. The second ends the command at once, as a kill would, and
+loses nothing committed; in a user's program (`libra.train`) it stops waiting for the end. Records
+of Dask, Bokeh and tornado go to the run's ``logs/driver.log``, not to the terminal.
 
-1. Between the first line after Ctrl-C and the last, nothing else reaches standard error. There are at
+1. Between the first and last line after Ctrl-C nothing else reaches standard error. There are at
    most three lines, the last with what to type.
-2. The last line is printed only for a run that can be resumed; a start that left none has one line.
+2. The last line is printed only for a run that can be resumed; a start that left none prints one
+   line.
 3. Nothing is installed outside the main thread, nor where a program handles SIGINT itself.
 4. A KeyboardInterrupt that a program does not catch ends it without a traceback.
-5. A start that leaves no run leaves no log. Afterwards every logger has the handlers that it had.
+5. A start that leaves no run leaves no log. Afterwards every logger has its original handlers.
 """
 
 from __future__ import annotations
@@ -43,14 +44,9 @@ EXIT_INTERRUPTED = 130
 
 
 class Interruption:
-    """The handler of Ctrl-C for one run; a context manager.
+    """Context manager that handles Ctrl-C for one run.
 
-    Parameters
-    ----------
-    command : bool
-        Whether this process is the command's, and ends with the run.
-    overrides : sequence of str
-        Settings typed for a resumed run.
+    ``command``: this process ends with the run. ``overrides``: settings typed for a resume.
     """
 
     def __init__(self, *, command: bool = False, overrides: Sequence[str] = ()) -> None:
@@ -77,19 +73,18 @@ class Interruption:
             signal.signal(signal.SIGINT, self._before)
 
     def of(self, directory: Path, again: str) -> None:
-        """The run's directory, which may not exist yet, and what to type to continue it."""
+        """Set the run's directory, which may not exist yet, and the command that continues it."""
         self._directory, self._again = directory, with_overrides(again, self.overrides)
 
     def starts(self) -> None:
-        """From here on the first Ctrl-C is an exception: something may have been made that is to be removed."""
+        """From now on the first Ctrl-C raises, because a start may have files to remove."""
         self._starting = True
 
     def finished(self, iterations: int, total: int) -> None:
-        """So many iterations of the run are committed."""
         self._done, self._total = iterations, total
 
     def announce(self) -> None:
-        """Print that the run stops, and redirect everything else until it has; once, and only after Ctrl-C."""
+        """After Ctrl-C, print once that the run stops, and redirect other output meanwhile."""
         if not self.count or self._announced or self._before is None:
             return
         self._announced = True
@@ -133,7 +128,7 @@ def _say(text: str) -> None:
 
 
 def _end_quietly(announced: KeyboardInterrupt) -> None:
-    """Print no traceback of this one if nobody catches it; Python then ends by SIGINT, which is 130 in a shell."""
+    """Suppress this interrupt's traceback if uncaught; Python then exits by SIGINT (130)."""
     announced.libra_announced = True  # type: ignore[attr-defined]
     show = sys.excepthook
     if getattr(show, "is_libras", False):
@@ -148,14 +143,11 @@ def _end_quietly(announced: KeyboardInterrupt) -> None:
 
 
 def with_overrides(again: str, overrides: Sequence[str]) -> str:
-    """The command ``again`` with the settings of this start."""
     return " ".join([again, *map(shlex.quote, overrides)])
 
 
 def resume_words(directory: Path, given: bool, iterations: int | None = None) -> str:
-    """The command that continues a run, with another number of ``iterations`` if given.
-
-    ``given``: its environment or score node is a Python object."""
+    """The command that continues a run; ``given``: its environment or score is a Python object."""
     if given:
         more = "" if iterations is None else f"run__iterations={iterations}, "
         return f"libra.train(..., {more}run__dir={str(directory.parent)!r}, run__name={directory.name!r}, resume=True)"
@@ -169,7 +161,7 @@ FOREIGN: Final = frozenset({"distributed", "dask", "bokeh", "tornado", "asyncio"
 
 
 class ShownFormatter(logging.Formatter):
-    """The record, with its traceback unless ``brief``, as `libra.untrusted.shown`: an error may quote what a model wrote."""
+    """Formats records by `libra.untrusted.shown`, without traceback if ``brief``."""
 
     def __init__(self, text: str, *, brief: bool = False) -> None:
         super().__init__(text)
@@ -182,7 +174,7 @@ class ShownFormatter(logging.Formatter):
 
 
 class RunLogs:
-    """The log of one driver in the directory of its run; a context manager."""
+    """Context manager of a driver's log."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "logs" / "driver.log"
@@ -226,7 +218,7 @@ class RunLogs:
 
 
 class LogFile(logging.FileHandler):
-    """A log that loses lines on a full disk, instead of hiding the error that ended the run."""
+    """A log that drops lines on a full disk, so as not to hide the error that ended the run."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -243,7 +235,7 @@ def _writes_to_terminal(handler: logging.Handler) -> bool:
 
 @dataclass(slots=True)
 class RunSummary:
-    """The result of a run: rewards, files and duration. As text it is a short table; notebooks show one, too."""
+    """The result of a run: rewards, files and duration; prints as a short table."""
 
     run: str
     directory: Path
@@ -255,16 +247,14 @@ class RunSummary:
 
     @property
     def reward_before(self) -> float:
-        """Mean reward on the held-out questions before the first step; NaN if none were asked."""
+        """Mean held-out reward before the first step; NaN without evaluation."""
         return float(self.evaluations[0]["reward"]) if self.evaluations else math.nan
 
     @property
     def reward_after(self) -> float:
-        """The same after the last step."""
         return float(self.evaluations[-1]["reward"]) if self.evaluations else math.nan
 
     def rows(self) -> list[tuple[str, str]]:
-        """The run in a few rows of name and text."""
         rows = [("run", self.run), ("iterations", f"{len(self.iterations)} in {self.wall_s:.0f} s")]
         if len(self.evaluations) >= 2:
             change = f"{self.reward_before:.3f} before, {self.reward_after:.3f} after"
@@ -287,7 +277,7 @@ class RunSummary:
 
     @classmethod
     def of_finished(cls, directory: Path, config: RunConfig) -> RunSummary:
-        """The summary of a run of which nothing is left to do, from its files."""
+        """The summary, from its files, of a run with nothing left to do."""
         total, checkpoints = config.run.iterations, directory / "checkpoints"
         best = (checkpoints / "best").resolve() if (checkpoints / "best").exists() else None
         evaluations = read_evaluations(directory / "evaluations", total)

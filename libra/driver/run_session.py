@@ -1,8 +1,9 @@
-"""The driver of a run: prepares it, registers it with a cluster, submits one graph per iteration, and reads the results.
+"""The driver of a run: prepares and registers it, submits a graph per iteration, reads results.
 
 Invariants
 ----------
-1. At most ``eta + 2`` iterations are submitted and not finished: those that may run, and one that waits at its gate.
+1. At most ``eta + 2`` iterations are submitted and unfinished: those that may run, and one at its
+   gate.
 2. Resources are released in reverse order of acquisition (ExitStack).
 """
 
@@ -58,25 +59,19 @@ class Session:
     ----------
     config, environment, score, client, resume
         See `libra.driver.run_start.RunRequest`.
-    callbacks : Callbacks, optional
-        Functions to call while it runs; by default those of section ``observe``.
-    interruption : Interruption, optional
-        Handler of Ctrl-C.
-    stages : StartStages, optional
-        Display of the stages of the start.
+    callbacks, interruption, stages : optional
+        User functions (default: section ``observe``), handler of Ctrl-C, display of the start.
 
     Attributes
     ----------
     config : RunConfig
-        After the start with the layout that was planned for it.
-    client : distributed.Client
-        After the start.
-    cluster : distributed.SpecCluster or None
-        The local cluster that the session started.
+        The configuration; after the start with the planned layout.
+    client, cluster : distributed.Client, distributed.SpecCluster or None
+        The client, and the local cluster if the session started it.
     scheduler : RunClient
-        Roles of workers, slots of engines and bucket boundaries, among others.
+        Worker roles, engine slots and bucket boundaries, among others.
     evaluations : list of dict
-        Outcomes of evaluations by earlier starts of the run, by version.
+        Outcomes of evaluations by earlier starts, by version.
     """
 
     client: Client
@@ -127,7 +122,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """End the run on its cluster and release everything; a cluster that the session started is stopped."""
+        """End the run on its cluster, and release everything; stops a cluster started here."""
         self._exits.close()
 
     def _loss_named(self) -> AbstractContextManager[None]:
@@ -158,7 +153,7 @@ class Session:
         self._recover()
         self.checkpoints = RunCheckpoints(start.spec, self.graphs.result)
         exits.callback(self.checkpoints.release)
-        # each reader has its own, so that a failure affects one reader only
+        # one object per reader (policy, planner), so that a failure affects one reader only
         self._prompts, planned = (UpcomingPrompts(start.environment, start.config.trainer.prompts) for _ in range(2))
         if start.config.planner.replan != "off":
             gpu = "" if self.config.planner.gpu else cluster_gpu(self.client)
@@ -185,26 +180,23 @@ class Session:
 
     @property
     def spec(self) -> RunSpec:
-        """The description of the run that every worker has."""
         return self._start.spec
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
         return self._request.directory
 
     @property
     def first(self) -> int:
-        """The first iteration of this start; 0 unless it was resumed."""
+        """The first iteration of this start; 0 unless resumed."""
         return self._start.point.batches
 
     @property
     def dashboard(self) -> str:
-        """Address of Libra's page in Dask's dashboard."""
         return str(self.client.dashboard_link).replace("/status", "/libra")
 
     def iterations(self) -> Iterator[dict[str, Any]]:
-        """Run all iterations; yields the numbers of each when it has ended."""
+        """Run all iterations; yields each iteration's metrics at its end."""
         with self._loss_named():
             yield from self._iterations()
 
@@ -248,7 +240,7 @@ class Session:
                 raise MismatchAlarm(reason)
 
     def evaluate(self, version: int) -> dict[str, Any]:
-        """Evaluate the held-out prompts at ``version``, which must be published and not yet replaced."""
+        """Evaluate the held-out prompts at ``version``, the newest published version."""
         began_s = time.time()
         with self._loss_named():
             result: dict[str, Any] = self.graphs.compute(evaluation_graph(self.spec, version, self._start.point).end)
@@ -307,7 +299,6 @@ class Session:
 
 
 def evaluation_is_due(config: RunConfig, version: int) -> bool:
-    """Whether the held-out prompts are evaluated at this version."""
     every = config.evaluation.every
     return bool(config.evaluation.prompts) and (
         version in (0, config.run.iterations) or (every > 0 and version % every == 0)
@@ -325,10 +316,7 @@ def run(
     interruption: Interruption | None = None,
     stages: StartStages | None = None,
 ) -> RunSummary:
-    """Run what ``config`` describes to its end: the body of ``libra run``, ``libra resume`` and ``libra.train``.
-
-    ``interruption`` and ``stages`` are given where they started before Dask was imported.
-    """
+    """Run ``config`` to its end, as ``libra run``, ``libra resume`` and ``libra.train`` do."""
     began_s, called = time.time(), Callbacks(config, callbacks)
     with ExitStack() as exits:
         interruption = interruption or exits.enter_context(Interruption())

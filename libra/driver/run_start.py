@@ -1,14 +1,14 @@
-"""A run before it has a cluster: its checked configuration, its directory, and what earlier starts committed.
+"""A run before it has a cluster: checked configuration, directory, and state of earlier starts.
 
 Invariants
 ----------
 1. Whatever can be refused here is refused before a directory or a process exists.
-2. A run directory belongs to one run: an existing one is refused unless it is to be resumed. One driver at a time has it; a
-   resumed run takes the next epoch, which fences off every process of an older one.
-3. The same directory gives the same `ResumePoint`. Batches are committed in order without gaps: batch ``j`` opens only when
-   step ``j - 1`` has ended, whose version may be being published.
-4. A group is consumed by a committed batch, committed and waiting, or not committed. Only a group that is not committed is
-   generated for, and only what its journal lacks.
+2. An existing run directory is refused unless its run is resumed. One driver at a time has it; a
+   resumed run takes the next epoch, which fences off every process of older epochs.
+3. The same directory gives the same `ResumePoint`. Batches are committed in order without gaps:
+   batch ``j`` opens only after step ``j - 1``, whose version may still be in publication.
+4. A group is consumed by a committed batch, committed and waiting, or not committed. Only
+   uncommitted groups are generated, and only what their journals lack.
 """
 
 from __future__ import annotations
@@ -47,35 +47,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The request for a run: a configuration, and Python objects that no configuration can name.
-
-    Attributes
-    ----------
-    environment : Environment or None
-        Replaces the one that ``config.environment`` names.
-    score : callable or None
-        Adds a user's own node to every group; see `libra.graph.iteration.Score`.
-    client : distributed.Client or None
-        A connected client to use; its cluster is left unchanged.
-    resume : bool
-        Continue the run in the directory from its committed state.
-    """
+    """The request for a run: a configuration, and Python objects that no configuration can name."""
 
     config: RunConfig
-    environment: Environment | None = None
-    score: Score | None = None
-    client: Client | None = None
-    resume: bool = False
+    environment: Environment | None = None  # replaces the configured one
+    score: Score | None = None  # adds a user's node to every group; see `libra.graph.iteration.Score`
+    client: Client | None = None  # connected; its cluster is left unchanged
+    resume: bool = False  # whether to continue the directory's run from its committed state
 
     @property
     def directory(self) -> Path:
-        """The run directory."""
         return run_directory(self.config)
 
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """One start of a run, shared by all parts of the driver; ``point`` is the state that earlier starts committed."""
+    """One start of a run for all parts of the driver; ``point``: what earlier starts committed."""
 
     spec: RunSpec
     environment: Environment
@@ -85,14 +72,14 @@ class RunStart:
 
     @property
     def config(self) -> RunConfig:
-        """The configuration, with the layout that was planned for it."""
+        """The configuration with its planned layout."""
         return self.spec.config
 
 
 def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart:
-    """Check the request, make or read the run directory, and take its lock until ``exits`` closes.
+    """Check the request, make or read the run directory, and lock it until ``exits`` closes.
 
-    ``start`` is closed with the error of a start that fails, and then removes the directory of a new run.
+    If the start fails, its error closes ``start``, which removes the directory of a new run.
     """
     check_environment(request.environment)
     check_score(request.score)
@@ -121,7 +108,7 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
     directory, iterations = spec.directory, None
     if request.resume:
         if directory.is_dir():
-            refuse_running(directory)  # whose files may come and go while they are checked
+            refuse_running(directory)  # files may come and go during the check
             refuse_damaged(directory)
         _check_resumable(request)
         if config.run.iterations != check_unchanged(directory, config).run.iterations:
@@ -134,7 +121,7 @@ def prepare(request: RunRequest, exits: ExitStack, start: ExitStack) -> RunStart
         remove_unless_started(directory, made, start)
     spec = replace(spec, epoch=take_epoch(spec.epochs_dir, above=newest_logged(directory)).number)
     log_start(directory, spec.epoch, iterations)
-    sweep_logs(spec.journal_dir)  # of writers that have ended or are fenced off
+    sweep_logs(spec.journal_dir)  # left by writers that have ended or are fenced off
     return RunStart(spec, environment, read_point(spec), request.score, request.resume)
 
 
@@ -163,7 +150,7 @@ def _check_resumable(request: RunRequest) -> None:
 
 
 def read_point(spec: RunSpec) -> ResumePoint:
-    """The state that the files of a run record; StoreError if one of them is torn."""
+    """The state that a run's files record. Raises StoreError if a file is torn."""
     members: list[tuple[GroupId, ...]] = []
     while batch_path(spec.batches_dir, len(members)).exists():
         rows = read_batch(spec.batches_dir, len(members))

@@ -1,11 +1,11 @@
-"""The directory of a run: its name, its lock, refused if it is taken, made, and removed if the start fails.
+"""The directory of a run: its name, lock, creation, and removal after a failed start.
 
 Invariants
 ----------
 1. An existing file is never replaced or removed.
-2. After a start that failed with an error, nothing of it is left, including parent directories that
-   were made for it. An interrupted start leaves its directory: `libra resume` continues it.
-3. Only the start that made the directory, or has its lock, removes it; never after the start has ended.
+2. A start that fails with an error leaves nothing, not even parent directories that it made. An
+   interrupted start leaves its directory: `libra resume` continues the run.
+3. Only the start that made or locked the directory removes it, and never after the start has ended.
 """
 
 from __future__ import annotations
@@ -31,25 +31,23 @@ if TYPE_CHECKING:
 
 
 def named(config: RunConfig) -> RunConfig:
-    """``config`` with a name for its run, by the time of day where it has none."""
+    """``config`` with a run name; by default from the time of day."""
     name = keys.check_run_name(config.run.name or time.strftime("run_%Y%m%d_%H%M%S"))
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
 def run_directory(config: RunConfig) -> Path:
-    """The directory of a run that has a name."""
     return (Path(config.run.dir) / (config.run.name or "")).absolute()
 
 
 def refuse_running(directory: Path) -> None:
-    """RunDirectoryError where a living driver has the run; nothing is written where no driver ever had it."""
+    """Raise RunDirectoryError if a living driver has the run; never creates a lock file."""
     if (directory / "driver.lock").exists():
         lock_run(directory).release()
 
 
 def lock_run(directory: Path) -> CommitterLock:
-    """The lock of a run's driver, held by one living process; RunDirectoryError names the process that has it, or says why there
-    can be no lock."""
+    """Lock a run for this driver. Raises RunDirectoryError that names the process with the lock."""
     try:
         return CommitterLock(directory / "driver")
     except StoreError as error:
@@ -63,7 +61,6 @@ def lock_run(directory: Path) -> CommitterLock:
 
 
 def check_free(directory: Path) -> None:
-    """RunDirectoryError if ``directory`` is a file, or has files already."""
     try:
         for each in (directory, directory.parent):
             if (each.is_symlink() or each.exists()) and not each.is_dir():
@@ -79,10 +76,10 @@ def check_free(directory: Path) -> None:
 
 
 def make_directory(spec: RunSpec, config: str, *, environment: bool, score: bool) -> tuple[Path, ...]:
-    """Make the directory of a new run with its records and its empty store; the directories made, the run's first.
+    """Make a new run's directory, records and empty store; returns created directories, run first.
 
-    ``config`` is the text of its configuration; ``environment`` and ``score`` as `write_given`. RunDirectoryError if
-    the directory is taken or cannot be written.
+    For ``environment`` and ``score`` see `write_given`. Raises RunDirectoryError if taken or
+    unwritable.
     """
     from libra.store.trajectory_store import TrajectoryStore  # not before `check_free`, which is quick
 
@@ -104,10 +101,7 @@ def make_directory(spec: RunSpec, config: str, *, environment: bool, score: bool
 
 
 def remove_unless_started(directory: Path, made: tuple[Path, ...], start: ExitStack) -> None:
-    """Remove a new run's directory where ``start`` is closed with an error. Call it with the run's lock.
-
-    The callbacks of ``start`` are dropped once the start has succeeded, since from then on the run may have results.
-    """
+    """Remove a new run's directory if ``start`` closes with an error; requires the run's lock."""
 
     def remove(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None and issubclass(kind, Exception):
@@ -119,7 +113,7 @@ def remove_unless_started(directory: Path, made: tuple[Path, ...], start: ExitSt
 def _remove(directory: Path, made: tuple[Path, ...]) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     for parent in made:
-        with contextlib.suppress(OSError):  # it has something else by now
+        with contextlib.suppress(OSError):  # the directory has other files by now
             parent.rmdir()
 
 
@@ -137,7 +131,7 @@ def _unusable(directory: Path, error: OSError) -> RunDirectoryError:
 
 
 def is_finished(directory: Path, config: RunConfig) -> bool:
-    """Whether nothing is left to do of a run, its last evaluation and checkpoint included."""
+    """Whether a run has nothing left to do, including its last evaluation and checkpoint."""
     total = config.run.iterations
     if not (directory / "checkpoints" / f"step-{total:06d}").is_dir():
         return False

@@ -1,9 +1,9 @@
-"""The graphs that a driver has submitted and not finished, as futures, and its view of the checkpoints of the run.
+"""A driver's submitted, unfinished graphs as futures, and its view of the run's checkpoints.
 
 Invariants
 ----------
-1. Futures of an iteration are released when its summary is back, futures of unfinished groups when they
-   finish: the scheduler holds a bounded number of tasks.
+1. Futures of an iteration are released when its summary arrives, futures of unfinished groups when
+   they finish: the scheduler holds a bounded number of tasks.
 2. An error of any future ends every wait: a batch would wait forever for a lost group.
 3. The driver waits for a checkpoint only when the next one is due, or the run ends.
 """
@@ -53,18 +53,11 @@ class SubmittedIteration:
 
     @property
     def all(self) -> list[Future[Any]]:
-        """Every future of the iteration."""
         return [self.end, *self.groups, *([self.checkpoint] if self.checkpoint is not None else [])]
 
 
 class SubmittedGraphs:
-    """Submits the graphs of one start of a run, and waits for their results.
-
-    Attributes
-    ----------
-    pending : dict of int to SubmittedIteration
-        Iterations without a summary.
-    """
+    """Submits the graphs of one start of a run; ``pending`` iterations have no summary yet."""
 
     def __init__(self, client: Client, start: RunStart) -> None:
         self._client, self._start = client, start
@@ -74,11 +67,9 @@ class SubmittedGraphs:
         self._failed: Future[Any] | None = None
 
     def compute(self, end: Delayed) -> Any:
-        """Result of one node and all it needs."""
         return self._client.compute(end, optimize_graph=False).result()
 
     def submit(self, k: int) -> None:
-        """Submit iteration ``k``."""
         graph = iteration_graph(self._start.spec, k, score=self._start.score, point=self._start.point)
         saving = [graph.checkpoint] if graph.checkpoint is not None else []
         end, *rest = self._futures([graph.end, *graph.groups, *saving])
@@ -86,19 +77,19 @@ class SubmittedGraphs:
         self.pending[k] = SubmittedIteration(end, rest[:num], rest[num] if saving else None)
 
     def submit_left(self, k: int) -> None:
-        """Submit the groups that no batch has consumed yet of an iteration whose step is taken."""
+        """Submit the unconsumed groups of an iteration whose step is done."""
         groups = iteration_groups(self._start.spec, k, score=self._start.score, point=self._start.point)
         self._carried += self._futures(groups) if groups else []
 
     def finish(self, k: int) -> tuple[dict[str, Any], Future[Any] | None]:
-        """Wait for the summary of iteration ``k``; its numbers, and the future of its checkpoint."""
+        """Wait for iteration ``k``; returns its metrics and its checkpoint's future."""
         values: dict[str, Any] = self.result(self.pending[k].end, k)
         iteration = self.pending.pop(k)
         self._carried = [group for group in [*self._carried, *iteration.groups] if not group.done()]
         return values, iteration.checkpoint
 
     def result(self, future: Future[Any], k: int) -> Any:
-        """Result of one future of iteration ``k``; ClusterError if a worker raised an error that is not Libra's own."""
+        """Result of a future of iteration ``k``. Raises ClusterError if a worker's code failed."""
         while not future.done() and self._failed is None:
             self._wake.wait(LOOK_S)
             self._wake.clear()
@@ -116,7 +107,7 @@ class SubmittedGraphs:
             ) from error
 
     def release(self) -> None:
-        """Release every future explicitly: a traceback may reference them, and results would outlive the run."""
+        """Release every future explicitly: a traceback may reference futures and keep results."""
         if self._client.status == "running":
             for future in [*self._carried, *(f for iteration in self.pending.values() for f in iteration.all)]:
                 future.release()
@@ -134,7 +125,7 @@ class SubmittedGraphs:
 
 
 class RunCheckpoints:
-    """Checkpoints of one start of a run; ``result`` waits for a future of an iteration, ``newest`` is complete."""
+    """Checkpoints of one start; ``result`` awaits a future, ``newest`` is the last complete one."""
 
     def __init__(self, spec: RunSpec, result: Callable[[Future[Any], int], Any]) -> None:
         self._spec, self._result = spec, result
@@ -145,17 +136,16 @@ class RunCheckpoints:
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint with the best score."""
         return self._kept.best()
 
     def score(self, version: int, reward: float) -> None:
-        """Record the reward of a version that has a checkpoint; see `libra.train.checkpoint_directory`."""
+        """Record the reward of a version that has a checkpoint."""
         if version and checkpoint_is_due(self._spec.config, version):
             self._kept.score(version, reward)
             self._kept.tidy()
 
     def follow(self, k: int, saving: Future[Any] | None, *, last: bool) -> None:
-        """Follow the checkpoint of iteration ``k``; wait for all but the newest, after the ``last`` iteration for that too."""
+        """Follow the checkpoint of iteration ``k``; wait for older ones, or for all if ``last``."""
         if saving is not None:
             self._saving.append((k, saving))
         allowed = 0 if last else 1
@@ -167,16 +157,15 @@ class RunCheckpoints:
             self._pruned = prune_groups(self._spec, self._pruned, step_of(oldest))
 
     def release(self) -> None:
-        """Release the futures of checkpoints that are being written."""
         for _, future in self._saving:
             future.release()
 
 
 def prune_groups(spec: RunSpec, first: int, before: int) -> int:
-    """Remove the group records of batches ``first`` to ``before - 1``, which no kept checkpoint needs; returns ``before``.
+    """Remove group records of batches ``first`` to ``before - 1``; returns ``before``.
 
-    Records of older evaluations and waves go with them. All are in the store by then; a missing one is ignored.
-    Records of groups that wait for late rewards are kept as long as they wait.
+    The store has them, and no kept checkpoint needs them. Also removes records of older evaluations
+    and waves, and keeps groups that wait for late rewards.
     """
     done = {
         (row["iteration"], row["group"])

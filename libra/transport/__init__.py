@@ -1,4 +1,4 @@
-"""Authenticated connections between the processes of a run, for batch rows, weights and gradients."""
+"""Authenticated connections between a run's processes, for batch rows, weights and gradients."""
 
 from libra.transport.channel import SILENCE_S, Address, Channel, Server, accept, connect, new_secret
 

@@ -1,4 +1,4 @@
-"""A connection between two processes that both know a run's secret: short JSON frames, and raw bytes.
+"""A connection between two processes that share a run's secret: short JSON frames, and raw bytes.
 
 ::
 
@@ -10,17 +10,18 @@
 Invariants
 ----------
 1. Nothing is unpickled. The secret does not cross the connection. A proof names its side and the
-   server's purpose, so it can be neither reflected nor passed on to a server of another kind.
-2. The whole handshake has `HANDSHAKE_S`. Before it ends, at most 64 bytes are read and nothing is
-   allocated.
-3. A frame has at most `MAX_FRAME_BYTES`. Its HMAC counts the frames of its direction: one that was
-   changed, repeated, left out or inserted is a TransportError.
-4. Bytes are sent from their own memory and received directly into their destination. The crc32 of
+   server's purpose, so it can be neither reflected nor relayed to a server of another kind.
+2. The whole handshake takes at most `HANDSHAKE_S`. Before it ends, at most 64 bytes are read and
+   nothing is allocated.
+3. A frame has at most `MAX_FRAME_BYTES`. Its HMAC covers the frame's number in its direction, so a
+   changed, repeated, dropped or inserted frame is a TransportError.
+4. Bytes are sent from and received into the caller's memory, without a copy. The crc32 of
    ``checked`` bytes follows in a frame: it detects faults, not forgery. Nothing is encrypted.
-5. At most `MAX_UNPROVEN` connections of a server have not proven that they know the secret. One more
-   closes the oldest: silent connections cannot keep clients out. A flood of them leaves one warning.
-6. Accepting survives every error: without file descriptors (EMFILE, ENFILE) or threads it closes an
-   unproven connection, waits `RETRY_S` and continues. A handler's failure ends its own connection.
+5. A server has at most `MAX_UNPROVEN` connections that have not proven the secret; another closes
+   the oldest, so silent connections cannot keep clients out. A flood of them logs one warning.
+6. Accepting survives every error: without file descriptors (EMFILE, ENFILE) or threads the server
+   closes an unproven connection, waits `RETRY_S` and continues. A failing handler ends only its own
+   connection.
 """
 
 from __future__ import annotations
@@ -66,14 +67,13 @@ _LENGTH = struct.Struct("!I")
 
 
 def new_secret() -> str:
-    """A secret for the processes of one run: 256 random bits in hexadecimal."""
     return secrets.token_hex(32)
 
 
 class Channel:
-    """One end of an authenticated connection; one thread sends and one receives.
+    """One end of an authenticated connection, for one sending and one receiving thread.
 
-    ``sent_bytes`` and ``received_bytes`` count frames and runs of bytes, not files.
+    ``sent_bytes`` and ``received_bytes`` count frames and raw bytes, not files.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, *, is_server: bool) -> None:
@@ -83,7 +83,7 @@ class Channel:
         self._sent = self._received = 0  # frames
 
     def send_frame(self, **fields: Any) -> None:
-        """Send JSON-able fields."""
+        """Send fields that JSON can encode."""
         text = json.dumps(fields).encode()
         if len(text) > MAX_FRAME_BYTES:
             raise TransportError(f"a frame has {len(text)} bytes, allowed are {MAX_FRAME_BYTES}; request less at once")
@@ -93,11 +93,11 @@ class Channel:
         self.sent_bytes += _LENGTH.size + len(text) + _MAC_BYTES
 
     def recv_frame(self) -> dict[str, Any] | None:
-        """The fields of the next frame; None if the peer has closed the connection instead."""
+        """The fields of the next frame; None if the peer closed the connection."""
         start = bytearray(_LENGTH.size)
         if not (got := self._recv_all(memoryview(start))):
             return None
-        (length,) = _LENGTH.unpack(start)  # too few of its bytes may have come
+        (length,) = _LENGTH.unpack(start)  # incomplete if the connection ended
         if length > MAX_FRAME_BYTES:
             raise TransportError(f"a frame of {length} bytes is announced, allowed are {MAX_FRAME_BYTES}")
         frame = bytearray(length + _MAC_BYTES)
@@ -117,7 +117,7 @@ class Channel:
         return fields
 
     def send_bytes(self, views: Sequence[memoryview], *, checked: bool = False) -> None:
-        """Send all bytes of ``views``; with ``checked`` their crc32 follows in a frame."""
+        """Send all bytes of ``views``; with ``checked``, then their crc32 in a frame."""
         crc = 0
         self.sent_bytes += sum(map(len, views))
         for window in _windows(views):
@@ -129,7 +129,7 @@ class Channel:
             self.send_frame(crc32=crc)
 
     def recv_bytes(self, views: Sequence[memoryview], *, checked: bool = False) -> None:
-        """Fill ``views``; with ``checked`` their crc32 follows in a frame and has to be right."""
+        """Fill ``views``; with ``checked``, then verify their crc32 from a frame."""
         crc = 0
         self.received_bytes += sum(map(len, views))
         for window in _windows(views):
@@ -145,13 +145,12 @@ class Channel:
             raise TransportError(f"bytes with crc32 {crc} arrived, sent were {sent}")
 
     def recv_some(self, view: memoryview) -> int:
-        """Receive into ``view``; returns the number of bytes, less than its size only at the connection's end."""
+        """Receive into ``view``; returns the bytes received, fewer only if the connection ends."""
         if not (got := self._recv_all(view)):
             raise TransportError("the peer closed the connection during a transfer")
         return got
 
     def send_file(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
-        """Send a run of bytes of a file from the kernel's cache."""
         with _broken():
             while num_bytes:
                 sent = os.sendfile(self._socket.fileno(), file.fileno(), offset, min(num_bytes, FILE_WINDOW_BYTES))
@@ -160,7 +159,7 @@ class Channel:
                 offset, num_bytes = offset + sent, num_bytes - sent
 
     def close(self) -> None:
-        """End the connection; a thread that waits for it at either end gets a TransportError."""
+        """End the connection; threads that wait on it, at either end, get a TransportError."""
         with contextlib.suppress(OSError):  # it is down already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -169,7 +168,6 @@ class Channel:
         return hmac.digest(self._key, sender + number.to_bytes(8, "big") + text, "sha256")
 
     def _recv_all(self, view: memoryview) -> int:
-        """Fill ``view``; returns the number of bytes that came before the connection ended."""
         filled = 0
         with _broken():
             while filled < len(view) and (got := self._socket.recv_into(view[filled:], 0, socket.MSG_WAITALL)):
@@ -178,8 +176,7 @@ class Channel:
 
 
 def connect(address: Address, secret: str, *, purpose: str, silence_s: float | None = SILENCE_S) -> Channel:
-    """A channel to the server at ``address``; TransportError if none answers, or it does not know
-    ``secret``."""
+    """A channel to the server at ``address``. Raises TransportError if none proves the secret."""
     deadline_s = time.monotonic() + HANDSHAKE_S
     try:
         connection = socket.create_connection(address, timeout=HANDSHAKE_S)
@@ -189,10 +186,10 @@ def connect(address: Address, secret: str, *, purpose: str, silence_s: float | N
 
 
 def accept(connection: socket.socket, secret: str, *, purpose: str, silence_s: float | None = SILENCE_S) -> Channel:
-    """The channel to a client, once it has proven that it knows ``secret``; TransportError if it does not.
+    """The channel to a client. Raises TransportError if the client does not prove ``secret``.
 
-    Both ends must name the same ``purpose``. After ``silence_s`` without progress sending and receiving
-    fail.
+    Both ends name the same ``purpose``. Transfers fail after ``silence_s`` seconds without
+    progress.
     """
     return _handshake(connection, secret, purpose, time.monotonic() + HANDSHAKE_S, silence_s, is_server=True)
 
@@ -220,7 +217,7 @@ def _handshake(
                 raise TransportError("the peer does not know this run's secret; it is of another run or start")
             if not is_server:
                 connection.sendall(digest_of("client"))
-            # From here on the kernel's deadlines: with one of Python's, no call can wait until all bytes have arrived.
+            # From here on kernel timeouts: with a Python timeout no call can wait until all bytes have arrived.
             connection.settimeout(None)
             value = struct.pack("ll", *divmod(round((silence_s or 0) * 1e6), 10**6))  # 0: none
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -232,7 +229,6 @@ def _handshake(
 
 
 def _recv_until(deadline_s: float, connection: socket.socket, num_bytes: int) -> bytes:
-    """TimeoutError at the deadline, which also applies to the next send."""
     found = b""
     while len(found) < num_bytes:
         left_s = deadline_s - time.monotonic()
@@ -259,7 +255,6 @@ def _broken(what: str = "the connection broke") -> Iterator[None]:
 
 
 def _windows(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The bytes of ``views`` in order, in lists of at most `WINDOW_VIEWS` views and `WINDOW_BYTES` bytes."""
     window: list[memoryview] = []
     room = WINDOW_BYTES
     for view in views:
@@ -291,11 +286,11 @@ def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 class Server:
-    """Listens from a thread of its own until `close`; clients connect to ``address``. Port 0 is any free
-    one.
+    """Listens at ``address`` in its own thread until `close`; port 0 picks a free port.
 
-    ``handle`` serves one channel in that connection's thread, which ends when it returns; it also gets
-    the client's host and port. Its TransportError, ValueError, LookupError and TypeError are logged.
+    ``handle`` receives a channel and the client's host and port, in that connection's thread; its
+    return ends the connection. Its TransportError, ValueError, LookupError and TypeError are
+    logged.
     """
 
     def __init__(
@@ -313,7 +308,6 @@ class Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts

@@ -1,17 +1,17 @@
-"""Rows of bytes from the memory of one process into another, by name: offered without a copy, fetched
-from several at once. Memory of a process on this machine is read directly, else sent over the connection.
+"""Copies named rows of bytes between processes: offered without a copy, fetched from many servers.
 
-Source: EARL's data dispatcher (arXiv:2510.05943), which replaces gathering at the controller and
-scattering again by direct transfers. Differs from the paper: rows have sizes of their own. Reading is
-Linux's ``process_vm_readv``, as MPI libraries use it between ranks of a node.
+Memory on the same machine is read directly (Linux's ``process_vm_readv``, as MPI does within a
+node); otherwise rows cross the connection. Source: EARL's data dispatcher (arXiv:2510.05943), which
+replaces gather and scatter at the controller by direct transfers. Differs from the paper: row sizes
+vary.
 
 Invariants
 ----------
 1. Offered memory does not change before `RowServer.withdraw`. A row that is withdrawn during a
-   transfer is sent to the end.
-2. The rows of a server arrive all of them, each with a right checksum, or not at all.
-3. Nothing is read before a probe: random bytes of the server, read at the address that it named,
-   equal those that it sent. A process id of another machine or namespace does not pass.
+   transfer is still sent whole.
+2. A server's rows arrive all together, each with a correct checksum, or not at all.
+3. Memory is read only after a probe: the server's random bytes, read at the address that the server
+   named, must equal those it sent. A process id of another machine or namespace fails the probe.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _PROBE = np.frombuffer(secrets.token_bytes(_PROBE_BYTES), np.uint8)
 
 @functools.cache
 def machine() -> str:
-    """Equal in processes that may be able to read each other's memory; empty if this one never can."""
+    """Name shared by processes that may read each other's memory; "" if this process never can."""
     if _READ is None:
         return ""
     try:
@@ -76,7 +76,7 @@ def machine() -> str:
 def send_views(channel: Channel, views: Sequence[memoryview], request: Mapping[str, Any], **fields: Any) -> None:
     """Answer ``request`` with ``fields`` and the bytes of ``views``, for `recv_views`.
 
-    A client whose request names this machine reads them in this process's memory, if it can.
+    A client on this machine reads the bytes from this process's memory, if it can.
     """
     views = [view for view in views if len(view)]
     num_bytes = sum(map(len, views))
@@ -91,8 +91,7 @@ def send_views(channel: Channel, views: Sequence[memoryview], request: Mapping[s
 
 
 def recv_views(channel: Channel, answer: Mapping[str, Any], views: Sequence[memoryview]) -> None:
-    """Fill ``views`` with the bytes that `send_views` announced in ``answer``; OSError if they do not
-    come."""
+    """Fill ``views`` with the bytes that `send_views` announced. Raises OSError if incomplete."""
     views = [view for view in views if len(view)]
     if "memory" in answer:
         if is_readable := can_read(answer["memory"]):
@@ -104,7 +103,7 @@ def recv_views(channel: Channel, answer: Mapping[str, Any], views: Sequence[memo
 
 
 def can_read(offer: dict[str, Any]) -> bool:
-    """Whether this process can read the memory of the one that made ``offer``."""
+    """Whether this process can read the memory of the process that made ``offer``."""
     if _READ is None:
         return False
     address, expected = offer["probe"]
@@ -126,7 +125,7 @@ def _run_of(view: memoryview) -> Run:
 
 
 def _read_all(pid: int, runs: Sequence[Run], views: Sequence[memoryview]) -> None:
-    """Fill ``views`` from the runs of another process; the kernel pairs them, however they are divided."""
+    """Fill ``views`` from another process's memory ranges, which may be divided differently."""
     theirs, ours = [(address, length) for address, length in runs], list(map(_run_of, views))
     while ours:
         lists = [
@@ -153,8 +152,7 @@ def _after(runs: list[Run], num_bytes: int) -> list[Run]:
 
 
 class RowServer:
-    """Offers rows to other processes of the run, which share ``secret`` and connect to ``address``. Port 0
-    is any free one."""
+    """Offers rows at ``address`` to processes that share ``secret``; port 0 picks a free port."""
 
     def __init__(self, secret: str, host: str, port: int = 0) -> None:
         self._rows: dict[str, memoryview] = {}
@@ -163,13 +161,13 @@ class RowServer:
         self.address = self._server.address
 
     def offer(self, rows: Mapping[str, Any]) -> None:
-        """Offer rows, each a contiguous buffer; one of the same name is replaced."""
+        """Offer rows, each a contiguous buffer; an offered row of the same name is replaced."""
         views = {name: memoryview(buffer).cast("B") for name, buffer in rows.items()}
         with self._lock:
             self._rows |= views
 
     def withdraw(self, names: Iterable[str]) -> None:
-        """Stop offering rows, if they are offered."""
+        """Stop offering these rows; unknown names are ignored."""
         with self._lock:
             for name in names:
                 self._rows.pop(name, None)
@@ -179,7 +177,6 @@ class RowServer:
             return name in self._rows
 
     def close(self) -> None:
-        """Stop listening, and end all transfers."""
         self._server.close()
 
     def _serve(self, channel: Channel, client: str) -> None:
@@ -205,7 +202,7 @@ class FetchedRows:
 def fetch_rows(wanted: Mapping[Address, Sequence[str]], secret: str, *, neighbours: bool = True) -> FetchedRows:
     """Fetch rows by name from the servers that offer them.
 
-    ``neighbours``: whether to read the memory of servers on this machine if the kernel allows it.
+    ``neighbours``: whether to read memory of servers on this machine, if the kernel permits.
     """
     fetched = FetchedRows()
 

@@ -1,4 +1,4 @@
-"""Immutable weight versions, published whole, pulled by number, and checked before they are served."""
+"""Immutable weight versions: published whole, pulled by number, checked before use."""
 
 from libra.weights.weight_store import WeightStore, WeightVersion
 

@@ -1,19 +1,20 @@
-"""Weights from one worker to another without a shared disk: the files of a version, as raw bytes.
+"""Copies weight versions between workers without a shared disk: a version's files as raw bytes.
 
-`WeightServer` offers the versions of a `WeightStore`; `fetch` takes one from the first server that
-has it. One connection (`libra.transport`) serves any number of requests::
+`WeightServer` offers the versions of a `WeightStore`; `fetch` takes a version from the first server
+that has it. One connection (`libra.transport`) serves any number of requests::
 
     client -> {"version", "file", "offset"}
-    server -> {"size": bytes of the whole file, "sha256": of a small file} or {"error"}, and the file from ``offset`` on
+    server -> {"size": bytes of the whole file, "sha256": of a small file} or {"error"},
+              then the file from ``offset`` on
 
 Invariants
 ----------
-1. A fetched version is whole or absent: it is filled under a temporary name and renamed once the
+1. A fetched version is whole or absent: it is filled under a temporary name, and renamed once the
    tensors have the manifest's digest, which is the announced one. A failed fetch is deleted.
 2. No size that a server names is trusted: small files have at most `MAX_SMALL_BYTES`, the tensors
    at most the sum of the manifest's shapes and a header.
-3. A failing server is replaced by the next one, also during a file; it continues the tensors if its
-   manifest is the same. When none remains, WeightsError has the error of each.
+3. A failing server is replaced by the next one, even during a file, and tensors are continued if
+   the manifests are equal. When no server remains, WeightsError lists the error of each.
 4. Only files of a version are served.
 """
 
@@ -45,7 +46,7 @@ WINDOW_BYTES = 2**20
 
 
 class WeightServer:
-    """Offers the versions of a store to workers that know ``secret``; they connect to ``address``."""
+    """Offers a store's versions at ``address`` to workers that share ``secret``."""
 
     def __init__(self, store: WeightStore, secret: str, host: str, port: int = 0) -> None:
         self._store = store
@@ -53,7 +54,6 @@ class WeightServer:
         self.address = self._server.address
 
     def close(self) -> None:
-        """Stop listening, and end all transfers."""
         self._server.close()
 
     def _serve(self, channel: Channel, client: str) -> None:
@@ -80,10 +80,10 @@ class WeightServer:
 def fetch(
     version: int, servers: Sequence[Address], directory: str | Path, *, secret: str, content: str | None = None
 ) -> WeightVersion:
-    """Get ``version`` from the first of ``servers`` (nearest first) that gives it whole, into
-    ``directory``.
+    """Fetch ``version`` into ``directory`` from the first of ``servers`` that has it whole.
 
-    ``content`` is the announced digest. WeightsError if no server gave it whole, or the digest differs.
+    ``servers``: nearest first. ``content``: the announced digest. Raises WeightsError if no server
+    provides the whole version, or the digest differs.
     """
     store = WeightStore(directory)
     if version in store.numbers():
@@ -111,7 +111,7 @@ def fetch(
 
 
 def _fetch_version(channel: Channel, version: int, directory: Path, content: str | None) -> Manifest:
-    """Fill ``directory``, which may have part of the tensors; returns the manifest that they agree with."""
+    """Fill ``directory``, which may have part of the tensors; returns the matching manifest."""
     tensors, manifest_path = directory / TENSORS_FILE, directory / MANIFEST_FILE
     before = manifest_path.read_bytes() if manifest_path.exists() else None
     for name in SMALL_FILES:
@@ -158,7 +158,7 @@ def _fetch_file(channel: Channel, version: int, path: Path, max_bytes: int) -> N
 
 
 def _max_bytes(manifest: Manifest) -> int:
-    """Maximum bytes of a safetensors file of these tensors: elements, and a JSON entry for each in its header."""
+    """Maximum bytes of a safetensors file of these tensors: elements, and a JSON entry for each."""
     num_bytes = entries = 0
     for name, facts in manifest.tensors.items():
         dtype = getattr(torch, facts.dtype, None)

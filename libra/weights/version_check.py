@@ -1,24 +1,23 @@
 """The comparisons by which an engine proves that it holds a published version.
 
-The trainer writes a `VersionCheck` beside the weights. A `ProbeCalibration` has the differences
-between trainer and engine when both hold the same weights, measured at version 0. Three things are
-compared:
+The trainer writes a `VersionCheck` beside the weights. A `ProbeCalibration` is the difference
+between trainer and engine at equal weights, measured at version 0. Three comparisons are made:
 
-- columns, bit for bit with the file, in places where it differs from the engine's earlier versions
-  and in random ones: detects one bit of a column read;
+- columns, bit for bit with the file, where it differs from the engine's earlier versions and at
+  random: detects one bit in a column read;
 - `libra.projections`, against the trainer's tensors: detects a change of a layer of
   `PROJECTION_POWER` times the tolerance, in root mean square;
 - the probe, log-probabilities of fixed tokens, against the trainer's: detects the tolerance, in
   nats.
 
 Invariants
-1. A version passes only if all comparisons that could be made agree; the verdict names the one that
-   detects a stale layer.
+1. A version passes only if all comparisons that could be made agree; the verdict names the
+   comparison that detects a stale layer.
 2. An answer that is missing or not finite disagrees.
 3. Two engines with the same answers get the same verdict.
-4. A matrix of which any bit differs yields at least one changed column (a changed row for an
-   embedding). Reading stops at the first block of rows that differs, so versions a step apart cost
-   a small part of their bytes.
+4. If any bit of a matrix differs, at least one changed column is found (a changed row for an
+   embedding). Reading stops at the first block of rows that differs, so comparing consecutive
+   versions reads a small part of their bytes.
 """
 
 from __future__ import annotations
@@ -61,32 +60,31 @@ Logps = tuple[tuple[float, ...], ...]
 
 
 class VersionCheck(msgspec.Struct, frozen=True):
-    """The trainer's numbers of a version."""
+    """The numbers that the trainer computed for a version."""
 
     version: int
-    digest: str  # of its tensors, as in the registry
-    dtype: str  # of its matrices: "float32", "bfloat16"
+    digest: str  # digest of the tensors, as in the registry
+    dtype: str  # dtype of matrices: "float32", "bfloat16"
     seed: int  # of the projections
-    projections: dict[str, tuple[float, ...]]  # by weight, tied ones under each of their names
+    projections: dict[str, tuple[float, ...]]  # by weight; tied weights under each name
     probe: tuple[tuple[int, ...], ...] = ()  # token ids of each probe
-    logp: Logps = ()  # from each second token on, in nats, by the trainer
-    previous_logp: Logps | None = None  # under the version published before, if known
+    logp: Logps = ()  # the trainer's, from the second token on, in nats
+    previous_logp: Logps | None = None  # under the previous version, if known
     first_logp: Logps | None = None  # under version 0, if known
 
     @property
     def moved_nats(self) -> float | None:
-        """Median |logp_v - logp_(v-1)| over the probe; None if the version before is unknown."""
+        """Median |logp_v - logp_(v-1)| over the probe; None if the previous version is unknown."""
         if self.previous_logp is None or not self.logp:
             return None
         return float(np.median(np.abs(_flat(self.logp) - _flat(self.previous_logp))))
 
     def to_json(self) -> str:
-        """One JSON object, sealed."""
         return sealed_text({"schema": SCHEMA, **msgspec.to_builtins(self)})
 
     @classmethod
     def from_json(cls, text: str, where: object) -> VersionCheck:
-        """The check in a file's text; WeightsError that names ``where`` if it is not a check."""
+        """The check in a file's text. Raises WeightsError naming ``where`` if it is not a check."""
         try:
             values = unseal(text)
             if values.get("schema") != SCHEMA:
@@ -100,7 +98,7 @@ class VersionCheck(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """An engine's answers: one array (T - 1,) per probe, 8 numbers per layer, and the requested columns."""
+    """An engine's answers: (T - 1,) numbers per probe, 8 per layer, and the requested columns."""
 
     logp: tuple[NDArray[np.float32], ...]
     projections: Mapping[str, tuple[float, ...]]
@@ -109,7 +107,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedProbes:
-    """Columns of a version's file, and the number of matrices with a changed one, if known."""
+    """Columns of a version's file, and the number of matrices with a changed column, if known."""
 
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     num_changed: int | None = None
@@ -117,7 +115,7 @@ class ExpectedProbes:
 
 @dataclass(frozen=True, slots=True)
 class ProbeCalibration:
-    """Differences allowed between trainer and engine under the same weights."""
+    """Allowed differences between trainer and engine at equal weights."""
 
     probe_nats: float  # |log p| difference of each token, in bfloat16 of their mean
     projection_frac: float  # largest difference of a layer's numbers, relative to their root mean square
@@ -134,9 +132,9 @@ class CheckVerdict:
     gap: float  # of ``method``, in nats or as a fraction of a layer's root mean square
     tolerance: float  # in the same unit
     moved_nats: float | None  # `VersionCheck.moved_nats`
-    num_layers: int  # compared
+    num_layers: int  # number compared
     num_changed: int | None  # layers of which a changed column was read, if known
-    smallest_change: float  # of one layer, that is detected: 0 for columns (one bit), else relative or nats
+    smallest_change: float  # detectable in one layer: 0 for columns (one bit), else relative or nats
     detail: str
 
 
@@ -146,12 +144,12 @@ def uncalibrated(dtype: str) -> ProbeCalibration:
 
 
 def calibrate(check: VersionCheck, answers: Answers) -> ProbeCalibration:
-    """Tolerances from an engine's answers under the version of ``check``.
+    """Tolerances from an engine's answers at the version of ``check``.
 
-    Four times the difference at version 0, but at least what rounding can cause for other tokens:
-    `PROBE_FLOOR_EPS` for a log-probability; for a projection 4 units of the type and 4 sqrt(2048) of
-    float32, in which a layer sums. The caps prevent that an engine with other weights counts as a noisy
-    one.
+    Four times the measured difference, but at least what rounding can cause for other tokens:
+    `PROBE_FLOOR_EPS` for a log-probability; for a projection 4 units of the type and 4 sqrt(2048)
+    of float32, in which a layer sums. Caps keep an engine with wrong weights from passing as a
+    noisy one.
     """
     eps, single = _eps(check.dtype), _eps("float32")
     gap_nats = _probe_gap(check, answers.logp)
@@ -171,13 +169,13 @@ def _eps(dtype: str) -> float:
 
 
 def _least_nats(check: VersionCheck) -> float:
-    """Rounding's largest change of a log-probability of the probe, in nats; at most the cap."""
+    """Largest change of a probe log-probability by rounding, in nats; at most the cap."""
     size = 1.0 if check.dtype in NARROW or not check.logp else max(1.0, float(np.abs(_flat(check.logp)).max()))
     return min(PROBE_FLOOR_EPS * _eps(check.dtype) * size, uncalibrated(check.dtype).probe_nats)
 
 
 def as_first(check: VersionCheck) -> VersionCheck | None:
-    """The part of ``check`` about version 0, to calibrate an engine that still holds it, if any."""
+    """``check`` restricted to version 0, to calibrate an engine at version 0; None if unknown."""
     if check.first_logp is None:
         return None
     return VersionCheck(0, "", check.dtype, check.seed, {}, check.probe, check.first_logp)
@@ -186,7 +184,7 @@ def as_first(check: VersionCheck) -> VersionCheck | None:
 def judge(
     check: VersionCheck, expected: ExpectedProbes, answers: Answers, calibration: ProbeCalibration
 ) -> CheckVerdict:
-    """Whether an engine holds the version of ``check``, and what this comparison could have detected."""
+    """Whether an engine holds the version of ``check``, and what this comparison could detect."""
     differ = _differing_columns(expected, answers)
     gaps = {name: _projection_gap(want, answers.projections.get(name)) for name, want in check.projections.items()}
     worst, gap_frac = max(gaps.items(), key=lambda item: item[1], default=("", 0.0))
@@ -234,10 +232,10 @@ def _finite(gap: float) -> float:
 
 
 def _probe_gap(check: VersionCheck, got: tuple[NDArray[np.float32], ...]) -> float:
-    """Difference in nats; 0 without a probe, infinite where shapes or numbers are wrong.
+    """Difference in nats; 0 without a probe, infinite if shapes or numbers are wrong.
 
-    The largest one, in narrow types the mean: there a single unlikely token differs by one or two nats
-    between two sound passes.
+    The maximum, but the mean for narrow types, in which a single unlikely token differs by one or
+    two nats between two correct passes.
     """
     if not check.logp:
         return 0.0
@@ -256,7 +254,7 @@ def _projection_gap(expected: tuple[float, ...], got: tuple[float, ...] | None) 
 
 
 def _differing_columns(expected: ExpectedProbes, answers: Answers) -> dict[str, float]:
-    """The largest difference of each tensor with one, infinite where an answer is missing or not finite."""
+    """Per differing tensor, its largest difference; infinite if an answer is missing."""
     found = {}
     for name, want in expected.columns.items():
         got = answers.columns.get(name)
@@ -277,7 +275,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def changed_columns(before: Tensor, after: Tensor, *, rows: bool = False) -> list[int]:
-    """Columns (or ``rows``) with a difference, from the first block that has any; empty if all is equal."""
+    """Differing columns (or ``rows``) of the first block that has any; empty if all are equal."""
     if before.shape != after.shape or before.dtype != after.dtype:
         return list(range(min(after.shape[0 if rows else 1], 64)))
     bits = _BITS[after.element_size()]
@@ -294,11 +292,12 @@ def changed_columns(before: Tensor, after: Tensor, *, rows: bool = False) -> lis
 def expected_columns(
     path: Path, before: list[Path], tied: Mapping[str, str], dtype: torch.dtype, seed: int
 ) -> tuple[dict[str, tuple[int, ...]], ExpectedProbes]:
-    """The columns to request from an engine that loads ``path`` and held one of ``before``, and the right answer.
+    """The columns to request from an engine that loads ``path``, and their expected values.
 
-    ``tied`` maps further names to those in the file. Every norm and bias is requested whole; of a
-    matrix up to `COLUMNS` places that differ from each of ``before`` and as many random ones. A missing
-    file of ``before`` is skipped. WeightsError if ``path`` is not readable.
+    The engine may hold any of ``before`` instead; missing files there are skipped. ``tied`` maps
+    aliases to names in the file. Norms and biases are requested whole; of a matrix up to `COLUMNS`
+    places that differ from each of ``before`` and as many random ones. Raises WeightsError if
+    ``path`` is unreadable.
     """
     rng = np.random.default_rng(seed)
     wanted: dict[str, tuple[int, ...]] = {}

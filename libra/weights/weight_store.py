@@ -9,12 +9,11 @@
 Invariants
 ----------
 1. A version is whole or absent: it is filled under a temporary name, synced, and renamed as one
-   directory. A killed publisher leaves no version and a temporary directory that nothing reads.
-2. A number never changes content. Publishing it again with the same digest returns the existing
-   version, with another digest it is a WeightsError. Of two publishers racing for a number exactly
-   one creates it.
-3. The tensors of `WeightStore.read` have the announced digest (unless ``verify=False``), or it
-   raises.
+   directory. A killed publisher leaves only a temporary directory that nothing reads.
+2. A number never changes content: publishing it again with the same digest returns the existing
+   version, with another digest raises WeightsError. Of two publishers that race for a number
+   exactly one creates it.
+3. `WeightStore.read` returns tensors with the announced digest (unless ``verify=False``) or raises.
 4. `publish` waits for no reader. A dropped version stays readable to processes that have it mapped.
 """
 
@@ -47,14 +46,14 @@ SCHEMA = 1
 
 
 class TensorFacts(msgspec.Struct, frozen=True):
-    """Shape and type ("bfloat16") of a tensor."""
+    """Shape and dtype ("bfloat16") of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The content of ``version.json``; fields as in `WeightVersion`, and ``tied`` from alias to tensor."""
+    """Content of ``version.json``, as in `WeightVersion`; ``tied`` maps aliases to tensors."""
 
     schema: int
     number: int
@@ -66,12 +65,12 @@ class Manifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """A published version, as a future carries it instead of tensors."""
+    """Reference to a published version, which futures carry in place of tensors."""
 
     number: int  # 0 for the initial weights
     digest: str  # `libra.tensors.digest`
     directory: Path
-    num_bytes: int  # of all elements, tied ones once
+    num_bytes: int  # all elements, tied tensors once
 
     @property
     def path(self) -> Path:
@@ -79,7 +78,7 @@ class WeightVersion:
 
 
 class WeightStore:
-    """Versions under one directory, which is created if it is missing."""
+    """Versions under one directory, which is created if missing."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
@@ -95,9 +94,9 @@ class WeightStore:
     ) -> WeightVersion:
         """Publish ``tensors`` as version ``number``; tensors that share storage are written once.
 
-        ``check`` makes the text of ``check.json`` from the digest, while the tensors go to the disk.
-        ``content`` is their digest, if known. WeightsError if the number is negative or has other content,
-        or the disk refuses.
+        ``check`` makes the text of ``check.json`` from the digest, while tensors are written.
+        ``content`` is the digest, if known. Raises WeightsError if the number is negative or has
+        other content, or the disk fails.
         """
         if number < 0:
             raise WeightsError(f"weights: version {number} under {self.root}; allowed are numbers from 0")
@@ -110,7 +109,7 @@ class WeightStore:
         temporary = self.temporary()
         try:
             temporary.mkdir()
-            with ThreadPoolExecutor(3) as disk:  # each file waits for the device, all of them at once
+            with ThreadPoolExecutor(3) as disk:  # each file waits for the disk, in parallel
                 written = [disk.submit(_save, kept, temporary / TENSORS_FILE)]
                 content = digest(kept) if content is None else content  # while they are written
                 manifest = Manifest(SCHEMA, number, content, num_bytes, facts, tied)
@@ -131,9 +130,9 @@ class WeightStore:
         return version
 
     def adopt(self, temporary: Path, number: int, content: str) -> WeightVersion:
-        """Rename a whole version, filled in `temporary`; the version of a faster process is kept."""
+        """Rename a complete version, filled in `temporary`; a faster process's version is kept."""
         try:
-            # A directory never replaces one that is not empty: the rename is the exclusive create.
+            # Renaming never replaces a nonempty directory, so this is an exclusive create.
             temporary.rename(self.directory(number))
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -141,35 +140,32 @@ class WeightStore:
         return self._same(number, content)
 
     def temporary(self) -> Path:
-        """A new name for a directory to fill; `drop` removes leftovers of ended processes."""
         return self.root / f".tmp.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}"
 
     def numbers(self) -> list[int]:
-        """Every version, ascending."""
         return sorted(int(path.name) for path in self.root.iterdir() if path.name.isdigit())
 
     def get(self, number: int) -> WeightVersion:
-        """Version ``number``; WeightsError if it is absent or its manifest is not readable."""
+        """Version ``number``. Raises WeightsError if it is absent or its manifest unreadable."""
         manifest = self.manifest(number)
         return WeightVersion(number, manifest.digest, self.directory(number), manifest.num_bytes)
 
     def latest(self) -> WeightVersion | None:
-        """The highest number, None if nothing was published."""
         numbers = self.numbers()
         return self.get(numbers[-1]) if numbers else None
 
     def check_text(self, number: int) -> str | None:
-        """The text of a version's ``check.json``, None if it has none."""
+        """The text of a version's ``check.json``; None if absent."""
         try:
             return (self.directory(number) / CHECK_FILE).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
 
     def read(self, version: int | WeightVersion, *, verify: bool = True) -> dict[str, Tensor]:
-        """The tensors of a version, under every name they were published with; tied names share one tensor.
+        """A version's tensors under all published names; tied names share a tensor.
 
-        Memory-mapped and read-only: without ``verify`` nothing is read before it is used. WeightsError if
-        the version is absent, torn, altered, or not the announced content.
+        Memory-mapped and read-only: without ``verify`` bytes are read on use. Raises WeightsError
+        if the version is absent, torn, altered, or differs from the announced one.
         """
         number = version if isinstance(version, int) else version.number
         manifest = self.manifest(number)
@@ -183,9 +179,9 @@ class WeightStore:
         return {**tensors, **{alias: tensors[name] for alias, name in manifest.tied.items()}}
 
     def drop(self, keep_last: int, pinned: Collection[int] = ()) -> list[int]:
-        """Remove all but the ``keep_last`` highest versions and those ``pinned``; returns the numbers removed.
+        """Remove versions except the ``keep_last`` highest and ``pinned``; returns removed numbers.
 
-        Also removes half-written versions of processes of this machine that have ended.
+        Also removes incomplete versions of dead processes of this machine.
         """
         if keep_last < 1:
             raise WeightsError(
@@ -205,11 +201,10 @@ class WeightStore:
         return dropped
 
     def directory(self, number: int) -> Path:
-        """Directory of a version, whether it exists or not."""
         return self.root / f"{number:08d}"
 
     def manifest(self, number: int) -> Manifest:
-        """The manifest of a version; WeightsError if it is absent or not readable."""
+        """The manifest of a version. Raises WeightsError if it is absent or unreadable."""
         path = self.directory(number) / MANIFEST_FILE
         try:
             return parse_manifest(path.read_bytes(), number, path)
@@ -231,7 +226,7 @@ class WeightStore:
 
 
 def parse_manifest(text: bytes, number: int, where: object) -> Manifest:
-    """The manifest of version ``number``; WeightsError that names ``where`` if ``text`` is not a manifest."""
+    """The manifest of version ``number``. Raises WeightsError naming ``where`` if invalid."""
     try:
         manifest = msgspec.convert(unseal(text), Manifest)
     except (msgspec.ValidationError, ValueError) as error:
@@ -245,7 +240,7 @@ def parse_manifest(text: bytes, number: int, where: object) -> Manifest:
 
 
 def load_tensors(path: Path, announced: str, *, verify: bool = True) -> dict[str, Tensor]:
-    """The tensors of a file, memory-mapped; WeightsError if it is torn or has another digest."""
+    """A file's tensors, memory-mapped. Raises WeightsError if torn or if the digest differs."""
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -1,1 +1,1 @@
-"""A run's state on a worker between tasks: the host and its members, engine, replica, trajectory state and checkpoints."""
+"""A run's state on a worker between tasks: engine, replica, trajectory state and checkpoints."""

@@ -1,4 +1,4 @@
-"""The context of a host's members: their worker, their run, and messages from the scheduler."""
+"""The shared context of a run on a worker: worker, run, and the scheduler's messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from libra.worker.run_spec import RunSpec
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """One start of a run on one worker; ``model_dir`` is the model on this machine, ``environment`` is set up."""
+    """One start of a run on one worker, with its local model directory and environment (set up)."""
 
     worker: Worker
     spec: RunSpec
@@ -38,37 +38,34 @@ class WorkerContext:
 
     @property
     def name(self) -> str:
-        """The worker's name."""
         return str(self.worker.name)
 
     @property
     def address(self) -> str:
-        """Address of the worker."""
         return self.worker.address
 
     def report(self, *facts: Fact) -> None:
-        """As `FactSender.send`."""
         bound_key_cache()  # each task of a run reports something
         self._sender.send(*facts)
 
     def listen(self, op: str, handler: Callable[..., None]) -> None:
-        """Call ``handler`` with the fields of the scheduler's messages ``op`` about this start of the run.
+        """Call ``handler`` with each of the scheduler's messages ``op`` for this start of the run.
 
-        It runs on the worker's stream: it must not wait, and an exception would close the worker.
+        Runs on the worker's stream: the handler must not wait, and an exception closes the worker.
         """
         listeners = self.worker.stream_handlers.setdefault(op, _Listeners())
         assert isinstance(listeners, _Listeners)
         listeners[self.spec.run, self.spec.epoch] = handler
 
     def stop_listening(self) -> None:
-        """Remove all handlers of this start of the run."""
+        """Remove all handlers of this start."""
         for listeners in self.worker.stream_handlers.values():
             if isinstance(listeners, _Listeners):
                 listeners.pop((self.spec.run, self.spec.epoch), None)
 
 
 class _Listeners(dict[tuple[str, int], Callable[..., None]]):
-    """Handlers of one ``op`` by run and epoch; a message that names no run is for all of them."""
+    """Handlers of one ``op`` by (run, epoch); a message without a run goes to all of them."""
 
     def __call__(self, run: str | None = None, epoch: int = 0, **fields: Any) -> None:
         for of, handler in [*self.items()]:
@@ -77,14 +74,14 @@ class _Listeners(dict[tuple[str, int], Callable[..., None]]):
 
 
 class FactSender:
-    """Sends facts of one start of a run from a worker to the scheduler."""
+    """Sends a worker's facts of one start of a run to the scheduler."""
 
     def __init__(self, worker: Worker, run: str, epoch: int) -> None:
         self._worker, self._run, self._epoch = worker, run, epoch
         self._unsent: list[Fact] = []
 
     def send(self, *facts: Fact) -> None:
-        """Send facts, all of one turn of the worker's loop together, before any task that ends in it."""
+        """Send facts, batched per pass of the event loop, before any task that ends in the pass."""
         if threading.get_ident() != self._worker.thread_id:
             self._worker.loop.add_callback(self.send, *facts)
             return
@@ -93,7 +90,6 @@ class FactSender:
         self._unsent.extend(facts)
 
     def flush(self) -> None:
-        """Send waiting facts at once."""
         if self._unsent:
             packed = pack(self._unsent)
             self._unsent.clear()

@@ -1,21 +1,20 @@
 """Everything Libra uses of a Dask worker that is not public API (distributed 2026.8).
 
-``tests/worker/test_dask_worker.py`` is its contract: it fails if Dask changes, and then only this
-file has to change.
+``tests/worker/test_dask_worker.py`` is its contract: if Dask changes, that test fails, and only
+this file has to change.
 
 * A task that raises ``Reschedule`` has its exception and traceback pickled, unpickled and pickled
   again before the worker checks its type and discards it.
 * A task's priority arrives as the scheduler's, with the number of the worker's generation appended.
-* `distributed.system.MEMORY_LIMIT` is the least of what the machine has, its control group may use,
-  and ``ulimit`` allows.
+* `distributed.system.MEMORY_LIMIT` is the minimum of the machine's memory, its control group's
+  limit and ``ulimit``.
 * A worker's supply is two dicts of its state, ``total_resources`` and ``available_resources``.
-* A worker that joins has status running before its plugins are set up, but sends no heartbeat until
-  they are: one that takes longer than ``worker-ttl`` would count as dead and be restarted, again
-  and again.
+* A joining worker has status running while its plugins are set up, but sends no heartbeat: if setup
+  takes longer than ``worker-ttl``, Dask considers the worker dead and restarts it, repeatedly.
 * A worker is a `distributed.core.Server`: ``handlers`` answers requests of other workers by name,
-  ``rpc(address)`` sends them.
-* ``Client.cancel`` and a worker that closes do not stop a running coroutine; the task's state on
-  the worker shows it.
+  ``rpc(address)`` sends requests.
+* ``Client.cancel`` and a closing worker do not stop a running coroutine; the task's state on the
+  worker shows the cancellation.
 """
 
 from __future__ import annotations
@@ -57,31 +56,30 @@ def serve_worker(worker: Worker, op: str, handler: Callable[..., Any]) -> None:
 
 
 def stop_serving(worker: Worker, op: str) -> None:
-    """Answer them no longer."""
     worker.handlers.pop(op, None)
 
 
 async def ask_worker(worker: Worker, address: str, op: str, **fields: Any) -> Any:
-    """The answer of another worker, which is never None; `PEER_ERRORS`."""
+    """Another worker's answer, which is never None. Raises one of `PEER_ERRORS`."""
     answer = await getattr(worker.rpc(address), op)(**fields)
-    if answer is None:  # a worker logs that it does not know the request, and answers so
+    if answer is None:  # the answer to an unknown request, which the worker logs
         raise KeyError(f"{address} does not know {op}")
     return answer
 
 
 def memory_bytes() -> int:
-    """Memory that processes of this machine may use, by its operating system and container."""
+    """Memory that this machine's processes may use, by operating system and container."""
     return int(MEMORY_LIMIT)
 
 
 def cheap_reschedule() -> None:
-    """Make rescheduling cheap for this process's workers. A second call has no effect."""
+    """Make ``Reschedule`` cheap for this process's workers; idempotent."""
     distributed.worker.error_message = _error_message
 
 
 @contextmanager
 def heartbeat_during_setup(worker: Worker) -> Iterator[None]:
-    """Send heartbeats for this worker while one of its plugins is set up."""
+    """Send this worker's heartbeats while one of its plugins is set up."""
     heartbeat, joining = worker.periodic_callbacks["heartbeat"], _JOINING[worker.address]
     if not joining and heartbeat.is_running():  # it has already joined
         yield
@@ -98,13 +96,13 @@ def heartbeat_during_setup(worker: Worker) -> Iterator[None]:
 
 
 def still_wanted(worker: Worker, key: str) -> bool:
-    """Whether the scheduler still waits for this running task here, and the worker takes more work."""
+    """Whether the scheduler still wants this running task, and the worker accepts work."""
     ts = worker.state.tasks.get(key)
     return ts is not None and ts.state == "executing" and worker.status is Status.running
 
 
 def set_supply(worker: Worker, resource: str, count: int) -> None:
-    """Set the number of slots of this worker, without a task that takes some: no waiting task is woken."""
+    """Set this worker's number of slots; waiting tasks are not woken."""
     state = worker.state
     more = count - state.total_resources.get(resource, 0)
     state.total_resources[resource] = count
@@ -112,7 +110,7 @@ def set_supply(worker: Worker, resource: str, count: int) -> None:
 
 
 def takes(worker: Worker, resource: str) -> bool:
-    """Whether a task that takes slots of ``resource`` is on this worker and has not ended."""
+    """Whether an unfinished task on this worker holds slots of ``resource``."""
     return any(
         ts.state in _NOT_ENDED and (ts.resource_restrictions or {}).get(resource, 0) > 0
         for ts in worker.state.tasks.values()
@@ -120,18 +118,18 @@ def takes(worker: Worker, resource: str) -> bool:
 
 
 def resources_here(worker: Worker, key: str) -> dict[str, float]:
-    """The resources that a running task takes here."""
+    """The resources that a running task holds."""
     ts = worker.state.tasks.get(key)
     return dict(ts.resource_restrictions or {}) if ts is not None else {}
 
 
 def priority_here(worker: Worker, key: str) -> tuple[int, ...]:
-    """The priority that a running task was sent with, without Dask's suffix."""
+    """The priority with which a running task was sent, without Dask's suffix."""
     ts = worker.state.tasks.get(key)
     return tuple(ts.priority[:3]) if ts is not None and ts.priority is not None else (0,)
 
 
 def quantum_here(worker: Worker, key: str) -> int:
-    """The number of the quantum that a running task was sent for, as of `libra.keys.QUANTUM`."""
+    """The quantum number for which a running task was sent (`libra.keys.QUANTUM`); 0 if none."""
     ts = worker.state.tasks.get(key)
     return int((ts.annotations or {}).get(QUANTUM, 0)) if ts is not None else 0

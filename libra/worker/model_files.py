@@ -1,8 +1,8 @@
-"""The files of ``model.path`` on a worker, and the published versions of its weights there.
+"""The files of ``model.path`` and the published weight versions on a worker.
 
 Without shared storage a rollout worker fetches a version from the nearest worker that has it. The
-announcement of a version names its holders; if none of them answers, or the worker has just joined,
-it queries the scheduler.
+announcement of a version names such workers; if none answers, or the worker has just joined, the
+worker queries the scheduler.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOT_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.js
 
 
 def local_model(model: str) -> Path:
-    """Directory of a model on this machine; a Hugging Face id that the hub's cache lacks is fetched."""
+    """Directory of a model on this machine; downloads a Hugging Face id not in the cache."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import constants, snapshot_download
@@ -57,17 +57,17 @@ def local_model(model: str) -> Path:
 
 
 def collect_frozen() -> None:
-    """Free the modules of a closed engine or replica: they are frozen, and in reference cycles."""
+    """Free a closed engine's or replica's modules, which are frozen and in reference cycles."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
 
 
 def link_model(model_dir: Path, version: WeightVersion, directory: Path) -> None:
-    """Fill ``directory`` with links: all files of a model except its weights, and the weights of a version.
+    """Fill ``directory`` with links to a model's other files and to a version's weights.
 
-    The weights are a hard link if the file system supports it: a restarted engine process reads them
-    again, when the store may have dropped the version.
+    The weights are hard-linked if possible: a restarted engine may read them after the store drops
+    them.
     """
     for path in Path(model_dir).iterdir():
         if not path.name.endswith(NOT_WEIGHTS):
@@ -80,7 +80,7 @@ def link_model(model_dir: Path, version: WeightVersion, directory: Path) -> None
 
 
 class _Source(NamedTuple):
-    """A version, its digest if known, and its holders, nearest first."""
+    """A version, its digest if known, and addresses of workers that have it, nearest first."""
 
     version: int
     digest: str | None
@@ -88,9 +88,9 @@ class _Source(NamedTuple):
 
 
 class WorkerWeights:
-    """A worker's store of versions. The one that trains always uses the run's own registry.
+    """A worker's store of versions; a training worker always uses the run's own registry.
 
-    With ``weights.transfer=peer`` workers that train or generate offer their versions at ``offered``.
+    With ``weights.transfer=peer``, its versions are offered to other workers at ``offered``.
     """
 
     def __init__(self, worker: Worker, spec: RunSpec) -> None:
@@ -106,17 +106,16 @@ class WorkerWeights:
         self._source: _Source | None = None
 
     def close(self) -> None:
-        """Stop serving versions."""
         if self._server is not None:
             self._server.close()
 
     def announced(self, version: int, holders: Sequence[Sequence[Any]], digest: str | None) -> None:
-        """Record that the scheduler announced a version and its holders."""
+        """Note an announced version and the workers that have it."""
         if holders and (self._source is None or version >= self._source.version):
             self._source = _source(version, holders, digest)
 
     async def newest(self) -> WeightVersion | None:
-        """The newest version, in a directory that this worker can read, if any; WeightsError if no server has it."""
+        """The newest version, readable here, or None. Raises WeightsError if no worker has it."""
         if not self._fetches:
             return await asyncio.to_thread(self.store.latest)
         source, asked = self._source, False
@@ -131,7 +130,7 @@ class WorkerWeights:
             if answer["version"] < 0:
                 return None
             if source is not None and asked and answer["version"] <= source.version:
-                raise failed  # no newer version was announced meanwhile, for which its holders might have dropped it
+                raise failed  # no newer version was announced, for which workers might have dropped this one
             source = self._source = _source(answer["version"], answer["holders"], answer["digest"])
             asked = True
 

@@ -1,19 +1,19 @@
-"""A worker that can change roles: carries out each stage that the scheduler sends, and reports its end and seconds.
+"""A worker that can switch roles: carries out the stages of a switch, and reports end and seconds.
 
-`libra.scheduler.worker_roles` sends the stages (`libra.policy.role_changes`). Here ``rollout`` is
-an engine that serves, ``train`` a replica that computes slices for the core's pool
-(`libra.train.hybrid_pool`), ``lent`` nothing. A replica that loses the core reconnects: to the same
-pool if it was only dropped, or to the next one.
+`libra.scheduler.worker_roles` sends the stages (`libra.policy.role_changes`). Role ``rollout``
+serves with an engine, ``train`` computes slices with a replica for the core's pool
+(`libra.train.hybrid_pool`), ``lent`` does nothing. A replica that loses the core reconnects to the
+same pool if only the connection was lost, or else to the next pool.
 
 Invariants
 ----------
-1. One stage at a time, in order of arrival. A stage of an outdated change is not begun, and a drain
-   under way ends; any other stage is finished first.
-2. Every error is reported as a failure of the stage; a handler of the stream never raises.
+1. Stages run one at a time, in order of arrival. A stage of an outdated switch does not start, and
+   a running drain of one ends early; any other running stage is finished first.
+2. Every error is reported as a failure of the stage; a stream handler never raises.
 3. Engine and replica are never in memory together: one is released before the other starts.
-4. A reconnecting worker starts no role without a message.
-5. The scheduler withdraws slots before a drain; here they are zeroed when no task that takes one is
-   left, and restored before the worker reports its new role.
+4. A reconnecting worker starts no role before the scheduler's message.
+5. The scheduler withdraws slots before a drain; the worker sets its own slots to zero when no task
+   holds one, and restores them before it reports its new role.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Pool = tuple[int, str, int]
 
 
 class RoleMember:
-    """One per host whose worker can change roles; created before its ``engine`` starts."""
+    """Role switches of one worker in a run; created before ``engine`` starts."""
 
     def __init__(self, context: WorkerContext, engine: WorkerEngine) -> None:
         self.context, self.engine = context, engine
@@ -76,7 +76,7 @@ class RoleMember:
     # ---------------------------------------------------------------- lifecycle
 
     async def came_back(self) -> bool:
-        """Whether the scheduler had this worker before; then it waits for a message before it starts a role."""
+        """Whether the scheduler already knows this worker, which then awaits a role message."""
         spec, worker = self.context.spec, self.context.worker
         known: bool = await worker.scheduler.libra_role_known(run=spec.run, epoch=spec.epoch, worker=self.context.name)
         if known:
@@ -85,14 +85,14 @@ class RoleMember:
         return known
 
     def announce(self) -> None:
-        """Register for the scheduler's messages, and report this worker and the role it was started for."""
+        """Subscribe to the scheduler's messages, and report this worker and its initial role."""
         self.context.listen("libra-role", lambda **message: self.heard(message))
         self._worker_task = asyncio.ensure_future(self._work())
         share = asdict(self.share)
         self.context.report(RoleMemberJoined(self.context.name, self.base.tp, self.base.slots, share))
 
     def heard(self, message: dict[str, Any]) -> None:
-        """Handle a message of the scheduler; called on the event loop, so it must not wait or raise."""
+        """Handle a message of the scheduler, on the event loop; must not wait or raise."""
         if message["pool"] is not None:
             self.training.pool_opened(tuple(message["pool"]))
         if message["stage"] is not None and message["generation"] >= self.number:
@@ -100,7 +100,7 @@ class RoleMember:
             self._stages.put_nowait(message)
 
     def close(self) -> None:
-        """Stop; the worker supplies what it was started with."""
+        """Stop, and restore the initial number of slots."""
         self.leaving = True
         if self._worker_task is not None:
             self._worker_task.cancel()
@@ -141,7 +141,6 @@ class RoleMember:
         self.context.report(RoleStageFailed(name, generation, detail[:1000]))
 
     async def _drain(self, number: int) -> None:
-        """Let running work end, or abort it after ``cluster.drain_timeout_s``; a newer change ends the wait."""
         self.leaving = True
         timeout_s = self.context.spec.config.cluster.drain_timeout_s
         if self.training.in_pool:
@@ -152,12 +151,12 @@ class RoleMember:
     async def _idle(self, number: int, until_s: float | None = None) -> None:
         while takes(self.context.worker, keys.ROLLOUT) and number == self.number:
             if until_s is not None and time.monotonic() > until_s:
-                await self.engine.serving.sleep(abort=True)  # turns under way are returned to the scheduler
+                await self.engine.serving.sleep(abort=True)  # running turns return to the scheduler
                 until_s = None
             await asyncio.sleep(LOOKS_EVERY_S)
 
     async def _sleep(self) -> None:
-        if self.training.in_pool:  # a newer change ended its drain
+        if self.training.in_pool:  # a newer switch ended the drain
             self.leaving = True
             await self.training.leave(None)
         await self.engine.serving.sleep()
@@ -185,16 +184,15 @@ class RoleMember:
                 engine.kind = before
                 raise
             self._built = kind
-        else:  # a drain that was ended early: all slots must be free before the worker supplies them again
+        else:  # after an early end of a drain: all slots must be free before the worker offers them again
             await self._idle(self.number)
         set_supply(self.context.worker, keys.ROLLOUT, kind.slots)
 
 
 class HybridTraining:
-    """The replica of a worker that can change roles, and its service in the pool.
+    """The replica of a worker that can switch roles, and the replica's service in the pool.
 
-    ``stage_done`` (stage, start on the performance counter) and ``failed`` (error) report events of the
-    service.
+    Callbacks: ``stage_done(stage, start in perf_counter seconds)`` and ``failed(error)``.
     """
 
     def __init__(
@@ -211,18 +209,17 @@ class HybridTraining:
 
     @property
     def in_pool(self) -> bool:
-        """Whether it serves the pool, or must still leave a broken service."""
+        """Whether the replica serves the pool, or has yet to leave a broken service."""
         return self._service is not None
 
     def pool_opened(self, pool: Pool) -> None:
-        """The core accepts hybrid replicas at this address."""
         self._pool = pool
         self._pool_changed.set()
 
     async def start(self) -> None:
-        """Build a replica, unless one exists, and join the core; its weights arrive while the core continues."""
+        """Build a replica if there is none, and join the core's pool."""
         if self._service is not None and not self._service.done():
-            return  # its drain had not begun
+            return  # the drain had not started
         if self._pool is None:
             raise TransferError("no core replica accepts hybrid replicas now; request the change again later")
         if self._replica is None:
@@ -233,7 +230,7 @@ class HybridTraining:
         self._service = asyncio.ensure_future(self._serve(self._hybrid))
 
     async def leave(self, timeout_s: float | None) -> None:
-        """End the service: the current slice is finished, or goes to the core after ``timeout_s``."""
+        """End the service after the current slice; after ``timeout_s`` the core takes the slice."""
         self._leaving = True
         self._pool_changed.set()
         assert self._service is not None
@@ -249,13 +246,11 @@ class HybridTraining:
         self._service = self._hybrid = None
 
     async def drop_replica(self) -> None:
-        """Free the replica's memory."""
         if self._replica is not None:
             self._replica = None
             await asyncio.to_thread(collect_frozen)
 
     def close(self) -> None:
-        """Abort the service."""
         self._leaving = True
         if self._service is not None:
             self._service.cancel()
@@ -292,7 +287,6 @@ class HybridTraining:
                 self._failed(error)
 
     async def _reconnect(self, used: Pool | None) -> HybridReplica | None:
-        """The replica in the same pool or the next one; None if it must leave first."""
         while not self._leaving:
             pool = self._pool
             self._pool_changed.clear()

@@ -1,7 +1,7 @@
-"""The facts of a run that every worker needs, sent once when the run starts; tasks then refer to the run by name.
+"""A run's facts for all workers, sent once when the run starts; tasks then name the run.
 
-The run's secret travels inside the spec over an encrypted connection, else through a file that only
-its owner can read: Dask sends pickled data, which anyone on the network can read over ``tcp://``.
+The run's secret travels inside the spec over an encrypted connection, else in a file that only its
+owner can read: Dask sends pickled data, which anyone on the network can read over ``tcp://``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from libra.types import TrajectoryId
 
 
 class _Below:
-    """A path in the directory of a run."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -31,7 +29,7 @@ class _Below:
 
 
 class RunFiles:
-    """The files of a run."""
+    """Paths of a run's files."""
 
     __slots__ = ()
     directory: Path
@@ -52,46 +50,30 @@ class RunFiles:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory(RunFiles):
-    """The directory of a run that has not been read yet."""
+    """The directory of a run whose configuration is not read yet."""
 
     directory: Path
 
 
 @dataclass(frozen=True, slots=True)
 class RunSpec(RunFiles):
-    """A started run.
-
-    Attributes
-    ----------
-    epoch : int
-        Number of this start of the run, from 0.
-    directory : Path
-        The run directory, on storage that every worker and the scheduler reach.
-    model_dir : str
-        Resolved model: a directory, or a Hugging Face id.
-    environment : Environment or None
-        An object given to ``libra.train``; None if ``config.environment`` describes it.
-    from_checkpoint : Path or None
-        Directory, checked and without links, whose weights are version 0; None for ``model_dir``.
-    secret : str
-        Secret by which workers authenticate each other in transfers.
-    """
+    """One start of a run."""
 
     run: str
-    epoch: int
-    directory: Path
-    model_dir: str
+    epoch: int  # number of this start of the run, from 0
+    directory: Path  # run directory, on storage that all workers and the scheduler reach
+    model_dir: str  # resolved model: a directory, or a Hugging Face id
     config: RunConfig
-    environment: Environment | None = None
-    from_checkpoint: Path | None = None
-    secret: str = field(default="", repr=False)
+    environment: Environment | None = None  # object given to ``libra.train``; None: the configured one
+    from_checkpoint: Path | None = None  # verified, resolved directory of version 0; None: ``model_dir``
+    secret: str = field(default="", repr=False)  # authenticates transfers between workers
 
     def key(self, node: str, *indices: int, split: str = "train") -> str:
-        """Dask key of one node of this start of the run."""
+        """Dask key of a node in this start of the run."""
         return keys.make(node, indices, epoch=self.epoch, run=self.run, split=split)
 
     def make_environment(self) -> Environment:
-        """The environment, the same on every worker."""
+        """Build the environment, equally on every worker."""
         section, tool_format = self.config.environment, self.config.rollout.tool_format
         environment = self.environment
         if environment is None:
@@ -104,13 +86,13 @@ class RunSpec(RunFiles):
 
     @property
     def back_off(self) -> BackOff:
-        """Retries of calls that an API refuses for now."""
+        """Back-off for calls that an API temporarily refuses."""
         return BackOff(self.config.environment.retries, seed=self.config.run.seed)
 
     def turn_seed(self, tid: TrajectoryId, turn: int, draw: int = 0) -> int:
-        """Seed of one generation, from the run's seed and the position only; ``draw`` counts fresh attempts.
+        """Seed of one generation, from the run's seed and position; ``draw`` counts fresh attempts.
 
-        Split "eval" leaves out the iteration (a weight version): all evaluations have the same seeds.
+        For split "eval" the iteration is ignored, so that all evaluations share seeds.
         """
         iteration = tid.iteration if tid.split == "train" else 0
         text = f"{self.config.run.seed}/{tid.split}/{iteration}/{tid.group}/{tid.sample}/{turn}"
@@ -124,10 +106,7 @@ ENCRYPTED = ("tls://", "inproc://")
 
 
 def sendable_spec(spec: RunSpec, scheduler: str) -> tuple[RunSpec, Path | None]:
-    """``spec`` as the scheduler at that address may send it, and the file with the secret that it then lacks, if any.
-
-    A run without connections between its workers leaves no file.
-    """
+    """``spec`` as that scheduler may send it, and the file with its secret if that is separate."""
     if scheduler.startswith(ENCRYPTED):
         return spec, None
     config, path = spec.config, None
@@ -139,7 +118,7 @@ def sendable_spec(spec: RunSpec, scheduler: str) -> tuple[RunSpec, Path | None]:
 
 
 def with_secret(spec: RunSpec, path: Path | None) -> RunSpec:
-    """The spec with its secret again, on a worker; ClusterError if the file cannot be read there."""
+    """Restore the secret of a spec on a worker. Raises ClusterError if the file is unreadable."""
     try:
         return spec if path is None else replace(spec, secret=path.read_text())
     except OSError as error:
@@ -150,5 +129,4 @@ def with_secret(spec: RunSpec, path: Path | None) -> RunSpec:
 
 
 def forget_secret(directory: Path) -> None:
-    """Remove the file from the run directory, if there is one."""
     (directory / SECRET_FILE).unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""The lifecycle of a run's objects on a worker between tasks: engine, replica, environment, trajectory states.
+"""The lifecycle of a run's objects on a worker: engine, replica, environment, trajectory states.
 
-A WorkerPlugin, because a nanny that restarts a worker installs it again. The worker's resources
+A WorkerPlugin, so that a nanny that restarts a worker installs it again. The worker's resources
 decide what is built: ROLLOUT an engine, TRAIN a replica, COMMIT the zarr store, GRADE the rows of
-graded groups, TEACHER the teacher. Dask logs an error of the setup on the worker only, and still
-reports the worker as running; the runtime reports the error (`libra.scheduler.worker_watch`).
+graded groups, TEACHER the teacher. Dask logs a setup error only on the worker and still calls the
+worker running, so the runtime reports the error (`libra.scheduler.worker_watch`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _CLEARING: WeakKeyDictionary[Worker, set[asyncio.Event]] = WeakKeyDictionary()
 
 
 class WorkerRuntime(WorkerPlugin):
-    """One per worker and run; ``secret_file`` has the run's secret, for a ``spec`` without it."""
+    """One worker's part of a run; ``secret_file`` holds the run's secret if ``spec`` does not."""
 
     idempotent = False
     context: WorkerContext
@@ -87,12 +87,12 @@ class WorkerRuntime(WorkerPlugin):
 
     @property
     def training(self) -> Trainer:
-        """The trainer; only on a worker that trains."""
+        """The trainer; asserts that this worker trains."""
         assert self.trainer is not None, f"{self.context.name} was given a task of training and supplies no TRAIN"
         return self.trainer
 
     async def setup(self, worker: Worker) -> None:
-        """Build for this worker's resources. An error is reported to the scheduler, and raised in a starting driver."""
+        """Build what this worker's resources require; reports and raises any error."""
         self._parts = AsyncExitStack()
         with heartbeat_during_setup(worker):
             await _cleared(worker)
@@ -106,7 +106,7 @@ class WorkerRuntime(WorkerPlugin):
         self.context.report(WorkerReady(self.context.name))
 
     async def teardown(self, worker: Worker) -> None:
-        """Close everything that was built, in reverse order."""
+        """Close everything in reverse order of its construction."""
         done = asyncio.Event()
         _CLEARING.setdefault(worker, set()).add(done)
         try:
@@ -159,7 +159,7 @@ class WorkerRuntime(WorkerPlugin):
             await self.quanta.agents.start()
         if self.roles is not None:
             self.roles.announce()
-        # A full collection would walk through half a million objects of torch and transformers again and again.
+        # Every full collection would walk through half a million objects of torch and transformers.
         gc.collect()
         gc.freeze()
 
@@ -232,14 +232,14 @@ class WorkerRuntime(WorkerPlugin):
 
 
 def runtime_here(run: str) -> WorkerRuntime:
-    """As `runtime_of`, for tasks that write; FencedOff after a newer start of the run."""
+    """`runtime_of` for tasks that write. Also raises FencedOff after a newer start of the run."""
     host = runtime_of(run)
     host.context.epoch.check()
     return host
 
 
 def runtime_of(run: str) -> WorkerRuntime:
-    """The runtime of a run on this task's worker; EnvironmentFault if it has none, or its setup failed."""
+    """A run's runtime on this task's worker. Raises EnvironmentFault if missing or failed."""
     worker = get_worker()
     host = worker.plugins.get(host_name(run))
     if not isinstance(host, WorkerRuntime):

@@ -1,4 +1,4 @@
-"""Queries an engine's layers and a probe, and compares the answers with the check published with a version."""
+"""Queries an engine's layers and log-probabilities, and compares them with a version's check."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Questions to an engine about a version: its check, ``columns`` by layer, and their values expected."""
+    """Questions about a version: its check, ``columns`` to read by layer, and expected values."""
 
     version: WeightVersion
     check: VersionCheck
@@ -45,16 +45,16 @@ class Questions:
 
 
 class EngineCheck:
-    """The check of one worker's engines, with tolerances that are None before they are measured."""
+    """The check of one worker's engines; tolerances are None until measured."""
 
     def __init__(self, store: WeightStore) -> None:
         self.store = store
         self.calibration: ProbeCalibration | None = None
 
     async def questions(self, engine: RolloutEngine, version: WeightVersion, before: Iterable[int]) -> Questions:
-        """Questions for an engine that could hold one of the versions ``before`` instead.
+        """Questions for an engine that may still hold a version of ``before``.
 
-        WeightsError if the file differs from what the trainer hashed.
+        Raises WeightsError if the file differs from the trainer's digest.
         """
         check = await asyncio.to_thread(self._published, version)
         reads = isinstance(engine, ReadsColumns)
@@ -88,7 +88,7 @@ class EngineCheck:
             )
 
     async def calibrate(self, engine: RolloutEngine, check: VersionCheck) -> None:
-        """Measure unknown tolerances: the differences of trainer and engine at version 0, which the engine holds now."""
+        """Measure missing tolerances at version 0; use the widest if the engine has moved on."""
         if self.calibration is not None:
             return
         first = check if check.version == 0 else as_first(check)
@@ -99,7 +99,7 @@ class EngineCheck:
             self.calibration = calibrate(first, await _answers(engine, first, {}))
 
     async def verdict(self, engine: RolloutEngine, questions: Questions) -> CheckVerdict:
-        """Whether the engine holds the version; tolerances that are not known yet are measured at this version."""
+        """Whether the engine holds the version; missing tolerances are measured if it passes."""
         check = questions.check
         answers = await _answers(engine, check, questions.columns)
         verdict = judge(check, questions.expected, answers, self.calibration or uncalibrated(check.dtype))

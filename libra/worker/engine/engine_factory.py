@@ -1,8 +1,8 @@
-"""The engine of a rollout worker, from the configuration and the resources that the worker declares.
+"""The engine of a rollout worker, from the configuration and the worker's declared resources.
 
-A worker declares its engine by its resources: ROLLOUT (slots), and TP, THREADS and PASS_US if its
-engine differs from the configuration. Engines of one kind, tensor-parallel degree, number of
-threads and minimum seconds per pass are one *bucket*.
+ROLLOUT is the number of slots; TP, THREADS and PASS_US are declared if the engine differs from the
+configuration. Engines with equal kind, tensor-parallel degree, number of threads and minimum
+seconds per pass form one *bucket*.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _SERVED_TYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a machine that an engine may use, in the format of environment variables; empty if not set.
+    """An engine's part of a machine, as values of environment variables; empty if unset.
 
-    ``cores``: a list per tensor-parallel rank, as "0-3|4-7", or "nobind". ``devices``: GPUs, as "0,1".
+    ``cores``: a list per tensor-parallel rank ("0-3|4-7"), or "nobind". ``devices``: GPUs ("0,1").
     """
 
     cores: str = ""
@@ -47,12 +47,11 @@ class Share:
 
     @classmethod
     def of_worker(cls) -> Share:
-        """The share of this process."""
         return cls(os.environ.get("VLLM_CPU_OMP_THREADS_BIND", ""), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     @classmethod
     def joined(cls, shares: Sequence[Share]) -> Share:
-        """The union of shares, for one engine; its first ranks are on the first share."""
+        """The union of shares, for one engine; the first ranks use the first share."""
         cores, devices = [share.cores for share in shares], [share.devices for share in shares]
         bound = all(cores) and "nobind" not in cores
         return cls("|".join(cores) if bound else "nobind", ",".join(devices) if all(devices) else "")
@@ -60,30 +59,18 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """The settings in which engines of a run may differ.
+    """The settings in which engines of a run may differ."""
 
-    Attributes
-    ----------
-    engine : str
-        "transformers", "vllm", or ``package.module:attribute`` of one's own.
-    threads : int or None
-        Torch threads, per tensor-parallel rank; None for all cores.
-    share : Share or None
-        Its part of the machine; None for its worker's part.
-    min_pass_s : float
-        Minimum seconds of each of its passes.
-    """
-
-    engine: str
+    engine: str  # "transformers", "vllm", or ``package.module:attribute`` of a user's engine
     slots: int
     tp: int = 1
-    threads: int | None = None
-    share: Share | None = None
-    min_pass_s: float = 0.0
+    threads: int | None = None  # Torch threads per tensor-parallel rank; None: all cores
+    share: Share | None = None  # the engine's part of the machine; None: the worker's part
+    min_pass_s: float = 0.0  # minimum seconds per pass
 
     @classmethod
     def of(cls, config: RunConfig, supply: Mapping[str, float]) -> EngineKind:
-        """The engine of a worker with these resources."""
+        """The engine kind of a worker with resources ``supply``."""
         threads = int(supply.get(keys.THREADS, 0)) or config.cluster.threads
         tp, min_pass_s = int(supply.get(keys.TP, 0)) or config.rollout.tp, supply.get(keys.PASS_US, 0) / 1e6
         check_parallel(config.rollout.engine, tp)
@@ -91,18 +78,18 @@ class EngineKind:
 
     @property
     def fields(self) -> EngineKindFields:
-        """Plain data for the scheduler."""
+        """The kind as plain data, for the scheduler."""
         return EngineKindFields(self.engine, self.bucket, self.tp, self.slots)
 
     @property
     def bucket(self) -> str:
-        """Name of its capacity class, as ``vllm-tp2-threads1``."""
+        """Name of the engine's capacity class, such as ``vllm-tp2-threads1``."""
         threads = f"-threads{self.threads}" if self.threads is not None else ""
         return f"{self.engine}-tp{self.tp}{threads}" + (f"-pass{1e3 * self.min_pass_s:g}ms" if self.min_pass_s else "")
 
 
 def check_parallel(engine: str, tp: int) -> None:
-    """EngineError if engines of this kind cannot have this tensor-parallel degree."""
+    """Raise EngineError if engines of this kind do not support tensor-parallel degree ``tp``."""
     if engine != "vllm" and tp not in (degrees := _degrees(engine)):
         can = f"has tp_degrees={degrees}" if is_named(engine) else "has no tensor parallelism"
         raise EngineError(
@@ -112,7 +99,6 @@ def check_parallel(engine: str, tp: int) -> None:
 
 
 def _degrees(name: str) -> tuple[int, ...]:
-    """Tensor-parallel degrees of an engine that is not vLLM; ConfigError if it declares something else."""
     degrees = getattr(named_part(ENGINE, name), "tp_degrees", (1,)) if is_named(name) else (1,)
     if not isinstance(degrees, tuple | list) or not degrees or any(type(tp) is not int or tp < 1 for tp in degrees):
         raise ConfigError(f"{ENGINE}: {name!r} has tp_degrees={degrees!r}; it is a tuple of whole numbers, e.g. (1, 2)")
@@ -120,7 +106,7 @@ def _degrees(name: str) -> tuple[int, ...]:
 
 
 def check_engine(config: RunConfig) -> None:
-    """ConfigError if this machine lacks the configured engine, or a budget for KV does not hold one context."""
+    """Raise ConfigError if the engine is not installed or its KV budget holds no full context."""
     rollout, name = config.rollout, config.rollout.engine
     if is_named(name):
         check_own_engine(name)
@@ -186,7 +172,7 @@ def _check_host_memory(each_gib: float | None, engines: int = 1) -> None:
 
 
 def check_own_engine(name: str) -> None:
-    """ConfigError unless ``name`` is a `libra.rollout.engine.EngineFactory`; a class needs an engine's methods."""
+    """Raise ConfigError unless ``name`` is an `EngineFactory` with all methods of an engine."""
     from libra.rollout.engine import RolloutEngine
 
     factory = named_function(ENGINE, name, ENGINE_CALL, **dict.fromkeys(_REQUIRED))
@@ -199,7 +185,7 @@ def check_own_engine(name: str) -> None:
 
 
 def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: int = 0) -> RolloutEngine:
-    """An engine that serves the weights in ``model_dir`` as ``version``, not started."""
+    """An engine, not yet started, that serves the weights in ``model_dir`` as ``version``."""
     rollout = config.rollout
     limits: dict[str, Any] = {"slots": kind.slots, "max_context_tokens": rollout.max_context_tokens, "version": version}
     options: dict[str, Any] = {
@@ -237,7 +223,7 @@ def make_engine(config: RunConfig, kind: EngineKind, model_dir: Path, version: i
 
 
 def stats_of(engine: RolloutEngine) -> dict[str, float]:
-    """An engine's counters, for the ``version_served`` event."""
+    """An engine's counters for the ``version_served`` event."""
     stats = engine.stats()
     counted = ("generated_tokens", "prefilled_tokens", "cached_tokens", "steps", "drafted_tokens", "accepted_tokens")
     found: dict[str, float] = {name: getattr(stats, name) for name in counted}

@@ -1,21 +1,22 @@
-"""KV objects from worker to worker: a trajectory that changes its home takes its KV along.
+"""Moves a trajectory's KV cache from worker to worker when its KV owner changes.
 
-The scheduler announces a change of home, with the address of the old one, before it sends the task.
-The new home asks there for the KV, hands it to its engine, and generates::
+The scheduler announces the change, with the address of the old owner, before it sends the task. The
+new owner requests the KV, gives it to its engine, and generates::
 
-    new home -> trajectory, version
-    old home -> header and bytes of the object, or the reason for their absence
-    new home -> kept: the old home frees its own
+    new owner -> trajectory, version
+    old owner -> header and bytes of the object, or the reason for their absence
+    new owner -> kept: the old owner frees its copy
 
-Channels are authenticated by the run's secret; memory of this machine is read in place.
+Channels are authenticated by the run's secret; on the same machine, memory is read in place.
 
 Invariants
 ----------
-1. After any fault (the old home is gone, silent, or has other weights; bytes are missing or
-   changed) the context is computed again, and the report has the reason. No trajectory waits longer
-   than `GIVE_UP_S` for its KV, and none for a home that did not answer within the last `SILENT_S`.
-2. The old home frees its KV only when the new one has it.
-3. An engine that was put to sleep leaves its KV in host memory until it is woken.
+1. After any fault (the old owner is gone, silent or has other weights; bytes are missing or
+   changed) the new owner prefills the context again, and the report gives the reason. A trajectory
+   waits at most `GIVE_UP_S` for its KV, and not at all for an owner that was silent in the last
+   `SILENT_S`.
+2. The old owner frees its KV only after the new owner has it.
+3. An engine that is put to sleep leaves its KV in host memory until it wakes.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ PURPOSE = "kv"
 GIVE_UP_S = 10.0
 """Seconds after which a transfer is abandoned; its bytes no longer count when they arrive."""
 SILENT_S = 30.0
-"""Seconds for which a home that did not answer is not asked again; connections to it have ended by then."""
+"""Seconds without requests to a KV owner that did not answer; its connections have ended by then."""
 ASKED_AT_ONCE, ASKED_OF_ONE = 8, 2
-"""Most requests at once to all homes and to one: a stopped home blocks only its share of threads."""
+"""Most concurrent requests to all KV owners, and to one: a stopped owner blocks only its share."""
 KEPT_NOTICES = 4096
-"""Announced changes of home whose task has not come yet; older ones were cancelled."""
+"""Most announced owner changes without their task; older announcements were cancelled."""
 
 
 def give(channel: Channel, request: dict[str, Any], kv: KVObject) -> bool:
-    """Answer a request with an object; whether the other side kept it."""
+    """Answer a request with a KV object; returns whether the new owner kept it."""
     send_views(channel, [kv.data.data], request, kv=kv.header())
     return bool((channel.recv_frame() or {}).get("kept"))
 
@@ -65,10 +66,10 @@ def give(channel: Channel, request: dict[str, Any], kv: KVObject) -> bool:
 def ask(
     address: Address, secret: str, trajectory_id: str, version: int, limit_bytes: int, *, neighbours: bool = True
 ) -> KVObject:
-    """The KV of a trajectory under weights ``version`` from the worker at ``address``, read in place on this machine.
+    """The KV of a trajectory at weights ``version``, from the worker at ``address``.
 
-    KVRefused if it has none or more than ``limit_bytes``, or the bytes changed; TransportError or
-    OSError without answer.
+    Raises KVRefused if the worker has no such KV or more than ``limit_bytes``, or if the bytes
+    changed; TransportError or OSError without an answer.
     """
     with contextlib.closing(connect(address, secret, purpose=PURPOSE, silence_s=GIVE_UP_S)) as channel:
         channel.send_frame(
@@ -91,8 +92,6 @@ def ask(
 
 @dataclass(slots=True)
 class _Brought:
-    """The outcome of a change of home."""
-
     took_s: float = 0.0
     num_bytes: int = 0
     num_tokens: int = 0
@@ -101,14 +100,12 @@ class _Brought:
 
 @dataclass(slots=True)
 class _Home:
-    """Where KV is asked for: the turns of its requests, and until when (monotonic seconds) none is made."""
-
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(ASKED_OF_ONE))
     silent_until_s: float = 0.0
 
 
 class KVTransfers:
-    """Gives and takes the KV of one worker's engine; ``limit_bytes`` is the size of its pool."""
+    """Sends and receives the KV of a worker's engine; ``limit_bytes`` is the KV pool's size."""
 
     def __init__(self, context: WorkerContext, serving: Serving, limit_bytes: int) -> None:
         self._context, self._serving, self._limit_bytes = context, serving, limit_bytes
@@ -121,21 +118,20 @@ class KVTransfers:
         self.address = self._server.address
 
     def close(self) -> None:
-        """Stop giving and taking KV."""
         self._server.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def announced(self, key: str, home: Sequence[Any] | None, move: Mapping[str, Any], **extra: Any) -> None:
-        """The next generation of task ``key`` changes its home; ``home`` has its KV, None if no worker has.
+        """Note that task ``key`` changes its KV owner from ``home`` (None if no worker has its KV).
 
-        ``move``: the fields of `libra.facts.HomeChanged` from home to sent.
+        ``move`` has the fields of `libra.facts.HomeChanged` from home to sent.
         """
         self._announced[key] = None if home is None else (str(home[0]), int(home[1])), move
         while len(self._announced) > KEPT_NOTICES:
             self._announced.popitem(last=False)
 
     async def generate(self, key: str, request: TurnRequest) -> TurnOutput:
-        """One turn, with the KV that was announced for it, if it comes."""
+        """Generate one turn, with the announced KV if it arrives."""
         if key not in self._announced:
             return await self._serving.generate(request)
         home, move = self._announced.pop(key)

@@ -1,26 +1,24 @@
-"""The engine of one worker and one run, which serves a version only once it has shown that it holds it.
+"""The engine of one worker in one run, which serves a version only after a check of its weights.
 
-``pull`` loads the newest version and checks it. An engine that disagrees is quarantined: closed,
-restarted from the version's own file, and checked again. If it disagrees a second time it stays out
-of service, and every quantum sent here fails with an EngineError. ``sleep`` closes the engine to
-free its memory; ``wake`` builds one from the newest version's own files, and has it checked.
+``pull`` loads the newest version and checks the engine. An engine that fails is quarantined:
+closed, restarted from the version's file, and checked again. After a second failure the engine is
+out of service, and every quantum sent to it fails with an EngineError. ``sleep`` closes the engine
+to free memory; ``wake`` builds an engine from the newest version's file and checks it.
 
 Invariants
 ----------
-1. No token of a version that has not passed leaves `Serving.generate`: a turn with such tokens
-   waits for the verdict, and is generated again if the engine is quarantined.
-2. One load, check or restart at a time. A version whose file is not the announced one changes
-   nothing.
-3. An engine whose process was replaced (its ``restarts`` grew) is checked again before any token
-   counts.
-4. Tolerances are measured at version 0 and kept. An engine of another kind measures its own at the
-   version that it was woken with, once it has passed the check of that version.
+1. `Serving.generate` returns no token of an unverified version: a turn with such tokens waits for
+   the check, and is generated again if the engine is quarantined.
+2. At most one load, check or restart runs at a time. A version whose file differs from the
+   announced one changes nothing.
+3. An engine whose process was replaced (``restarts`` grew) is checked again before any of its
+   tokens counts.
+4. Tolerances are measured at version 0 and kept. A different kind of engine must first pass the
+   check of the version that woke it, and then measures its own tolerances there.
 5. Between the call of ``sleep`` and the end of ``wake`` no generation starts, and each request ends
-   with EngineAsleep. A generation under way ends as usual, or is aborted and its tokens are
-   dropped.
-6. A failure or cancellation leaves one of two states. ``sleep`` that still waits for turns returns
-   to serving; a later one, and ``wake`` at any point, leave the engine asleep with nothing in
-   memory.
+   with EngineAsleep. A running generation ends normally, or is aborted and its tokens are dropped.
+6. If ``sleep`` fails or is cancelled while it waits for running turns, the engine serves again.
+   A later failure of ``sleep``, or any failure of ``wake``, leaves it asleep with its memory free.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ TRIES = 4
 
 @dataclass(slots=True)
 class EngineStarter:
-    """Builds engines, and links to their files in ``scratch``."""
+    """Builds engines; keeps links to their files in ``scratch``."""
 
     model_dir: Path
     build: Build
@@ -71,7 +69,7 @@ class EngineStarter:
     _links: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)
 
     def make(self, version: WeightVersion | None) -> RolloutEngine:
-        """An engine, not started, of a version's own files; None for version 0 in the model's directory."""
+        """An engine, not yet started, from a version's file, or from ``model_dir`` (version 0)."""
         if version is None:
             return self.build(self.model_dir, 0)
         self._links.append(tempfile.TemporaryDirectory(prefix="libra-engine-", dir=self.scratch))
@@ -80,7 +78,6 @@ class EngineStarter:
         return self.build(directory, version.number)
 
     def unlink(self) -> None:
-        """Remove the links of engines that are closed."""
         while self._links:
             self._links.pop().cleanup()
 
@@ -93,7 +90,6 @@ class _Turns:
 
     @contextmanager
     def one(self, trajectory_id: str) -> Iterator[None]:
-        """Count a turn of the trajectory as under way."""
         self.running[trajectory_id] += 1
         self.idle.clear()
         try:
@@ -107,18 +103,10 @@ class _Turns:
 class Serving:
     """An engine with its verified version, and the update to the next version.
 
-    Parameters
-    ----------
-    model_dir : Path
-        Directory of version 0; a restarted engine takes everything but the weights from there.
-    store : WeightStore
-        The store of the versions that ``newest`` returns.
-    scratch : Path
-        Directory for links to a restarted engine's files.
-    one_model : asyncio.Lock
-        Held while an engine starts again.
-    recheck : bool
-        Check a version again before leaving it, and report a layer that changed.
+    ``model_dir``: version 0, and all files but weights for a restart. ``store``: the versions that
+    ``newest`` returns. ``scratch``: directory for links to a restarted engine's files.
+    ``one_model``: lock held while an engine restarts. ``recheck``: whether to check a version once
+    more before the engine leaves it, to report a changed layer.
     """
 
     def __init__(
@@ -139,30 +127,30 @@ class Serving:
         self.engine: RolloutEngine = self.starter.make(None)
         self.announced = 0
         self.verified: int | None = None
-        self._recheck, self._held = recheck, cast("Questions | None", None)  # of the version that passed last
+        self._recheck, self._held = recheck, cast("Questions | None", None)  # version that last passed
         self.out: EngineError | None = None
         self.asleep = False  # or about to be, or not yet awake
         self.quarantines = 0
         self._turns = _Turns()
-        self._restarts = 0  # of the engine's own process, as last seen
+        self._restarts = 0  # restarts of the engine's process, as last seen
         self._loading = asyncio.Lock()
         self._closed = False
 
     async def start(self) -> None:
-        """Start the engine at version 0; ModelError if it cannot be served."""
+        """Start the engine at version 0. Raises ModelError if the model cannot be served."""
         await self.engine.start()
 
     async def close(self) -> None:
-        """Close the engine permanently; pending requests and a load under way fail."""
+        """Close the engine permanently; pending requests and a running load fail."""
         self._closed = True
         await self.engine.close()
         self.starter.unlink()
 
     async def generate(self, request: TurnRequest) -> TurnOutput:
-        """One turn by the newest version, with tokens of checked versions only.
+        """Generate one turn with the newest version; all tokens come from verified versions.
 
-        EngineAsleep if the engine sleeps or is put to sleep meanwhile; EngineError if it failed or is out
-        of service.
+        Raises EngineAsleep if the engine is or falls asleep, EngineError if it fails or is out of
+        service.
         """
         with self._turns.one(request.trajectory_id):
             for _ in range(TRIES):
@@ -193,7 +181,7 @@ class Serving:
             )
 
     def forget(self, trajectory_id: str) -> None:
-        """Free the KV of a trajectory that has ended; an engine that sleeps or is out of service has none."""
+        """Free the KV cache of an ended trajectory; no effect while the engine has no memory."""
         if self.out is None and not self.asleep:
             self.engine.forget(trajectory_id)
 
@@ -202,9 +190,9 @@ class Serving:
         return self.verified is None or int(newest) > self.verified
 
     async def pull(self) -> None:
-        """Update an engine that is awake to the newest version, unless it has passed that version's check.
+        """Update an awake engine to the newest version, unless that version is verified.
 
-        EngineError if the engine is out of service, WeightsError if the version cannot be read.
+        Raises EngineError if the engine is out of service, WeightsError if the version is bad.
         """
         self._check_open()
         self._notice_restart()
@@ -231,9 +219,9 @@ class Serving:
     # ---------------------------------------------------------------- sleep and wake
 
     async def sleep(self, *, abort: bool = False) -> None:
-        """Stop new generations, wait for running ones, and free the engine's memory. No effect if it sleeps.
+        """Stop new generations, wait for running ones, and free the engine's memory; idempotent.
 
-        With ``abort`` running turns end at once with EngineAsleep, and their tokens are lost.
+        With ``abort``, running turns end at once with EngineAsleep, and their tokens are dropped.
         """
         if self.asleep:
             return
@@ -259,10 +247,10 @@ class Serving:
         )  # fmt: skip
 
     async def wake(self, build: Build | None = None) -> None:
-        """Serve again, with an engine from the newest version's own files, once it has passed its check.
+        """Build an engine from the newest version's file, check it, and serve again.
 
-        ``build`` builds the engine from now on. After an EngineError, ModelError or WeightsError the engine
-        stays asleep.
+        ``build``, if given, replaces the function that builds engines. After an EngineError,
+        ModelError or WeightsError the engine stays asleep.
         """
         async with self._loading:
             if not self.asleep:
@@ -308,7 +296,7 @@ class Serving:
     # ---------------------------------------------------------------- versions
 
     async def _load(self, version: WeightVersion, *, start: bool = False) -> None:
-        """Have the engine load the version, or ``start`` from its files, and serve it if the check allows that."""
+        """Load the version, or ``start`` from its file; check it, and serve it if it passes."""
         started_s, number = time.perf_counter(), version.number
         self.announced = max(self.announced, number)  # turns that arrive now wait
         engine, engine_check = self.engine, self.engine_check

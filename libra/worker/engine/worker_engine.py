@@ -1,4 +1,4 @@
-"""The engine of a worker: its kind, its weight sync, and its reports to the scheduler."""
+"""The engine of a worker: its kind, its weight versions, and its reports to the scheduler."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class WorkerEngine:
-    """One per host with rollout slots; ``kind`` describes the engine in use, or the last one."""
+    """The engine of one worker in a run; ``kind`` describes the current or the last engine."""
 
     def __init__(self, context: WorkerContext, kind: EngineKind) -> None:
         self.context, self.kind = context, kind
@@ -50,21 +50,21 @@ class WorkerEngine:
         )
         self.kv: KVTransfers | None = None
         self._ahead: tuple[int, ...] | None = None  # rank of the best waiting generation, as the scheduler knows it
-        self._ranks: dict[str, tuple[int, ...]] = {}  # of tasks here whose rank has changed since they were sent
+        self._ranks: dict[str, tuple[int, ...]] = {}  # ranks of tasks here that changed after dispatch
         self._model = architecture_of(read_model_config(context.model_dir))
         self._declared: EngineCapacity | None = None
-        self._next_look = 0  # number of passes after which its capacity is checked again
+        self._next_look = 0  # passes after which the capacity is checked again
         self._pulls: set[asyncio.Task[None]] = set()
         self._closing = False
 
     async def start(self, *, asleep: bool) -> None:
-        """Start the engine, or if it begins ``asleep``, prepare it to be woken."""
+        """Start the engine, or if ``asleep``, only prepare it for `wake`."""
         context, name = self.context, self.context.name
         if asleep:
             self.serving.asleep = True
         else:
             await self.serving.start()
-        # Before the report: the scheduler sends these to every engine that joined, and an unknown message closes the worker.
+        # Before the report: the scheduler then sends these messages, and an unknown message closes the worker.
         context.listen("libra-version", self._version_announced)
         context.listen("libra-ahead", self._ahead_announced)
         context.listen("libra-rank", self._rank_announced)
@@ -80,7 +80,7 @@ class WorkerEngine:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     async def load_newest(self) -> None:
-        """Load the newest version, for a worker that joins during the run. A failure shows in its first task."""
+        """Load the newest version when a worker joins; its first task gets any EngineError."""
         newest = await self.context.weights.newest()
         self.serving.announced = newest.number if newest is not None else 0
         try:
@@ -89,14 +89,13 @@ class WorkerEngine:
             logger.error("worker %s: %s", self.context.name, error)
 
     async def close(self) -> None:
-        """Close the engine."""
         self._closing = True
         if self.kv is not None:
             self.kv.close()
         await self.serving.close()
 
     async def generate(self, key: str, request: TurnRequest) -> TurnOutput:
-        """One turn of the trajectory whose task is ``key``, with the KV that it has to bring; see `Serving.generate`."""
+        """Generate a turn for task ``key``, with KV that the old owner sends, if any."""
         return await (self.serving.generate(request) if self.kv is None else self.kv.generate(key, request))
 
     # ---------------------------------------------------------------- versions and ranks
@@ -125,17 +124,17 @@ class WorkerEngine:
         self._ranks[key] = tuple(rank)
 
     def began(self, key: str) -> None:
-        """The task was sent here again, with its present rank."""
+        """Forget the announced rank of a task that was sent again, with its current priority."""
         self._ranks.pop(key, None)
 
     def keeps_slot(self, key: str) -> bool:
-        """Whether the next generation of a running task may begin in its slot (`libra.policy.leaves_slot`)."""
+        """Whether a running task may keep its slot for another generation."""
         return not leaves_slot(self._ranks.get(key) or priority_here(self.context.worker, key), self._ahead)
 
     # ---------------------------------------------------------------- reports
 
     def turn_ended(self) -> None:
-        """Declare the capacity again if its passes show another speed; checks after an eighth more of them."""
+        """Declare the capacity again if the speed has changed, at most once per 1/8 more passes."""
         passes = self.serving.engine.stats().steps
         if passes >= self._next_look:
             self._next_look = passes + max(FEWEST_PASSES // 2, min(passes, KEPT_PASSES) // 8)

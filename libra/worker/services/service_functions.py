@@ -1,8 +1,7 @@
-"""Functions of a service with a model that need no user code: ``judge``, ``logprob``, ``score``, ``embed``, ``teach``.
+"""Built-in functions of a model service: ``judge``, ``logprob``, ``score``, ``embed``, ``teach``.
 
-Each input is answered alone, without a batch's padding: the same input has the same answer, bit for
-bit, in any batch. An input is a text, or a mapping with "prompt" (a text) or "messages", and
-"completion".
+Each input is answered alone, without batch padding: an input has the same answer, bit for bit, in
+any batch. An input is a text, or a mapping with "prompt" (a text) or "messages", and "completion".
 """
 
 from __future__ import annotations
@@ -26,7 +25,10 @@ QUESTION = "Question:\n{prompt}\n\nAnswer:\n{completion}\n\nIs this answer right
 def judge(
     model: Any, tokenizer: Any, given: Any, *, question: str = QUESTION, yes: str = "yes", no: str = "no"
 ) -> float:
-    """Probability, 0 to 1, of the answer ``yes`` rather than ``no`` to ``question``, with keys of an input in braces."""
+    """Probability (0 to 1) of ``yes`` against ``no`` as answer to ``question``.
+
+    Keys of the input in braces in ``question`` are replaced by their values.
+    """
     asked = _ids(tokenizer, [{"role": "user", "content": _said(tokenizer, _filled(question, given))}])
     nats = [float(_logp(model, asked, _plain_ids(tokenizer, answer)).sum()) for answer in (yes, no)]
     if not all(map(math.isfinite, nats)):
@@ -38,7 +40,7 @@ def judge(
 
 
 def logprob(model: Any, tokenizer: Any, given: Any) -> float:
-    """Mean log-probability, in nats, of the completion's tokens after the prompt, the end of the turn included."""
+    """Mean log-probability in nats of the completion's tokens and end of turn, given the prompt."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     completion = np.append(_plain_ids(tokenizer, _part(given, "completion")), np.asarray(end, np.int32))
     if not len(completion):
@@ -47,20 +49,20 @@ def logprob(model: Any, tokenizer: Any, given: Any) -> float:
 
 
 def score(model: Any, tokenizer: Any, given: Any) -> float:
-    """The number of a reward model (sequence classification with one label) for prompt and completion."""
+    """A reward model's number (sequence classification, one label) for prompt and completion."""
     said = [*_messages(given), {"role": "assistant", "content": _part(given, "completion")}]
     return float(_run(model, _ids(tokenizer, said, answers=False)).logits[0, 0])
 
 
 def embed(model: Any, tokenizer: Any, given: Any) -> list[float]:
-    """The mean of the last layer's hidden states over the tokens of a text."""
+    """Mean over a text's tokens of the last layer's hidden states."""
     text = given if isinstance(given, str) else f"{_part(given, 'prompt')}\n{_part(given, 'completion')}"
     hidden_TH = _run(model.base_model, _plain_ids(tokenizer, text), use_cache=False).last_hidden_state[0]
     return [float(number) for number in hidden_TH.float().mean(0).cpu()]
 
 
 def teach(model: Any, tokenizer: Any, given: ToTeach) -> Scored:
-    """A teacher's scores of each generated token of a group of trajectories (``distil.teacher`` only)."""
+    """A teacher's scores of each generated token of a group (``distil.teacher`` only)."""
     return given.scores(model)
 
 
@@ -116,7 +118,7 @@ def _filled(question: str, given: Any) -> str:
 
 
 def _said(tokenizer: Any, text: str) -> str:
-    """``text`` without special tokens that it spells."""
+    """Break up special tokens that ``text`` spells."""
     if getattr(tokenizer, "chat_template", None) is None:
         return text
     from libra.rollout.chat_format import SpecialTokens
@@ -129,7 +131,6 @@ def _plain_ids(tokenizer: Any, text: str) -> NDArray[np.int32]:
 
 
 def _ids(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, answers: bool = True) -> NDArray[np.int32]:
-    """Tokens of a conversation by the model's chat template, up to where the model answers if it ``answers`` next."""
     if getattr(tokenizer, "chat_template", None) is None:
         return _plain_ids(tokenizer, "\n".join(message["content"] for message in messages) + ("\n" if answers else ""))
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answers)

@@ -1,16 +1,19 @@
-"""The services of a worker (section ``services``), one host for all runs there; `libra.policy.service_schedule` decides.
+"""Hosts the services (section ``services``) of all runs on a worker.
+
+`libra.policy.service_schedule` decides which batch runs.
 
 Invariants
 ----------
-1. Runs with equal descriptions of a service share it under any name: its model is loaded once, and
-   their requests go into the same batches. It is unloaded when the last of them has ended.
-2. Each request is answered once, or fails with `ServiceFault`: also if its batch raises, gives
-   another number of answers, or its run ends. A batch that an API refuses for now is retried
+1. Runs with equal definitions of a service share it under any names: the model is loaded once, and
+   requests of all these runs are batched together. The service is unloaded when the last of these
+   runs ends.
+2. Each request is answered once or fails with `ServiceFault`, also if its batch raises or returns a
+   wrong number of answers, or if its run ends. A batch that an API temporarily refuses is retried
    (`libra.envs.retries`).
 3. A model answers only with verified weights (`libra.worker.services.service_models`).
 4. One batch at a time runs on a GPU, among all processes of the machine
-   (`libra.cluster.device_lock`); weights are restored and evicted in its turn. The turn ends when
-   its threads have returned, since none can be stopped.
+   (`libra.cluster.device_lock`). Weights are restored and evicted under the same lock, which is
+   released only when the batch's threads have returned, since threads cannot be stopped.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ NAMED = 3
 
 
 class Request(NamedTuple):
-    """A pending request: its input, its answer, its time of arrival and its run."""
+    """A pending request: input, future of the answer, arrival (event-loop seconds) and run."""
 
     given: Any
     answer: asyncio.Future[Any]
@@ -73,7 +76,7 @@ class Request(NamedTuple):
 
 @dataclass(slots=True)
 class Loaded:
-    """A service of this worker: its model in host memory, if any, its copies by device, and the number of its runs."""
+    """A loaded service: its model in host memory (if any), copies by device, and number of runs."""
 
     entry: ServiceEntry
     function: Callable[..., Any]
@@ -83,21 +86,21 @@ class Loaded:
 
 
 class ServiceHost:
-    """One per worker process; its models answer on ``device``, whose ``lock`` is None on CPU cores."""
+    """The services of one worker process; ``lock`` guards ``device``, and is None on CPU."""
 
     def __init__(self, device: Any, lock: DeviceLock | None = None) -> None:
         self._device, self._lock = device, lock
         self._schedule = ServiceSchedule({str(device): None})
-        self._rooms: dict[int, int | None] = {}  # by the identity of the context of a run
+        self._rooms: dict[int, int | None] = {}  # by id of the run's context
         self._loaded: dict[str, Loaded] = {}
         self._requests: dict[int, Request] = {}
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
-        self._batches: dict[asyncio.Task[None], str] = {}  # with the name of the service
+        self._batches: dict[asyncio.Task[None], str] = {}  # service of each running batch
         self._sharers = 1  # workers of a run that use the device
 
     def share(self, context: WorkerContext) -> None:
-        """Add a run; the least room that a run allows for weights on the device counts."""
+        """Add a run; device memory for weights is bounded by the strictest run."""
         config = context.spec.config
         self._sharers = service_workers(config)
         gib, device = config.services.device_gib, self._device
@@ -111,7 +114,6 @@ class ServiceHost:
         self._bound()
 
     def leave(self, context: WorkerContext) -> None:
-        """Remove a run."""
         del self._rooms[id(context)]
         self._bound()
 
@@ -120,9 +122,9 @@ class ServiceHost:
         self._schedule.bound(str(self._device), min(rooms, default=None))
 
     async def load(self, entry: ServiceEntry, shown: str = "") -> str:
-        """Load a service, ``shown`` in its run, once; its name here.
+        """Load a service once; returns its name on this worker (``shown``: its name in the run).
 
-        ModelError, or ConfigError without room on the device.
+        Raises ModelError, or ConfigError if the device has no room.
         """
         name = _identity(entry)
         if name not in self._loaded:
@@ -148,7 +150,7 @@ class ServiceHost:
         return name
 
     async def unload(self, name: str, context: WorkerContext) -> None:
-        """Fail a run's requests; the service goes with its last run."""
+        """Fail the run's pending requests, and unload the service after its last run."""
         loaded = self._loaded[name]
         for number, request in list(self._requests.items()):
             if request.context is context and not request.answer.done():
@@ -157,10 +159,10 @@ class ServiceHost:
         loaded.users -= 1
         if loaded.users:
             return
-        await asyncio.sleep(0)  # a batch that was begun just now has to see that it is cancelled
+        await asyncio.sleep(0)  # lets a batch that has just started observe its cancellation
         running = [task for task, service in self._batches.items() if service == name]
         for task in running:
-            task.cancel()  # nobody waits for its answers; a thread of it keeps the device until it returns
+            task.cancel()  # its answers are not needed; its thread keeps the device until it returns
         await asyncio.gather(*running, return_exceptions=True)
         if not loaded.users and self._loaded.pop(name, None) is not None:
             self._schedule.withdraw(name)
@@ -168,7 +170,6 @@ class ServiceHost:
             self._give_memory_back()
 
     async def answer(self, name: str, given: Any, context: WorkerContext) -> Any:
-        """The answer of a service; ServiceFault."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         request = self._requests[number] = Request(given, loop.create_future(), loop.time(), context)
         self._schedule.asked(name, number, loop.time())
@@ -178,7 +179,7 @@ class ServiceHost:
         finally:
             self._requests.pop(number, None)
             if name in self._loaded:
-                self._schedule.cancel(name, number)  # nobody waits for it any longer
+                self._schedule.cancel(name, number)  # the caller no longer waits
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -296,7 +297,6 @@ class ServiceHost:
         return list(answers)
 
     def _report(self, fire: Fire, requests: Sequence[Request], began_s: float, restore_s: float) -> None:
-        """Report the batch to each run that had a request in it, under the run's own name of the service."""
         ran_s = max(0.0, asyncio.get_running_loop().time() - began_s - restore_s)
         for context in {id(request.context): request.context for request in requests}.values():
             own = [request for request in requests if request.context is context]
@@ -314,7 +314,7 @@ class ServiceHost:
 async def _in_thread(
     call: Callable[[], Any], limit_s: float, name: str, threads: list[asyncio.Future[None]]
 ) -> Outcome:
-    """`libra.envs.tool_calls.run_bounded` in a thread that nothing can stop; its return ends a future of ``threads``."""
+    """Run `run_bounded` in a thread, whose return completes a future in ``threads``."""
     loop = asyncio.get_running_loop()
     returned: asyncio.Future[None] = loop.create_future()
     threads.append(returned)
@@ -333,27 +333,25 @@ async def _in_thread(
 
 
 class RunServices:
-    """The services of one run on this worker: a `libra.envs.asked_services.Asker`."""
+    """The services of one run on this worker; implements `libra.envs.asked_services.Asker`."""
 
     def __init__(self, context: WorkerContext, host: ServiceHost) -> None:
         self._context, self._host = context, host
         self._here: dict[str, str] = {}
-        self._later: dict[asyncio.Task[None], tuple[str, str]] = {}  # with the service, and whose reward comes
+        self._later: dict[asyncio.Task[None], tuple[str, str]] = {}  # late answers: service and trajectory
         self.loop, self.pid = asyncio.get_running_loop(), os.getpid()
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the services in the run."""
         return self._here.keys()
 
     async def open(self) -> None:
-        """Load every service of the run."""
         self._host.share(self._context)
         for name, entry in self._context.spec.config.services.named.items():
             self._here[name] = await self._host.load(entry, name)
 
     async def close(self) -> None:
-        """Unload them; late answers that have not come are dropped, and named."""
+        """Unload the run's services; log the late answers that are still pending and drop them."""
         for task in self._later:
             task.cancel()
         if self._later:
@@ -368,7 +366,6 @@ class RunServices:
         self._host.leave(self._context)
 
     async def answer(self, service: str, given: Any) -> Any:
-        """The answer of a service of the run; ServiceFault."""
         if self._context.spec.config.services.named[service].function == "teach" and not isinstance(given, ToTeach):
             raise ServiceFault(
                 f"service {service!r}: it scores trajectories for distil.teacher, and answers no reward or tool; ask one with "
@@ -377,7 +374,7 @@ class RunServices:
         return await self._host.answer(self._here[service], given, self._context)
 
     def answer_later(self, service: str, given: Any, trajectory_id: str) -> None:
-        """Deliver the answer as the reward of a trajectory when it has come; may be called in any thread."""
+        """Deliver the service's answer later, as the trajectory's reward. Thread-safe."""
         self.loop.call_soon_threadsafe(self._begin_late, service, given, trajectory_id)
 
     def _begin_late(self, service: str, given: Any, trajectory_id: str) -> None:
@@ -402,7 +399,7 @@ _HOSTS: WeakKeyDictionary[Worker, ServiceHost] = WeakKeyDictionary()
 
 
 async def open_services(context: WorkerContext) -> RunServices:
-    """The services of a run, on its worker."""
+    """Load a run's services on its worker."""
     from libra.tensors import compute_device  # imports torch, which a worker without services may not need
 
     host = _HOSTS.get(context.worker)

@@ -1,10 +1,9 @@
-"""The model of a service, in host memory while a run has the service and on a device while there is room; and teachers.
+"""The models of services and teachers: in host memory, with copies on a device while it has room.
 
 Invariants
 ----------
-1. Host memory has the weights as they were loaded, and nothing writes to them. What is restored is
-   a copy.
-2. A copy answers only if its tensors, read back from its device, have the digest of those in host
+1. The weights in host memory stay as loaded; nothing writes to them. A device gets a copy.
+2. A copy answers only if its tensors, read back from the device, have the digest of those in host
    memory: every bit counts.
 """
 
@@ -39,13 +38,7 @@ _ONE_GROUP = threading.Lock()
 
 
 class HostModel:
-    """The model of ``directory`` in host memory, in the type of its files.
-
-    Parameters
-    ----------
-    labels : bool
-        It is a reward model (sequence classification with one label), not a language model.
-    """
+    """The model of ``directory`` in host memory; ``labels``: a reward model with one label."""
 
     def __init__(self, directory: Path, *, labels: bool = False) -> None:
         self.directory = directory
@@ -56,7 +49,7 @@ class HostModel:
         self._digest = digest(tensors)
 
     def restored(self, device: torch.device) -> tuple[Any, float]:
-        """A copy on ``device``, verified, and its seconds; WeightsError if it is not what host memory has."""
+        """A verified copy on ``device``, and seconds. Raises WeightsError if digests differ."""
         began_s = time.perf_counter()
         model = copy.deepcopy(self._model).to(device)
         if (found := digest(dict(model.state_dict()))) != self._digest:
@@ -67,7 +60,7 @@ class HostModel:
 
 
 def language_model(directory: Path) -> Any:
-    """The language model of a directory, in the type of its files; ModelError."""
+    """The language model of a directory, in the dtype of its files. Raises ModelError."""
     return build_model(None, directory, dtype="auto", attention="sdpa").requires_grad_(False).eval()
 
 
@@ -86,14 +79,14 @@ def _reward_model(directory: Path) -> Any:
 
 
 class Scored(NamedTuple):
-    """A teacher's scores of each member of a group, None for one that does not train; and the seconds of scoring."""
+    """A teacher's scores per member (None if the member does not train), and seconds of scoring."""
 
     taught: list[Taught | None]
     seconds: float
 
 
 def load_teacher(config: RunConfig, student: Path) -> TeacherModel:
-    """The teacher of a run, for a student whose model files are in ``student``; ModelError."""
+    """The teacher of a run; ``student`` has the trained model's files. Raises ModelError."""
     from libra.train.teacher_model import TeacherModel
 
     named = teacher_model(config)
@@ -108,7 +101,7 @@ def load_teacher(config: RunConfig, student: Path) -> TeacherModel:
 
 
 def scoring_of(config: RunConfig, student: Path) -> Scoring:
-    """The scoring of a run's teacher; the student's model files are in ``student``."""
+    """Scoring settings of a run's teacher; ``student`` has the trained model's files."""
     from libra.train.teacher_model import Scoring
 
     facts = parsed_json((student / "config.json").read_text())
@@ -118,21 +111,20 @@ def scoring_of(config: RunConfig, student: Path) -> Scoring:
 
 @dataclass(frozen=True, slots=True)
 class ToTeach:
-    """A request to a service with function ``teach``: the members of one group, and the run's scoring."""
+    """A request to a ``teach`` service: a group's members, and the run's scoring settings."""
 
     members: Sequence[Trajectory]
     scoring: Scoring
     seed: int
 
     def scores(self, model: Any) -> Scored:
-        """Their scores by ``model``; TrainError."""
         from libra.train.teacher_model import TeacherModel
 
         return scores_of(TeacherModel(model, self.scoring), self.seed, self.members)
 
 
 def scores_of(model: TeacherModel, seed: int, members: Sequence[Trajectory]) -> Scored:
-    """A teacher's scores of a group, in a run with ``seed``, one group at a time; equal members have equal scores."""
+    """A teacher's scores of a group, deterministic by ``seed``; scores one group at a time."""
     with _ONE_GROUP:
         began_s = time.perf_counter()
         taught = [model.score(each, _rng(seed, each)) if each.failure.trains else None for each in members]

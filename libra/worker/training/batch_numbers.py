@@ -1,4 +1,4 @@
-"""Metrics of a batch that need no step: its rewards, failures, token ages, late rewards; and lengths for the planner."""
+"""Metrics of a batch that need no training step, and trajectory lengths for the planner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_CAUSE_CHARS = 200
 
 
 def numbers_of(config: RunConfig, batch: int, groups: Groups, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """All metrics of a batch with these committed facts that need no step."""
+    """All metrics of a batch, with committed facts ``facts``, that need no training step."""
     rows: BatchRows = facts["groups"]
     numbers = batch_stats(groups, rows, batch) | spare_numbers(rows, config.trainer.train_prompts)
     numbers |= late_numbers(facts) | taught_numbers(rows)
@@ -40,7 +40,7 @@ def numbers_of(config: RunConfig, batch: int, groups: Groups, facts: Mapping[str
 
 
 def batch_stats(groups: Groups, rows: BatchRows, batch: int) -> dict[str, Any]:
-    """Rewards, failures, tokens and lags of a batch."""
+    """Rewards, failures, token counts and lags (versions) of a batch."""
     members, lag = [member for group in groups for member in group], lags(groups, rows, batch)
     trained = [member for member in members if member.failure.trains]
     late = sum("over_age" in row for row in rows)
@@ -62,7 +62,7 @@ def batch_stats(groups: Groups, rows: BatchRows, batch: int) -> dict[str, Any]:
 
 
 def lags(groups: Groups, rows: BatchRows, batch: int) -> np.ndarray:
-    """Lag in versions of every generated token that may train; tokens that are left out for their age have none."""
+    """Lag in versions of every generated token that may train; excludes tokens dropped for age."""
     parts = [np.zeros(0, np.int32)]
     for group, row in zip(groups, rows, strict=True):
         if row.get("over_age") != Verdict.DROP and "spare" not in row:
@@ -72,14 +72,15 @@ def lags(groups: Groups, rows: BatchRows, batch: int) -> np.ndarray:
 
 
 def signal_numbers(trajectories: Sequence[Trajectory], rows: BatchRows) -> dict[str, Any]:
-    """The spread of a batch's rewards, and why nothing can be learned from it.
+    """The spread of a batch's rewards, and the reason if the batch has no learning signal.
 
-    ``rows`` are the batch's facts, one a group, with ``advantages`` and ``trains`` of its members. Over
-    groups with at least two valid members: ``reward_std``, ``reward_group_min`` and
-    ``reward_group_max``, means of each group's standard deviation, lowest and highest reward (NaN
-    without such a group), and ``frac_reward_zero_std``, the share with equal rewards.
-    ``groups_without_signal``: groups of several members with fewer than two valid or only equal
-    rewards. ``no_signal``: why no member has an advantage, empty if one has.
+    ``rows`` are the batch's facts, one per group, with ``advantages`` and ``trains`` of its
+    members. ``reward_std``, ``reward_group_min`` and ``reward_group_max`` are means over groups
+    with at least two valid members of each group's standard deviation, lowest and highest reward
+    (NaN without such groups). ``frac_reward_zero_std`` is the fraction of these groups whose
+    rewards are all equal. ``groups_without_signal`` counts groups of several members with fewer
+    than two valid rewards or only equal ones. ``no_signal`` explains why no member has an
+    advantage; "" if one has.
     """
     valid: dict[tuple[int, int], list[float]] = {}
     size: dict[tuple[int, int], int] = {}
@@ -155,7 +156,7 @@ def _one_line(text: str) -> str:
 
 
 def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
-    """``failures/<class>``: members that ended so; ``resampled/<class>``: failed attempts before another; their sum."""
+    """``failures/<class>``: ended members; ``resampled/<class>``: retried attempts; their sum."""
     ended = Counter(member.failure for member in trajectories)
     again = Counter(name for member in trajectories if member.retried for name in member.retried.split(","))
     failed = [failure for failure in FailureClass if failure is not FailureClass.NONE]
@@ -167,7 +168,7 @@ def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, int]:
 
 
 def spare_numbers(rows: BatchRows, most: int | None) -> dict[str, int]:
-    """Metrics of ``trainer.train_prompts``; none without it."""
+    """Metrics of ``trainer.train_prompts``; empty if ``most`` is None."""
     if most is None:
         return {}
     reasons = [row.get("spare") for row in rows]
@@ -179,7 +180,7 @@ def spare_numbers(rows: BatchRows, most: int | None) -> dict[str, int]:
 
 
 def late_numbers(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of late rewards; none with ``trainer.late=off``. A batch that corrects has something to learn from."""
+    """Metrics of late rewards; empty with ``trainer.late=off``."""
     if (late := facts.get("late")) is None:
         return {}
     ages = [age for *_, age in late["came"]]
@@ -193,7 +194,7 @@ def late_numbers(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def taught_numbers(rows: BatchRows) -> dict[str, Any]:
-    """Groups that the teacher has not scored; none without a teacher. Scored groups have something to learn from."""
+    """``late_taught``: groups that the teacher has not scored; empty without a teacher."""
     if not any("taught" in row for row in rows):
         return {}
     learns = {"no_signal": ""} if any(row["taught"] for row in rows) else {}
@@ -201,12 +202,10 @@ def taught_numbers(rows: BatchRows) -> dict[str, Any]:
 
 
 def question_chars(prompt: Prompt) -> int:
-    """Characters of all messages before the first generation."""
     return sum(len(message["content"]) for message in prompt.messages)
 
 
 def lengths_of(trajectories: Iterable[Trajectory]) -> list[Lengths]:
-    """Lengths of every trajectory that has a turn."""
     found = []
     for turns in (each.turns for each in trajectories if each.turns):
         generated, observed, tool_s = (
@@ -220,8 +219,8 @@ def lengths_of(trajectories: Iterable[Trajectory]) -> list[Lengths]:
 def generated_for(groups: Groups, rows: BatchRows) -> dict[str, Any]:
     """Tokens by worker and lengths of a batch, for the planner.
 
-    For each group that has a member: its prompt's characters with its generated tokens
-    (``question_tokens``), and with the tokens of members that have a gradient (``trained_tokens``).
+    ``question_tokens`` pairs the characters of each nonempty group's prompt with its generated
+    tokens; ``trained_tokens`` pairs them with all tokens of members that have a gradient.
     """
     members = [member for group in groups for member in group]
     by_worker: Counter[str] = Counter()

@@ -1,16 +1,15 @@
-"""The trajectories of a batch for a step, from the run directory, or with ``trainer.dispatch=peer`` from their graders.
+"""The trajectories of a batch for a training step, from the run directory or from their graders.
 
-A worker that grades a group keeps its trajectories in memory, a row each, and reports its address
-with the group. ``batch`` adds each member's holder and length to its facts. A training rank
-requests the rows of its slice there.
+With ``trainer.dispatch=peer``, a worker that grades a group keeps each of its trajectories in
+memory as a row, and reports its address with the group. ``batch`` adds each member's worker and
+length to its facts; a training rank fetches the rows of its slice from these workers.
 
 Invariants
 ----------
-1. The group's record in the run directory stays authoritative: it is written before its rows are
-   offered, and a row that no worker serves is read from there. A lost worker costs a read, never a
+1. The group's record in the run directory is authoritative: it is written before its rows are
+   offered, and rows that no worker serves are read from it. A lost worker costs a read, never a
    trajectory.
-2. A worker keeps only the newest groups: as many as the staleness bound allows, and two more
-   batches.
+2. A worker keeps only the newest groups: enough for the staleness bound plus two batches.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ FETCHED = ("fetched_rows", "fetched_bytes", "stored_rows")
 def members_of(batch: Mapping[str, Any], groups_dir: Path, *, of_the_step: bool = False) -> list[Trajectory]:
     """All trajectories of a committed batch, with their advantages and late rewards.
 
-    ``of_the_step`` leaves out filtered trajectories, adds earlier ones that late rewards correct
-    (``late``), and makes tokens that are too old no actions. Failures that do not train are included:
-    the replica counts them itself. ``groups_dir`` has the group records now; a batch records their old
-    path, and a run may be moved.
+    ``of_the_step`` drops filtered trajectories, adds earlier ones that late rewards correct
+    (``late``), and masks tokens that are too old. Failures that do not train are included, because
+    the replica counts them. ``groups_dir`` is the present directory of group records: the paths in
+    ``batch`` are out of date if the run was moved.
     """
     trajectories = []
     for row in batch["members"]:
@@ -83,7 +82,7 @@ def members_of(batch: Mapping[str, Any], groups_dir: Path, *, of_the_step: bool 
 
 
 def without_stale(member: Trajectory, row: Mapping[str, Any]) -> Trajectory:
-    """A trajectory as it trains: its group's row may exclude tokens of versions before ``from_version``."""
+    """A trajectory without the tokens that its group's ``row`` excludes from training by age."""
     if (least := row.get("from_version")) is None:
         return member
     fresh = member.weight_version >= least
@@ -92,20 +91,20 @@ def without_stale(member: Trajectory, row: Mapping[str, Any]) -> Trajectory:
 
 
 def take_late(members: list[Trajectory], row: Mapping[str, Any]) -> list[Trajectory]:
-    """``members`` of a group with the late rewards (``delivered``) of its ``row`` of a batch."""
+    """``members`` with the late rewards (``delivered``) in their group's ``row`` of a batch."""
     for sample, value in row.get("delivered", {}).items():
         members[int(sample)].take_late(value)
     return members
 
 
 def late_rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of groups of earlier batches that the late rewards of a batch correct, by its facts."""
+    """Rows of earlier groups that a batch's late rewards correct."""
     rows: list[dict[str, Any]] = facts.get("late", {}).get("rows", [])
     return rows
 
 
 def waiting_after(files: RunFiles, batch: int) -> list[WaitingGroup]:
-    """The groups that batch ``batch`` left with rewards to come; none for a batch before the first."""
+    """Groups that still wait for rewards after batch ``batch``; empty before the first batch."""
     return [
         WaitingGroup(iteration, group, trained, tuple(missing), {int(s): v for s, v in given.items()}, weight)
         for iteration, group, trained, missing, given, weight in _late_facts(files, batch).get("waiting", ())
@@ -113,12 +112,12 @@ def waiting_after(files: RunFiles, batch: int) -> list[WaitingGroup]:
 
 
 def worth_after(files: RunFiles, batch: int) -> GuessWorth:
-    """The worth of guesses by batch ``batch``."""
+    """The worth of guessed rewards after batch ``batch``."""
     return GuessWorth(*_late_facts(files, batch).get("worth", ()))
 
 
 def waiting_row(group: WaitingGroup) -> list[Any]:
-    """A group as `waiting_after` reads it."""
+    """A waiting group in the format that `waiting_after` reads."""
     given = {str(sample): value for sample, value in group.given.items()}
     return [group.iteration, group.group, group.batch, list(group.missing), given, group.guess_weight]
 
@@ -129,7 +128,7 @@ def _late_facts(files: RunFiles, batch: int) -> Mapping[str, Any]:
 
 
 class RowKeeper:
-    """The trajectories that one worker graded, for training ranks to fetch."""
+    """The graded trajectories of one worker, for training ranks to fetch."""
 
     def __init__(self, worker: Worker, spec: RunSpec) -> None:
         self.server = RowServer(spec.secret, urlsplit(worker.address).hostname or "127.0.0.1")
@@ -137,7 +136,7 @@ class RowKeeper:
         self._num_kept = num_kept(spec.config)
 
     def keep(self, iteration: int, group: int, members: Sequence[Trajectory]) -> dict[str, Any]:
-        """Offer a recorded group; returns the block of the group's report: where its rows are."""
+        """Offer the rows of a recorded group; returns the host and port that offer them."""
         rows = {str(member.trajectory_id): pack_trajectory(member) for member in members}
         self.server.offer(rows)
         self._kept[iteration, group] = list(rows)
@@ -148,23 +147,21 @@ class RowKeeper:
         return {"host": host, "port": port}
 
     def close(self) -> None:
-        """Stop offering rows."""
         self.server.close()
 
 
 def num_kept(config: RunConfig) -> int:
-    """Number of groups whose rows a worker keeps."""
     return (config.run.eta + 3) * config.trainer.prompts
 
 
 def keeper_of(worker: Worker, spec: RunSpec) -> RowKeeper | None:
-    """For a worker that grades groups, if the run's ``trainer.dispatch`` is "peer"."""
+    """The row keeper of a worker that grades, with ``trainer.dispatch=peer``; else None."""
     grades = spec.config.trainer.dispatch == "peer" and worker.state.total_resources.get(keys.GRADE)
     return RowKeeper(worker, spec) if grades else None
 
 
 def lengths(members: Sequence[Trajectory]) -> list[list[int]]:
-    """For each member: whether its failure class trains, and tokens and actions of its `Sample`; both are 0 without one."""
+    """Per member: whether its failure trains, and its `Sample`'s tokens and actions (0 if none)."""
     found = []
     for member in members:
         where = np.flatnonzero(member.is_action)
@@ -173,17 +170,17 @@ def lengths(members: Sequence[Trajectory]) -> list[list[int]]:
 
 
 class SliceFetcher:
-    """Rows of one batch for one rank, with counts by source."""
+    """Fetches one rank's rows of a batch, and counts them by source."""
 
     def __init__(self, batch: Mapping[str, Any], spec: RunSpec) -> None:
         self._spec = spec
-        self._group_of: dict[str, tuple[dict[str, Any], int]] = {}  # the row of its group, and its place in the group
+        self._group_of: dict[str, tuple[dict[str, Any], int]] = {}  # its group's row, and its index in the group
         self.numbers = dict.fromkeys(FETCHED, 0)
         for row in (*batch["members"], *batch.get("late", ())):
             self._group_of |= {name: (row, index) for index, name in enumerate(row["rows"])}
 
     def __call__(self, rows: Sequence[str]) -> list[Trajectory]:
-        """The requested trajectories, from their holders or else from the run directory."""
+        """The requested trajectories, from their workers or else from the run directory."""
         wanted: dict[Address, list[str]] = {}
         for name in rows:
             if (block := self._group_of[name][0]["block"]) is not None:
@@ -212,7 +209,7 @@ class SliceFetcher:
 
 
 def lazy_batch(batch: Mapping[str, Any], fetcher: SliceFetcher) -> LazyBatch:
-    """The batch of a step for a training rank, with no row fetched yet; as `members_of` with ``of_the_step``."""
+    """As `members_of` with ``of_the_step``, for a training rank, before any row is fetched."""
     from libra.train.samples import LazyBatch, RowFacts
 
     facts, num_trajectories = [], 0

@@ -1,13 +1,13 @@
-"""Writes checkpoints on the training worker without delaying publishing or the next step.
+"""Writes checkpoints on the training worker without delaying publication or the next step.
 
-``checkpoint-k`` comes after ``publish-k`` and takes no training slot, so step k + 1 may begin
-before it. The state is therefore copied by the first of two: the checkpoint's task, or the step
-that would change it.
+``checkpoint-k`` follows ``publish-k`` and takes no training slot, so step k + 1 may start before
+it. The state is copied by whichever comes first: the checkpoint's task, or the step that would
+change the state.
 
 Invariants
 ----------
-1. The checkpoint of version v is the replica's state after v steps, regardless of later steps.
-2. A step may wait for a copy in memory, never for the disk; publishing waits for neither.
+1. The checkpoint of version v is the replica's state after v steps, unaffected by later steps.
+2. A step may wait for a copy in memory, never for the disk; publication waits for neither.
 3. One checkpoint is written at a time.
 """
 
@@ -34,7 +34,7 @@ EVERY_STEPS = 10
 
 
 def checkpoint_is_due(config: RunConfig, version: int) -> bool:
-    """Whether the weights after ``version`` steps are to be saved."""
+    """Whether the weights after ``version`` steps are saved."""
     every = config.checkpoint.every
     if every is None:
         every = config.evaluation.every or EVERY_STEPS
@@ -42,7 +42,7 @@ def checkpoint_is_due(config: RunConfig, version: int) -> bool:
 
 
 class CheckpointWriter:
-    """The replica's checkpoints of one run; its methods are called from several threads."""
+    """Checkpoints of a run's replica. Thread-safe."""
 
     def __init__(self, replica: Replica, directory: Path, config: RunConfig) -> None:
         self.replica, self.directory, self.config = replica, directory, config
@@ -56,16 +56,16 @@ class CheckpointWriter:
         self._done: set[int] = set()
 
     def step(self, trajectories: list[Trajectory] | LazyBatch, step: int) -> StepReport:
-        """One step of the replica, once a due state that it would change is copied."""
+        """Take one step; first copy the current state if its checkpoint is due."""
         return self._take(step, lambda: self.replica.step(trajectories, step))
 
     def accumulate(self, trajectories: list[Trajectory] | LazyBatch, step: int) -> int:
-        """Add the gradient of the next wave of a step, which changes no weight; returns how many it has."""
+        """Add the gradient of a step's next wave; returns the number of waves added so far."""
         with self._state:
             return self.replica.accumulate(trajectories, step)
 
     def close(self, step: int) -> StepReport:
-        """As `step`, on the waves that were added."""
+        """`step` on the accumulated waves."""
         report = self.replica.last_report
         if report is not None and report.step == step == self.replica.steps_done - 1:
             return report  # other ranks may not be here
@@ -75,31 +75,31 @@ class CheckpointWriter:
         with self._state:
             self._copy_if_due(step)
             result = taken()
-            if self.is_sharded:  # now that every rank is here: the checkpoint's task is rank 0's alone
+            if self.is_sharded:  # every rank is here now; the checkpoint's task runs on rank 0 alone
                 self._copy_if_due(step + 1)
             return result
 
     def save_due(self, version: int) -> list[Path]:
-        """Write the checkpoints due at or before ``version``, the replica's own, unless an earlier start wrote them."""
+        """Write this replica's unwritten checkpoints that are due at or before ``version``."""
         with self._state:
             self._copy_if_due(version)
             due = sorted(self._copies)
         return [self.save(number) for number in due]
 
     def load(self, directory: Path) -> None:
-        """Load a checkpoint of this run."""
         with self._state:
             self.replica.load(directory)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace only the replica's weights."""
+        """Replace the replica's weights; the optimizer is unchanged."""
         with self._state:
             self.replica.take_weights(weights)
 
     def save(self, version: int) -> Path:
-        """Write the checkpoint of ``version``; its directory.
+        """Write the checkpoint of ``version``; returns its directory.
 
-        CheckpointError if the replica is past that version and has no copy, or the disk refuses.
+        Raises CheckpointError if the replica is past that version without a copy, or the disk
+        fails.
         """
         from libra.train.checkpoint import checkpoint_name, save_checkpoint
 
@@ -123,7 +123,7 @@ class CheckpointWriter:
         return target
 
     def save_or_later(self, version: int) -> Path:
-        """As `save`, or the checkpoint of the present state in a group whose rank 0 was lost before it copied that one."""
+        """`save`, or save the current state if rank 0 was lost before it copied ``version``."""
         try:
             return self.save(version)
         except CheckpointError:

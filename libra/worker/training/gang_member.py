@@ -1,15 +1,15 @@
-"""A training worker's membership of its group: joins on a message of the scheduler, and admits its tasks.
+"""A training worker's membership in its group: joins on the scheduler's message, and runs tasks.
 
-`libra.scheduler.gangs` forms groups; see there for the messages. All ranks of a new group begin in
-the state of the rank with most steps, and not behind the published version: survivors send theirs,
-else all ranks load the newest checkpoint and repeat committed batches together.
+`libra.scheduler.gangs` forms groups and defines the messages. All ranks of a new group start in the
+state of the rank with most steps, but not behind the published version: surviving ranks send their
+state; without survivors all ranks load the newest checkpoint and repeat committed batches together.
 
 Invariants
 ----------
-1. A task of the group and the forming of another one exclude each other.
-2. A task whose group has ended is returned (``Reschedule``), with weights and optimizer as they
-   were before its step.
-3. Messages of a group older than the newest one known are ignored.
+1. A task of a group and the formation of the next group never run at the same time.
+2. A task whose group has ended returns to the scheduler (``Reschedule``), with weights and
+   optimizer as before its step.
+3. Messages of groups older than the newest known group are ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class GangMember:
-    """One per host that trains together with others."""
+    """One worker's place in a training group of several workers."""
 
     def __init__(self, context: WorkerContext, trainer: Trainer) -> None:
         self.context, self.trainer = context, trainer
@@ -52,12 +52,12 @@ class GangMember:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="libra-gang")
 
     def announce(self) -> None:
-        """Register for the scheduler's messages, and report that this worker has a replica."""
+        """Subscribe to the scheduler's messages, and report that this worker has a replica."""
         self.context.listen("libra-gang", lambda **message: self.heard(message))
         self.context.report(TrainerJoined(self.context.name))
 
     def heard(self, message: dict[str, Any]) -> None:
-        """Handle a message of the scheduler; called on the event loop, so it must not wait or raise."""
+        """Handle a message of the scheduler, on the event loop; must not wait or raise."""
         if message["gang"] < self.number or self.closed:
             return
         self.number = message["gang"]
@@ -75,7 +75,7 @@ class GangMember:
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """Run as ``rank`` of the group, exclusively on this worker; a task whose group has ended is returned."""
+        """Run exclusively on this worker as ``rank``; raises Reschedule if the group has ended."""
         with self.in_turn:
             if self.group is None or self.group.rank != rank:
                 self._broken(
@@ -133,7 +133,7 @@ class GangMember:
         self.context.report(GangRankJoined(number, rank, steps))
 
     def _bring_replica(self, group: TrainGroup) -> int:
-        """Make the replica one of ``group``; the steps that it and all others have taken then."""
+        """Make the replica a member of ``group``; returns the steps that all ranks then have."""
         trainer, newest = self.trainer, self.context.weights.store.latest()
         known = [trainer.replica.steps_done if trainer.has_replica else 0, newest.number if newest is not None else 0]
         steps = max(max(taken) for taken in group.gather(known))
@@ -141,17 +141,17 @@ class GangMember:
             trainer.make_replica(group)
         replica, checkpoints = trainer.replica, trainer.checkpoints
         replica.group = group
-        replica.abandon()  # others may lack what it has of an open step
+        replica.abandon()  # other ranks may lack this rank's part of an open step
         checkpoints.is_writer, checkpoints.is_sharded = group.rank == 0, replica.is_sharded
         if not replica.is_sharded:
             replica.synchronise()
         trainer.replayed += trainer.recover(steps)
-        # Here, where all ranks are: a task of an earlier wave whose result was lost may run again on its rank alone.
+        # Here all ranks are present; later a task of an earlier wave may be repeated on one rank alone.
         waves = group.from_first(len(committed_waves(self.context.spec, replica.steps_done)))
         trainer.add_waves(replica.steps_done, waves)
         return replica.steps_done
 
 
 def turn(gang: GangMember | None, rank: int) -> AbstractContextManager[None]:
-    """Waits for the turn of ``rank`` in the group of this worker; no wait without a group."""
+    """`GangMember.turn`, or a null context without a group."""
     return nullcontext() if gang is None else gang.turn(rank)

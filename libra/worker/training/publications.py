@@ -1,17 +1,17 @@
-"""Publishes the weights of a trainer, with their check, beside its next step.
+"""Publishes a trainer's weights with their check, concurrently with its next step.
 
-Passes of step ``v`` and the publication of version ``v`` read the same weights, in separate threads.
-A step whose passes end first waits for that thread, or publishes the version itself.
+The passes of step ``v`` and the publication of version ``v`` read the same weights in separate
+threads. A step whose passes end first waits for the publication, or publishes the version itself.
 
 Invariants
 ----------
 1. Step v+1 changes weights only after version v is written, synced and reported; no version is
    skipped.
-2. A version is published and reported once by this process; a late task gets the existing one.
-3. Steps that are repeated from committed batches publish nothing: ``restore`` publishes missing
-   versions, in order and with the same bits.
-4. The check has the trainer's answers, which an engine that holds the version reproduces.
-   Log-probabilities of the version before, and of version 0, come from the checks published then.
+2. This process publishes and reports a version once; a late task gets the existing version.
+3. Steps repeated from committed batches publish nothing: ``restore`` publishes missing versions, in
+   order and with the same bits.
+4. The check has the trainer's answers, which an engine with this version reproduces.
+   Log-probabilities of the previous version and of version 0 come from their published checks.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ PROBES, PROBE_TOKENS, PROBE_SEED = 1, 32, 20260603
 
 
 class Publications:
-    """The publications of one replica; a group publishes before its next step, with the same calls.
+    """The publications of one replica; a group publishes before its next step, by the same calls.
 
-    ``max_context_tokens`` is the limit of the engines, which answer the check; ``report`` announces a
-    published version.
+    ``max_context_tokens``: the engines' limit for checks; ``report`` announces a version.
     """
 
     def __init__(self, store: WeightStore, max_context_tokens: int, report: Callable[[WeightVersion], None]) -> None:
@@ -52,28 +51,27 @@ class Publications:
         self.beside = False
         """Whether versions are published beside the next step, not before it."""
         self._lock = threading.Lock()
-        self._changing = -1  # the weights of this step, published, are being changed or were
+        self._changing = -1  # these weights are published, and the step is changing or has changed them
         self._reported = -1
         self._thread = threading.local()
 
     def of(self, replica: Replica, *, alone: bool) -> None:
-        """Publish this replica's weights from now on; if it trains ``alone`` and its model permits, beside its steps."""
+        """Publish this replica's weights; concurrently with steps if ``alone`` and supported."""
         self.replica, self._changing, self.alone = replica, -1, alone
         self.beside = alone and replica.score_beside()
         if alone:
             replica.before_change = self.before_change
 
     def publish(self, version: int) -> WeightVersion:
-        """Publish the weights after ``version`` steps, and report it, once.
+        """Publish and report, once, the weights after ``version`` steps.
 
-        WeightsError as of `libra.weights.WeightStore.publish`, or if the replica is past a version that the
-        store lacks.
+        Raises WeightsError if the store refuses, or lacks a version that the replica is past.
         """
         with self._lock:
             return self._publish(version)
 
     def begin(self, version: int) -> None:
-        """Publish a version in a separate thread. `publish` waits for it, and publishes again if it failed."""
+        """Publish a version in a thread; `publish` waits for it, and retries if it failed."""
         threading.Thread(target=self._publish_beside, args=(version,), name="libra-publication", daemon=True).start()
 
     def _publish_beside(self, version: int) -> None:
@@ -83,7 +81,7 @@ class Publications:
             logger.warning("version %d is not published yet: %s", version, error, exc_info=True)
 
     def before_change(self, step: int) -> float:
-        """Publish the weights before step ``step`` changes them; seconds of waiting."""
+        """Publish the weights before step ``step`` changes them; returns seconds waited."""
         if getattr(self._thread, "repeats", False):
             return 0.0
         began_s = time.perf_counter()
@@ -96,7 +94,7 @@ class Publications:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Steps that this thread takes meanwhile are repeated ones."""
+        """Context in which this thread repeats committed steps."""
         self._thread.repeats = True
         try:
             yield
@@ -115,14 +113,14 @@ class Publications:
         return published
 
     def assist(self) -> None:
-        """On other ranks of a sharded replica, while rank 0 publishes: the same collectives, in the same order."""
+        """Take part in rank 0's publication collectives, on other ranks of a sharded replica."""
         assert self.replica is not None, "a rank assists before there is a replica"
         self.replica.all_weights()
         _probe(self.replica, self.max_context_tokens)
 
 
 def _probe(replica: Replica, max_context_tokens: int) -> tuple[tuple[tuple[int, ...], ...], Logps]:
-    """Fixed token ids, the same for every version, trainer and engine of a run, and the replica's log-probabilities in nats."""
+    """Fixed token ids, equal across a run, and the replica's log-probabilities of them in nats."""
     rng, length = np.random.default_rng(PROBE_SEED), min(PROBE_TOKENS, max_context_tokens)
     vocabulary = int(replica.model.config.get_text_config().vocab_size)
     rows = [rng.integers(0, vocabulary, length).astype(np.int32) for _ in range(PROBES)]
@@ -131,9 +129,9 @@ def _probe(replica: Replica, max_context_tokens: int) -> tuple[tuple[tuple[int, 
 
 
 def publish_checked(store: WeightStore, replica: Replica, version: int, max_context_tokens: int) -> WeightVersion:
-    """Publish the replica's weights as ``version`` with their check; an existing version keeps its own. WeightsError."""
+    """Publish the weights as ``version`` with their check, if new. Raises WeightsError."""
     tensors = replica.all_weights()
-    # If the model is sharded, passes are collectives, which all ranks enter in one order; see `Publications.assist`.
+    # A sharded model's passes are collectives: all ranks enter in one order; see `Publications.assist`.
     sharded = _probe(replica, max_context_tokens) if replica.is_sharded else None
 
     def check(content: str) -> str:

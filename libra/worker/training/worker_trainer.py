@@ -1,4 +1,4 @@
-"""The replica of a training worker: made from the configuration, recovered, and open to hybrid replicas."""
+"""The replica of a training worker: construction, recovery, and its pool of hybrid replicas."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _one_at_a_time = threading.Lock()
 
 
 def pool_token(spec: RunSpec, gang: int) -> str:
-    """The secret with which a hybrid replica joins the core of this gang in this start of the run."""
+    """The secret with which hybrid replicas join the core of ``gang`` in this start of the run."""
     return _token(spec, "hybrid", gang)
 
 
 def group_token(spec: RunSpec, gang: int) -> str:
-    """The secret of the members of this training group."""
+    """The secret that members of training group ``gang`` share."""
     return _token(spec, "group", gang)
 
 
@@ -50,7 +50,7 @@ def _token(spec: RunSpec, purpose: str, gang: int) -> str:
 
 
 class Trainer:
-    """One per host with training slots."""
+    """The replica, checkpoints and publications of one training worker."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
@@ -66,27 +66,25 @@ class Trainer:
 
     @property
     def has_replica(self) -> bool:
-        """Whether there is a replica; a sharded one is built with its group."""
+        """Whether a replica exists; a sharded one is built with its group."""
         return self._checkpoints is not None
 
     @property
     def checkpoints(self) -> CheckpointWriter:
-        """The replica's checkpoints; only if there is a replica."""
+        """The replica's checkpoints; asserts that a replica exists."""
         assert self._checkpoints is not None, f"{self.context.name} got a task of training before it has a replica"
         return self._checkpoints
 
     @property
     def replica(self) -> Replica:
-        """The replica; only if there is one."""
         return self.checkpoints.replica
 
     def make_replica(self, group: TrainGroup | None = None) -> None:
-        """Build the replica, replacing an existing one."""
         spec = self.context.spec
         replica = make_replica(spec, self.context.model_dir, group)
         replica.published = self._published
         alone = spec.config.cluster.train_workers == 1
-        replica.digests = not alone  # ranks compare them; of a single one the publication has it
+        replica.digests = not alone  # ranks compare digests; a single rank's digest is computed on publication
         self.publications.of(replica, alone=alone)
         self._checkpoints = CheckpointWriter(replica, spec.checkpoints_dir, spec.config)
 
@@ -108,7 +106,7 @@ class Trainer:
         self.context.report(*held, VersionPublished(number, digest, version.num_bytes))
 
     def pinned(self, newest: int) -> range:
-        """Versions that steps from the newest checkpoint on may score tokens with (``trainer.old_logp=version``)."""
+        """Versions that later steps may need to score tokens (``trainer.old_logp=version``)."""
         config = self.context.spec.config
         if config.trainer.old_logp != "version" or config.rollout.exact_logprobs:
             return range(0)
@@ -118,15 +116,14 @@ class Trainer:
         return range(max(0, (step_of(saved[-1]) if saved else 0) - config.run.eta), newest + 1)
 
     def recover(self, steps: int, *, or_next: bool = False) -> list[dict[str, Any]]:
-        """As `recover`, for its replica."""
         with self.publications.repeating():
             return recover(self.checkpoints, self.context.spec, self.context.weights.store, steps, or_next=or_next)
 
     def add_waves(self, batch: int, upto: int, *, last: LazyBatch | None = None) -> int:
-        """Add the committed waves of step ``batch`` before ``upto`` that the replica lacks, in order; how many it has then.
+        """Add committed waves of step ``batch``, in order, up to ``upto``; returns their number.
 
-        ``last`` is the one before ``upto``, if its trajectories are not to be read from the run directory.
-        In a group a collective, unless all ranks have them.
+        ``last`` is the wave before ``upto``, if already in memory. Collective in a training group,
+        unless all ranks have the waves.
         """
         spec, replica = self.context.spec, self.replica
         added = replica.open_step.waves if replica.open_step is not None else 0
@@ -141,7 +138,7 @@ class Trainer:
         return added
 
     def open_pool(self, gang: int) -> None:
-        """On rank 0 of the core in a run with hybrid workers: let their replicas join, and report where."""
+        """Let replicas of hybrid workers join, and report where; on the core's rank 0 only."""
         spec = self.context.spec
         if spec.config.cluster.hybrid_workers:
             self.close()
@@ -150,7 +147,6 @@ class Trainer:
             self.context.report(HybridPoolOpened(gang, host, pool.address[1]))
 
     def close(self) -> None:
-        """Release the hybrid replicas."""
         if self.has_replica and self.replica.hybrids is not None:
             self.replica.hybrids.close()
 
@@ -158,13 +154,13 @@ class Trainer:
 def recover(
     checkpoints: CheckpointWriter, spec: RunSpec, store: WeightStore, steps: int, *, or_next: bool = False
 ) -> list[dict[str, Any]]:
-    """Bring the replica to the weights after ``steps`` steps: the newest checkpoint, then every committed batch since.
+    """Bring the replica to step ``steps``: newest checkpoint, then all committed batches since.
 
-    Nothing is generated, and a replica at that step or later is not changed. If the result differs from
-    a published version (another machine, another number of threads), the published weights are used,
-    because tokens were sampled from those. ``or_next``: a checkpoint one step later is also accepted,
-    for a task that repeats that step. Returns the numbers of each step taken. In a group this is a
-    collective, unless all ranks are at that step already.
+    Generates nothing; a replica at that step or later is unchanged. If the result differs from a
+    published version (another machine or number of threads), the published weights are used,
+    because tokens were sampled from them. With ``or_next``, a checkpoint one step later is also
+    accepted, for a task that repeats that step. Returns the metrics of each repeated step.
+    Collective in a training group, unless all ranks are already at that step.
     """
     from libra.train.checkpoint import newest, step_of  # imports transformers, which takes seconds
 
@@ -193,7 +189,7 @@ def recover(
 
 
 def committed_waves(spec: RunSpec, batch: int) -> list[Rows]:
-    """The waves of a streamed step, of its batch or committed so far."""
+    """The committed waves of a streamed step: all waves once its batch is committed."""
     if batch_path(spec.batches_dir, batch).exists():
         return in_waves(read_batch_facts(spec.batches_dir, batch)["groups"])
     return read_waves(spec.waves_dir, batch)
@@ -212,7 +208,7 @@ def _retaken(checkpoints: CheckpointWriter, spec: RunSpec, facts: Mapping[str, A
 
 
 def make_replica(spec: RunSpec, model_dir: Path, group: TrainGroup | None) -> Replica:
-    """The replica of the configuration, at version 0; a member of ``group`` if there is one."""
+    """The configured replica at version 0; a member of ``group`` if given."""
     from libra.train import Replica, TrainSettings
     from libra.train.checkpoint import has_optimizer
 

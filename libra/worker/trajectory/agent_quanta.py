@@ -1,18 +1,17 @@
-"""Action quanta of trajectories that an agent runs: the agent gets the model's answer, works, and asks again, or ends.
+"""Action quanta of agent trajectories: an agent gets an answer, works, and sends a request or ends.
 
-The agent is a process of this worker, and asks this worker's gateway. Its request ends an action
-quantum; a generation quantum, on any worker, writes the answer; the next action quantum gives it to
-the agent. All of it is in the journal.
+The agent is a process on this worker, and sends requests to this worker's gateway. A request ends
+the action quantum; a generation quantum, on any worker, produces the answer; the next action
+quantum delivers the answer to the agent. The journal records all of these.
 
 Invariants
 ----------
-1. An agent that waits for the model has no slot.
-2. An agent that is started again, after a lost worker, gets the recorded answers while it asks the
-   same, in any order of its sub-agents. If it asks something else, or ends sooner, a fresh draw
-   begins.
-3. A worker has at most ``agent.concurrency`` agents. A trajectory that finds no place returns its
-   quantum.
-4. A prompt that does not fit is refused, and never cut.
+1. An agent that waits for the model holds no slot.
+2. An agent that restarts after the loss of a worker receives the recorded answers while its
+   requests are the recorded ones; sub-agents may send them in any order. If a request differs or
+   the agent ends sooner, a fresh draw starts.
+3. A worker runs at most ``agent.concurrency`` agents, and returns quanta beyond that.
+4. A prompt that does not fit is refused, never truncated.
 """
 
 from __future__ import annotations
@@ -70,25 +69,23 @@ class _Live:
     pending: dict[int, Pending] = field(default_factory=dict)  # requests that were recorded, by turn
     taken: int = 0  # turns whose request the conversation has
     answered: int = 0  # turns whose answer the conversation has
-    replay: dict[int, bytes] = field(default_factory=dict)  # turns that a new process has not asked for yet
-    early: deque[Pending] = field(default_factory=deque)  # requests that came before all of `replay` did
+    replay: dict[int, bytes] = field(default_factory=dict)  # turns that a restarted process has not requested yet
+    early: deque[Pending] = field(default_factory=deque)  # requests that arrived before `replay` was complete
     replies: list[Reply] = field(default_factory=list)
     given_s: dict[int, float] = field(default_factory=dict)
     refused: tuple[EndReason, str] | None = None
 
     def refuse(self, end: EndReason, detail: str, param: str = "messages", code: str = TOO_LONG) -> RequestRefused:
-        """The refusal of a request for a limit, which ends the trajectory so if the agent fails after it."""
         self.refused = end, detail
         return RequestRefused(detail, param, status=400, code=code)
 
     def give(self, pending: Pending, turn: int) -> None:
-        """Send the answer of a turn."""
         self.session.answered(pending, self.replies[turn])
         self.given_s[turn] = time.monotonic()
 
 
 class Agents:
-    """The agents of one worker; ``chat`` gives its chat format."""
+    """The agents of one worker; ``chat`` returns the worker's chat format."""
 
     def __init__(self, context: WorkerContext, chat: Callable[[], ChatFormat]) -> None:
         self._context, self._chat, self._config = context, chat, context.spec.config
@@ -103,7 +100,8 @@ class Agents:
     async def start(self) -> None:
         """Start the gateway and the program that runs agents.
 
-        EnvironmentFault if the agent cannot be loaded, ConfigError if a variable of ``agent.env`` is not set.
+        Raises EnvironmentFault if the agent cannot be loaded, ConfigError if a variable of
+        ``agent.env`` is not set.
         """
         await self.gateway.start()
         await self.processes.prepare()
@@ -112,7 +110,6 @@ class Agents:
         logger.info("agents of run %s ask at http://%s:%d", run, gateway.host, gateway.port)
 
     async def close(self) -> None:
-        """Kill all agents, and stop the gateway."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         self._live.clear()
@@ -122,10 +119,10 @@ class Agents:
     # ---------------------------------------------------------------- one quantum
 
     async def act(self, state: TrajectoryState) -> QuantumRecord:
-        """Let the agent work until it asks the model or ends; the record of that.
+        """Let the agent work until it sends a request or ends; returns the record of that event.
 
-        EngineAsleep if this worker has ``agent.concurrency`` agents; ToolTimeout or ToolFault if the
-        agent took too long, or failed.
+        Raises EngineAsleep if this worker already runs ``agent.concurrency`` agents, ToolTimeout if
+        the agent took too long, ToolFault if it failed.
         """
         try:
             return await self._act(state)
@@ -136,7 +133,7 @@ class Agents:
             raise
 
     def drop(self, tid: TrajectoryId, why: str) -> None:
-        """Kill an agent, if there is one."""
+        """Kill the trajectory's agent, if it runs on this worker."""
         live = self._live.pop(tid, None)
         if live is not None:
             self.processes.stop(live.process)
@@ -178,7 +175,7 @@ class Agents:
                     event.refuse(refused)
 
     async def _next(self, live: _Live, state: TrajectoryState) -> Pending | Ended | None:
-        """The agent's next event; None if it asks no more of what was recorded. ToolTimeout."""
+        """Return the agent's next event; None if the agent does not repeat a recorded request."""
         agent = self._config.agent
         while live.early and not live.replay:
             if (pending := live.early.popleft()).waiting > 0:
@@ -370,7 +367,7 @@ def _by_ids(now: Attempt, request: ModelRequest, vocab_size: int) -> Asked:
 
 
 def _reward(posted: float | None, result: Any) -> float | None:
-    """The reward that an agent gave itself: at /reward, as a number, or as the "reward" of its result."""
+    """The agent's own reward: posted to /reward, its numeric result, or "reward" in its result."""
     if posted is not None:
         return posted
     value = result.get("reward") if isinstance(result, Mapping) else result

@@ -1,4 +1,4 @@
-"""Grades one trajectory of a group: its reward, or its failure class if the reward failed."""
+"""Grades a trajectory: sets its reward, or its failure class if grading failed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRADE_TIMEOUT_S = 60.0
 
 
 def score_fault(numbers: Any, num: int) -> str | None:
-    """The fault of a user's reward node that scored ``num`` episodes; None if it gave one entry for each."""
+    """The fault in a score node's result for ``num`` episodes; None if it has an entry for each."""
     listed = hasattr(numbers, "__len__") and hasattr(numbers, "__getitem__")
     if isinstance(numbers, str | bytes | Mapping) or not listed:
         got = f"{repr_text(numbers)[:60]} ({type(numbers).__name__})"
@@ -46,12 +46,12 @@ async def grade(
     late: str = "off",
     back_off: BackOff | None = None,
 ) -> None:
-    """Give ``member`` its reward, or its failure class.
+    """Set ``member``'s reward, or its failure class.
 
-    A grader that failed grades the same trajectory again, ``resample`` times: replacing the trajectory
+    A failed grader is retried ``resample`` times on the same trajectory: replacing the trajectory
     would bias the sample. ``extra[index]`` is added to the environment's reward. ``late`` is
-    ``trainer.late``, "off" for a held-out question; ``back_off`` retries calls that an API refuses for
-    now.
+    ``trainer.late``, "off" for a held-out question; ``back_off`` retries calls that an API
+    temporarily refuses.
     """
     if not member.failure.trains:
         return
@@ -123,5 +123,4 @@ FAULTS = (EngineError, EnvironmentFault)
 
 
 def failure_of(error: EngineError | EnvironmentFault) -> FailureClass:
-    """The class of an error of `FAULTS`."""
     return next(failure for kind, failure in _CLASSES if isinstance(error, kind))

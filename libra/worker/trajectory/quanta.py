@@ -1,21 +1,19 @@
-"""Runs the quanta of trajectories on a worker: one generation or action, its record, its report.
+"""Runs the quanta of trajectories on a worker: generates or acts, records, and reports.
 
 Invariants
 ----------
 1. An engine loads the newest published version before each generation, and never generates for
    iteration ``k`` with weights older than version ``k - eta``.
-2. A record is appended before it is reported, so a lost worker costs at most the quantum in flight:
-   one generation with its inline actions. A state that is ahead of the journal when its quantum
-   fails is dropped.
-3. One generation or action of a trajectory runs at a time here, and only with the records of all
-   before it.
-4. Bad model or tool output can fail only its own trajectory. It is made storable before it goes
-   into a record; a record that cannot be stored all the same becomes a failure record, which a
-   resume finds.
-5. A trajectory whose group has its record runs no quantum, on any worker: its journal is removed
-   when the store has it.
-6. In a run with ``staleness.versions=one`` all tokens of a trajectory have one version: it begins
-   again from its prompt where that needs it.
+2. A record is journaled before it is reported, so the loss of a worker costs at most the quantum in
+   flight: one generation with its inline actions. If a quantum fails after its in-memory state got
+   ahead of the journal, that state is dropped.
+3. A worker runs at most one quantum of a trajectory at a time, and only with all earlier records.
+4. Bad model or tool output can fail only its own trajectory. The output is made storable before it
+   is recorded; output that still cannot be stored becomes a failure record, which a resume finds.
+5. No worker runs a quantum of a trajectory whose group is recorded; the trajectory's journal is
+   removed once the store has the group.
+6. With ``staleness.versions=one`` all tokens of a trajectory have the same version; a trajectory
+   that would mix versions starts again from its prompt.
 """
 
 from __future__ import annotations
@@ -93,10 +91,9 @@ KILLED = "killed: it took more than"
 
 
 class QuantumRunner:
-    """One per host; without an ``engine`` on a worker that only runs tools, or grades.
+    """Runs quanta of one run on one worker; ``engine`` is None if the worker does not generate.
 
-    ``leaving``: whether this worker must not begin another generation. ``processes``: where calls with
-    resources of their own run.
+    ``leaving``: no further generation may start. ``processes``: for tool calls with own resources.
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class QuantumRunner:
     ) -> None:
         self.context, self.engine, self._leaving = context, engine, leaving
         self.states: OrderedDict[TrajectoryId, TrajectoryState] = OrderedDict()
-        self._ended: OrderedDict[TrajectoryId, int] = OrderedDict()  # bytes of the ended ones in `states`
+        self._ended: OrderedDict[TrajectoryId, int] = OrderedDict()  # bytes of ended trajectories in `states`
         self._ended_bytes = 0
         self.closing = False
         self.sessions = None if context.environment.session is None else SessionLeases(context)
@@ -122,7 +119,6 @@ class QuantumRunner:
 
     @cached_property
     def chat(self) -> ChatFormat:
-        """The chat format, which needs the tokenizer."""
         from libra.rollout import load_chat_format
 
         environment, loader = self.context.environment, self.context.spec.config.model.loader
@@ -131,13 +127,12 @@ class QuantumRunner:
         )
 
     def close(self) -> None:
-        """Stop writing records."""
         self.closing = True
 
     # ---------------------------------------------------------------- states
 
     def state(self, tid: TrajectoryId, prompt: Prompt, quantum: int = 0) -> TrajectoryState:
-        """The trajectory's state with every record written so far; ``quantum`` is their number, 0 if unknown."""
+        """The trajectory's state after its first ``quantum`` records (all records if 0)."""
         state = self.states.get(tid)
         if state is None:
             state = self.states[tid] = TrajectoryState(tid, prompt, self._rules)
@@ -149,7 +144,7 @@ class QuantumRunner:
         return state
 
     def drop(self, tid: TrajectoryId) -> None:
-        """Keep no records of a trajectory; the journal has them."""
+        """Forget a trajectory's in-memory state; the journal keeps its records."""
         self.states.pop(tid, None)
         self._ended_bytes -= self._ended.pop(tid, 0)
 
@@ -173,11 +168,11 @@ class QuantumRunner:
     # ---------------------------------------------------------------- one quantum
 
     async def run(self, key: str, tid: TrajectoryId, prompt: Prompt, quantum: int = 0) -> TrajectoryState:
-        """Run the next quantum of a trajectory here, write its record, report it; returns the state after it.
+        """Run, journal and report a trajectory's next quantum; returns the state afterwards.
 
-        ``quantum`` is its number, if the scheduler knows it: then its group has no record, and the
-        journal has exactly the records before it. With 0 both are looked up. A next generation follows at
-        once while nothing better waits for the slot.
+        ``quantum`` is the number of earlier records if the scheduler knows it; the group then has
+        no record yet. If 0, journal and store are searched. Further generations follow directly
+        while no better trajectory waits for the slot.
         """
         state = self.state(tid, prompt, quantum)
         if state.phase is not None and not quantum:
@@ -189,8 +184,8 @@ class QuantumRunner:
             return state
         stranded = state.phase is Phase.TOOL and state.rules.agent and self.agents is None
         if stranded or self.calls.lacks_lease(key, state) or (state.phase is Phase.ROLLOUT and self.engine is None):
-            # A worker died after its record and before its report, or an action of a resumed run lacks its lease: report the
-            # trajectory's state, and wait for another.
+            # A worker died between record and report, or an action of a resumed run has no lease: report the
+            # trajectory's state, so that the scheduler sends another task.
             self._report(key, state, state.quanta, time.time(), state.phase, goes_on=False)
             return state
         if self.engine is not None:
@@ -234,7 +229,7 @@ class QuantumRunner:
                     if state.end is not None:
                         self._forget(state)
                 return
-            self.context.epoch.check()  # what an action changes outside is not undone by a record that is refused
+            self.context.epoch.check()  # a refused record would not undo the action's outside effects
             action = self._act(state, self.calls.cores_of(key))
             await (self.stoppable.run(key, state.quanta, action) if self.calls.revocable(state) else action)
         except (EngineAsleep, ActionRevoked) as error:
@@ -304,7 +299,6 @@ class QuantumRunner:
             self._forget(state)
 
     def _hold(self, state: TrajectoryState, record: GenerationRecord, started_s: float) -> None:
-        """Pack a record for a later append, without its text if that cannot be stored."""
         try:
             state.held = self._packed(state, record, started_s)
         except Unstorable as error:
@@ -319,11 +313,10 @@ class QuantumRunner:
         if tid.split == "eval" and config.evaluation.temperature is not None:
             return config.evaluation.temperature
         if tid.split == "train" and tid.sample == 0 and config.trainer.advantage == "remax":
-            return 0.0  # the baseline of its group
+            return 0.0  # its group's baseline
         return config.rollout.temperature
 
     def _ends_version(self, state: TrajectoryState, versions: set[int], started_s: float) -> bool:
-        """Begin again if tokens of ``versions`` would give it more than one version (`libra.policy.one_version`)."""
         if len(had := state.attempt.versions | versions) < 2:
             return False
         self._commit(state, RestartRecord(began=min(had), serves=max(had)), started_s)
@@ -354,7 +347,6 @@ class QuantumRunner:
         return ids
 
     def _inline(self, now: Attempt) -> bool:
-        """Whether the environment's answer, or every call that is not malformed, runs in the generation's quantum."""
         environment = self.context.environment
         if now.answered:
             return environment.inline_steps
@@ -407,7 +399,6 @@ class QuantumRunner:
         return self.context.journal.pack(str(state.tid), state.quanta, record)
 
     def _append(self, state: TrajectoryState, *packed: bytes) -> None:
-        """Append the held record, which is applied already, and another one."""
         self.context.epoch.check()
         if self.closing:  # requests of a closed engine are not failures
             raise FencedOff(f"{state.tid}: worker {self.context.name} leaves the run, and writes no more records")

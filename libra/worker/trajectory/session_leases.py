@@ -1,15 +1,14 @@
-"""Leases of sessions by trajectories, from any worker: an action runs where its trajectory's session is.
+"""Leases of tool sessions: an action runs on the worker that has its trajectory's session.
 
-The record of an action has the lease (address of the worker and name), so every worker knows it.
-The worker of the next action requests it from there, by a message between workers, and writes the
-record itself.
+An action's record has the lease (address of the worker, and name), so every worker knows it. The
+worker that runs the next action sends the call to that address, and writes the record itself.
 
 Invariants
 ----------
-1. A lease without a record is released when its first turn fails; a recorded one when its
-   trajectory ends or begins again.
+1. A lease without a record is released when its first turn fails; a recorded lease when its
+   trajectory ends or starts again.
 2. If the lease's worker is gone, was restarted or belongs to another start of the run, the action
-   fails with SessionLost: an infrastructure failure, after which a fresh draw begins with another
+   fails with SessionLost. This is an infrastructure failure: a fresh draw starts with another
    session.
 3. An action that is repeated, because its worker died before the record, has the same return.
 """
@@ -49,7 +48,7 @@ Lease = tuple[str, str]
 
 
 class SessionCall(NamedTuple):
-    """An action in a session; ``where``: its trajectory, draw, turn and call."""
+    """An action in a session; ``where``: trajectory, draw, turn and call."""
 
     lease: str
     prompt: Prompt
@@ -60,14 +59,14 @@ class SessionCall(NamedTuple):
 
 
 class SessionAnswer(NamedTuple):
-    """The return of an action, and the trajectory's state after it."""
+    """The return of an action, and the trajectory's state afterwards."""
 
     returned: ToolReturn
     state: bytes | None
 
 
 class SessionLeases:
-    """The session pool of this worker, and access to other workers' pools; for environments with a session."""
+    """This worker's session pool, and access to other workers' pools."""
 
     def __init__(self, context: WorkerContext) -> None:
         kind = context.environment.session
@@ -80,14 +79,12 @@ class SessionLeases:
         serve_worker(context.worker, self._op, self._requested)
 
     async def close(self) -> None:
-        """Close this worker's sessions."""
         stop_serving(self.context.worker, self._op)
         await asyncio.gather(*self._releases, return_exceptions=True)
         await self.pool.close()
         logger.info("sessions: %s", self._counts())
 
     async def acquire(self, trajectory_id: str) -> Lease:
-        """Lease a session of this worker."""
         lease = self.context.address, await self.pool.lease(trajectory_id)
         self._report()
         logger.info("sessions: %s leases %s; %s", trajectory_id, lease[1], self._counts())
@@ -114,9 +111,10 @@ class SessionLeases:
         state: StateCopy,
         where: tuple[str, int, int, int],
     ) -> ToolReturn:
-        """The return of an action in the session; ``where``: its trajectory, draw, turn and call.
+        """The return of an action in the leased session.
 
-        Errors as of `libra.envs.run_action`, and SessionLost.
+        ``where``: trajectory, draw, turn and call. Raises SessionLost, and errors of
+        `libra.envs.run_action`.
         """
         called = msgspec.msgpack.encode(SessionCall(lease[1], prompt, call, action_id, state.data, where))
         limit_s = self.context.environment.session_limit_s(call.name) + TOTAL_S + MARGIN_S

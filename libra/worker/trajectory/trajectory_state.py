@@ -1,21 +1,21 @@
-"""A trajectory's state as a pure function of its records, and the trajectory that the store and the grader get.
+"""A trajectory's state as a pure function of its records; also the trajectory for store and grader.
 
-The conversations of an agent may have branches. A `RequestRecord` names the turn that it continues,
-and the generation after it is its answer. Sequences follow each other in the token arrays
-(`libra.agents.conversation`).
+An agent's conversations may branch. A `RequestRecord` names the turn that the request continues,
+and the next generation answers the request. The token arrays hold one sequence per branch, one
+after the other (`libra.agents.conversation`).
 
 Invariants
 ----------
 1. ``TrajectoryState`` after ``apply(records 0..n)`` is the same on every worker: it has no other
    input.
-2. Token ids are those that the engine sampled or the chat format appended, concatenated; never
-   re-tokenised.
-3. Exactly one of these holds: it needs a generation, it needs an action, it has ended.
-4. A failure ends it only after ``resample`` others. Until then, a failure that the tokens cannot
-   cause is followed by the same turn with the same random numbers, so that the sample does not
-   depend on the failure. Any other failure begins a fresh attempt from the prompt, in the same
-   journal.
-5. A restart also begins a fresh attempt; it is not a failure.
+2. Token ids are concatenations of the ids that the engine sampled and the chat format appended;
+   text is never tokenised again.
+3. A trajectory needs a generation, needs an action, or has ended: exactly one of the three.
+4. A trajectory survives ``resample`` failures; the next failure ends it. After a failure that its
+   tokens cannot cause, the same turn is sampled with the same random numbers, so the sample does
+   not depend on the failure. After any other failure a fresh attempt starts from the prompt, in the
+   same journal.
+5. A restart also starts a fresh attempt, but is not a failure.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def generation_record(
     calls: Sequence[ToolCall],
     state: bytes | None = None,
 ) -> GenerationRecord:
-    """Record of a generation; only the first one of an attempt has ``prompt_ids`` and the first ``state``."""
+    """A generation's record; only the first of an attempt has ``prompt_ids`` and ``state``."""
     drawn = None if output.drawn is None else list(output.drawn)
     made = {name: getattr(output, name) for name in _OF_THE_OUTPUT}
     return GenerationRecord(
@@ -90,34 +90,30 @@ _OF_THE_OUTPUT = (
 
 
 def end_record(turn: int, state: bytes | None) -> ActionRecord:
-    """Record of an action in which the environment's ``step`` ended the trajectory."""
     return ActionRecord(turn=turn, observation_ids=np.zeros(0, np.int32), state=state, ends=True)
 
 
 def agent_end_record(
     turn: int, end: EndReason, failure: FailureClass, detail: str, result: Any = None, reward: float | None = None
 ) -> AgentEndRecord:
-    """Record of an agent's end, with what it returned and the reward that it gave itself."""
+    """Record of an agent's end, with its result and the reward that it reported."""
     kept = storable(json.dumps(result)) if result is not None else ""
     cut = storable(detail[:MAX_ERROR_CHARS])
     return AgentEndRecord(turn=turn, end=end, failure=failure, detail=cut, result=kept, reward=reward)
 
 
 def failure_record(failure: FailureClass, detail: str) -> FailureRecord:
-    """Record that ends an attempt without an answer."""
     return FailureRecord(failure=failure, detail=storable(detail[:MAX_ERROR_CHARS]))
 
 
 def returned(records: Iterable[QuantumRecord]) -> tuple[str, ToolOutcome]:
-    """First tool and outcome of the calls that returned in these records of one turn; ("", `NO_TOOL`) if none did."""
+    """First tool and joint outcome of one turn's returned calls; ("", `NO_TOOL`) without any."""
     found = [r for record in records if isinstance(record, ActionRecord | RequestRecord) for r in record.returns]
     return (found[0].tool if found else ""), turn_outcome(r.status for r in found)
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRules:
-    """The rules of a run for its trajectories."""
-
     max_turns: int  # a trajectory ends when it reaches this limit or the next
     max_context_tokens: int
     ignore_eos: bool = False  # a turn cut at its token limit does not end the trajectory (turns of a fixed length)
@@ -127,7 +123,6 @@ class TrajectoryRules:
 
     @classmethod
     def of(cls, config: RunConfig, environment: Environment) -> TrajectoryRules:
-        """The rules of a run."""
         rollout, resample = config.rollout, config.trainer.resample
         steps, agent = has_steps(environment), config.agent.given
         return cls(rollout.max_turns, rollout.max_context_tokens, rollout.ignore_eos, resample, steps, agent)
@@ -135,62 +130,42 @@ class TrajectoryRules:
 
 @dataclass(slots=True)
 class Attempt:
-    """A trajectory since its prompt: everything that a fresh attempt begins without.
+    """State of a trajectory since its prompt; a fresh attempt resets all of it."""
 
-    Attributes
-    ----------
-    number : int
-        Counts fresh attempts.
-    state : bytes or None
-        The environment's state of it after the last record; None if it has none.
-    lease : (str, str) or None
-        Worker and name of its lease of a session; None if it has none.
-    unfinished : list of int32 arrays
-        Tokens of the parts of its present turn, if that parked before its end; `turns` does not count
-        it yet.
-    answered : bool
-        Its last turn had no calls, and waits for the environment's answer.
-    request : RequestRecord or None
-        The agent's request that waits for its answer.
-    parents, paths : lists
-        For each request of an agent the turn that it continues, -1 for none; for each turn its tokens
-        since the start of its conversation.
-    """
-
-    number: int = 0
+    number: int = 0  # earlier attempts
     records: list[QuantumRecord] = field(default_factory=list)
     context: list[NDArray[np.int32]] = field(default_factory=list)
     num_context_tokens: int = 0
     turns: int = 0
     calls: tuple[ToolCall, ...] = ()
-    answered: bool = False
-    state: bytes | None = None
-    lease: tuple[str, str] | None = None
+    answered: bool = False  # the last turn had no calls and waits for the environment's step
+    state: bytes | None = None  # the environment's state after the last record, if any
+    lease: tuple[str, str] | None = None  # worker and name of the leased session
+    # Tokens of the current turn if it was parked before its end; `turns` does not count that turn.
     unfinished: list[NDArray[np.int32]] = field(default_factory=list)
-    request: RequestRecord | None = None
-    parents: list[int] = field(default_factory=list)
+    request: RequestRecord | None = None  # the agent's unanswered request
+    parents: list[int] = field(default_factory=list)  # per request, the turn that it continues; -1: none
+    # Per turn, its tokens since the start of its conversation.
     paths: list[list[NDArray[np.int32]]] = field(default_factory=list)
 
     @property
     def versions(self) -> set[int]:
-        """Versions of its generated tokens."""
         made = (record.weight_versions for record in self.records if isinstance(record, GenerationRecord))
         return {int(version) for each in made for version in np.unique(each)}
 
     @property
     def context_ids(self) -> NDArray[np.int32]:
-        """All tokens so far (T,)."""
+        """All token ids so far (T,), int32."""
         return np.concatenate(self.context) if self.context else np.zeros(0, np.int32)
 
     def extend(self, token_ids: NDArray[np.int32]) -> None:
-        """Append tokens to the context."""
         self.context.append(token_ids)
         self.num_context_tokens += len(token_ids)
 
 
 @dataclass(slots=True)
 class TrajectoryState:
-    """The state after the records so far; ``held`` is the last record, packed, if it is applied and not appended yet."""
+    """State after all applied records; ``held`` is the last one, packed, until it is journaled."""
 
     tid: TrajectoryId
     prompt: Prompt
@@ -206,7 +181,7 @@ class TrajectoryState:
 
     @property
     def phase(self) -> Phase | None:
-        """Its next phase; None if it has ended."""
+        """The next phase; None if the trajectory has ended."""
         now = self.attempt
         if self.end is not None:
             return None
@@ -214,7 +189,6 @@ class TrajectoryState:
         return Phase.TOOL if acts else Phase.ROLLOUT
 
     def apply(self, record: QuantumRecord) -> None:
-        """Apply the next record."""
         now = self.attempt
         self.records.append(record)
         now.records.append(record)
@@ -289,12 +263,12 @@ class TrajectoryState:
     # ---------------------------------------------------------------- once it has ended
 
     def episode(self, decode: Callable[[bytes | None], Any] = lambda _: None) -> Episode:
-        """The trajectory as the grader sees it; ``decode`` reads the environment's state of it."""
+        """The trajectory for the grader; ``decode`` decodes the environment's state."""
         turns: list[Turn] = []
         for record in self.attempt.records:
             if isinstance(record, GenerationRecord):
                 ids = tuple(record.token_ids.tolist())
-                if record.turn < len(turns):  # a further part of it
+                if record.turn < len(turns):  # a further part of the turn
                     ids = turns.pop().token_ids + ids
                 turns.append(Turn(record.text, record.calls, num_tokens=len(ids), token_ids=ids))
             elif isinstance(record, ActionRecord | RequestRecord):
@@ -309,7 +283,7 @@ class TrajectoryState:
         return Episode(str(self.tid), self.prompt, tuple(turns), end, state, result, reward)
 
     def trajectory(self, epoch: int) -> Trajectory:
-        """All tokens and turns as the store keeps them, not graded yet."""
+        """The ungraded trajectory for the store, with all tokens and turns."""
         parts, places = self._parts()
 
         def column(name: str, fill: int, dtype: type[np.generic]) -> NDArray[Any]:
@@ -334,7 +308,7 @@ class TrajectoryState:
         )
 
     def _parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
-        """All tokens in order; for each turn the start of the sequence that trains it, and the tokens of context before it."""
+        """Token parts in order; per turn, start of its training sequence and tokens before it."""
         if self.rules.agent:
             return AgentTurns.of(self.attempt.records).parts()
         parts: list[Part] = []
@@ -353,7 +327,7 @@ class TrajectoryState:
         return parts, places
 
     def _routes(self, num_tokens: int) -> NDArray[np.int16] | None:
-        """The experts of each token by the newest record that has them (T, layers, experts); None if none has."""
+        """Expert ids per token (T, layers, experts) from the newest record with them, or None."""
         found: NDArray[np.int16] | None = None
         for record in self.attempt.records:
             if isinstance(record, GenerationRecord) and (routes := record.routes) is not None:
@@ -402,14 +376,14 @@ class TrajectoryState:
 
 @dataclass(slots=True)
 class AgentTurns:
-    """The answered requests of one attempt, by turn, and the records of each answer: several with `rollout.chunk_tokens`."""
+    """Answered requests of one attempt, by turn, with the record or records of each answer."""
 
     requests: list[RequestRecord] = field(default_factory=list)
     generated: list[list[GenerationRecord]] = field(default_factory=list)
 
     @classmethod
     def of(cls, records: Iterable[QuantumRecord]) -> AgentTurns:
-        """The turns in the records of one attempt, without a last request that has no answer."""
+        """The answered turns in the records of one attempt."""
         turns = cls()
         for record in records:
             if isinstance(record, RequestRecord):
@@ -423,7 +397,7 @@ class AgentTurns:
         return turns
 
     def parts(self) -> tuple[list[Part], list[tuple[int, int]]]:
-        """As `TrajectoryState._parts`, of all sequences, one after the other."""
+        """As `TrajectoryState._parts`, for all of the attempt's sequences, concatenated."""
         parts: list[Part] = []
         places = [(0, 0)] * len(self.requests)
         total = 0

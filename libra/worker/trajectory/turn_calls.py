@@ -1,4 +1,4 @@
-"""The tool calls of one turn, concurrent, in sessions, or in processes with leased cores; and their texts' parsing."""
+"""The tool calls of one turn: parsing, and execution at once, in sessions, or on leased cores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from libra.worker.trajectory.trajectory_state import TrajectoryState
 
 
 class TurnCalls:
-    """One per quantum runner; calls with resources of their own run in ``processes``, if the worker has any."""
+    """Runs tool calls of turns; calls with their own resources run in ``processes``, if given."""
 
     def __init__(
         self, context: WorkerContext, sessions: SessionLeases | None, processes: ActionProcesses | None
@@ -42,23 +42,23 @@ class TurnCalls:
         self._in_order = self._with_session | {tool.name for tool in tools if tool.takes_state}
 
     def with_resources(self, state: TrajectoryState) -> tuple[str, ...]:
-        """Tools that the next action calls, if one of them has resources."""
+        """Tools that the next action calls; empty unless a tool among them declares resources."""
         if not self._declaring or state.rules.agent or state.phase is not Phase.TOOL:
             return ()
         names = tuple(call.name for call in state.attempt.calls if call.error is None and call.name in self._names)
         return () if self._declaring.isdisjoint(names) else names
 
     def revocable(self, state: TrajectoryState) -> bool:
-        """Whether the next action may be stopped, and begun again: a single call of a revocable tool."""
+        """Whether the next action may be stopped and repeated: one call of a revocable tool."""
         calls = self.with_resources(state) if self._revocable else ()
         return len(calls) == 1 and calls[0] in self._revocable
 
     def lacks_lease(self, key: str, state: TrajectoryState) -> bool:
-        """Whether the action needs resources and its task came for a generation, as in a resumed run."""
+        """Whether the next action needs resources that its task did not lease (a resumed run)."""
         return bool(self.with_resources(state)) and keys.TOOL not in resources_here(self._context.worker, key)
 
     def cores_of(self, key: str) -> int | None:
-        """The own cores of a task's action, if any."""
+        """Number of cores that a task leases for its action, or None."""
         if not self._declaring:
             return None
         return int(resources_here(self._context.worker, key).get(keys.TOOL_CORES, 0)) or None
@@ -66,10 +66,11 @@ class TurnCalls:
     async def returns(
         self, state: TrajectoryState, copy: StateCopy, cores: int | None
     ) -> tuple[list[ToolReturn], tuple[str, str] | None]:
-        """The returns of a turn's calls, and the trajectory's lease of a session.
+        """The returns of a turn's calls, and the trajectory's session lease.
 
-        All calls run at once, or in order if one takes the trajectory's state or session. The first
-        call that takes a session leases one of this worker, which is released if a call fails.
+        Calls run concurrently, or in order if one uses the trajectory's state or session. The first
+        call that needs a session leases one of this worker; if a call fails, that lease is
+        released.
         """
         now, lease = state.attempt, state.attempt.lease
         if lease is None and self._sessions is not None and any(call.name in self._with_session for call in now.calls):
@@ -78,7 +79,7 @@ class TurnCalls:
             actions = [self._action(state, index, call, copy, lease, cores) for index, call in enumerate(now.calls)]
             if any(call.name in self._in_order for call in now.calls):
                 return [await action for action in actions], lease
-            # All have ended before the trajectory continues, or ends.
+            # Every call has ended before the trajectory continues or ends.
             outcomes = await asyncio.gather(*actions, return_exceptions=True)
             for outcome in outcomes:
                 if isinstance(outcome, BaseException):
@@ -113,7 +114,7 @@ class TurnCalls:
 
 
 def agent_calls(environment: Environment, text: str) -> tuple[ToolCall, ...]:
-    """The calls in the model's text outside its reasoning, by ``rollout.tool_format``."""
+    """The calls in the model's text after its reasoning, in ``rollout.tool_format``."""
     rest = split_reasoning(text)[1]
     return storable_calls(TOOL_FORMATS[environment.tool_format].parse(rest, environment.tools))
 
@@ -121,9 +122,9 @@ def agent_calls(environment: Environment, text: str) -> tuple[ToolCall, ...]:
 def cut_at_stop(
     output: TurnOutput, before: Sequence[Any], stops: Sequence[str], decode: Callable[[Any], str]
 ) -> tuple[TurnOutput, str | None]:
-    """A generation up to the token that completes the first of the client's stop texts, and that text.
+    """A generation up to the token that completes the first stop text, and that text or None.
 
-    Tokens sampled after it are dropped, as if the engine had stopped there. ``before``: ids of earlier
+    Later tokens are dropped, as if the engine had stopped there. ``before``: token ids of earlier
     parts of the turn.
     """
     ids = output.token_ids
@@ -134,7 +135,7 @@ def cut_at_stop(
 
     if not stops or found(len(ids)) is None:
         return output, None
-    # More tokens have at least the text of fewer.
+    # The text only grows with the number of tokens, so bisection finds the end.
     end = 1 + bisect_left(range(1, len(ids)), True, key=lambda count: found(count) is not None)
     columns = {
         name: getattr(output, name)[:end] for name in ("token_ids", "logprobs", "weight_versions", "kv_versions")
@@ -147,7 +148,7 @@ MOST_RECORDED_CHARS = 8000
 
 
 def recorded(given: ToolReturn, content: str) -> ToolReturn:
-    """A tool's return for its record: the ``content`` that the model read, or a prefix and a reference if it is large."""
+    """A tool's return for the journal: the text that the model read, or a prefix and reference."""
     if content != given.content:
         status = ToolStatus.TRUNCATED if given.status is ToolStatus.OK else given.status
         given = replace(given, content=storable(content), status=status)
@@ -163,14 +164,14 @@ KEPT = 1024
 
 
 class StoppableActions:
-    """One per quantum runner."""
+    """Running actions that the scheduler may revoke."""
 
     def __init__(self) -> None:
         self._running: dict[str, tuple[int, asyncio.Future[None]]] = {}
         self._revoked: OrderedDict[str, int] = OrderedDict()
 
     def revoke(self, key: str, quantum: int, **_: Any) -> None:
-        """Stop quantum ``quantum`` of a task, now or as soon as it begins; one that has ended stays as it is."""
+        """Stop a task's quantum ``quantum`` now or when it starts; no effect if it has ended."""
         self._revoked[key] = quantum
         while len(self._revoked) > KEPT:
             self._revoked.popitem(last=False)
@@ -179,7 +180,7 @@ class StoppableActions:
             action.cancel()
 
     async def run(self, key: str, quantum: int, action: Coroutine[Any, Any, None]) -> None:
-        """Await ``action``; ActionRevoked if it was stopped before its end."""
+        """Await ``action``. Raises ActionRevoked if it was revoked."""
         task = asyncio.ensure_future(action)
         self._running[key] = quantum, task
         if self._revoked.get(key) == quantum:
