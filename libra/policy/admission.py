@@ -164,11 +164,11 @@ class Admission(Saved):
         waves: Waves | None = None,
         first_come: bool = False,
     ) -> Self:
-        """The bookkeeping of a resumed run, from its records.
+        """The bookkeeping of a resumed run.
 
         ``version`` is the newest published version (-1 if none), ``opened`` the members of every
-        committed batch, and ``started`` the oldest version of each group that has begun.
-        ``committed`` and ``started`` may contain groups of ``opened``, which are ignored.
+        committed batch, ``started`` the oldest version of each group that has begun. Groups of
+        ``opened`` are ignored in ``committed`` and ``started``.
         """
         made = cls(staleness, groups_per_batch, waves, first_come=first_come)
         made.version = made.trained = version

@@ -46,8 +46,8 @@ Objective = Literal["makespan", "stream"]
 UNTRUSTED = 0.0  # skill up to which forecasts are not used for the order
 RECONSIDERED_AT_END = 16  # waiting ones, besides siblings, re-evaluated when one ends
 PROBE_FACTOR = 4.0
-"""Assumed length of an unknown group over its forecast: its probe yields only to longer
-trajectories."""
+"""Assumed length of an unknown group over its forecast: only longer trajectories precede its
+probe."""
 UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES  # level of running ones, first level of waiting ones
 
 
@@ -171,8 +171,6 @@ class CMLFQ(Saved):
         return tuple(answers)
 
     def _ranked(self, key: str, stats: TrajectoryStats, forecast: Forecast) -> tuple[int, str, bool]:
-        """Level, its reason, and whether the forecast has skill. Stores the forecast in
-        ``stats``."""
         trusted = forecast.skill > UNTRUSTED
         self._set_forecast(stats, forecast.mean_tokens)
         return *self._level(key, stats, forecast.order_tokens, trusted), trusted
@@ -203,8 +201,7 @@ class CMLFQ(Saved):
         return [facts.Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left{planned}", left, final, begins)]
 
     def _begins_tp(self, tokens: float) -> int:
-        """Smallest planned degree for a trajectory of ``tokens`` generated tokens; 0 without a
-        plan."""
+        """Smallest planned degree for ``tokens`` tokens to generate; 0 without a plan."""
         for tp, longest_tokens in self._boundaries:
             if tokens <= longest_tokens:
                 return tp

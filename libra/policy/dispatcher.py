@@ -47,8 +47,7 @@ FORGETTING = 0.05  # weight of the newest quantum in the mean seconds of a quant
 
 
 def leaves_slot(rank: Sequence[int], ahead: Sequence[int] | None) -> bool:
-    """Whether a trajectory of this rank releases its slot to ``ahead``, which has a better
-    level."""
+    """Whether a trajectory of this rank releases its slot to one of rank ``ahead``."""
     return ahead is not None and tuple(ahead[:2]) < tuple(rank[:2])
 
 
@@ -294,8 +293,7 @@ class Dispatcher:
         return one, Place(one.key, Phase.TOOL, max(free, key=lambda worker: (free[worker], worker)), "most room")
 
     def _next(self, queue: PhaseQueue) -> Chosen | None:
-        """The first trajectory in order that may take a free slot, not counting moves from full
-        engines."""
+        """First trajectory in order that may take a free slot; its home is not full."""
         best: Entry | None = None
         worker = reason = ""
         for home in queue.free if len(queue.free) < len(queue.waiting_at) else queue.waiting_at:
@@ -325,7 +323,7 @@ class Dispatcher:
         return one, Place(one.key, Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: PhaseQueue, one: Trajectory) -> str | None:
-        """The best worker for a trajectory that is overdue or has no home; None if its KV fits
+        """Best worker for a trajectory without a home, or an overdue one; None if its KV fits
         nowhere."""
         if one.home is not None and one.home.spec.worker in queue.free:
             return one.home.spec.worker
@@ -346,8 +344,6 @@ class Dispatcher:
         return self._loads.finish_s if one.has_forecast else self._loads.pace_s_per_token
 
     def _roomiest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
-        """The fastest of ``workers`` with room for a trajectory; of many workers, only a sample is
-        checked."""
         allowed, fits = self.allowed, self._loads.fits
         free = [worker for worker in workers if worker in queue.free and (not allowed or allowed(one.key, worker))]
         step = len(free) // SAMPLED_HOMES
@@ -363,8 +359,7 @@ class Dispatcher:
         return {worker: count for worker, count in queue.free.items() if self.allowed(key, worker)}
 
     def _fastest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
-        """The worker that finishes soonest, then the one with fewest siblings; by free slots until
-        all declare."""
+        """Worker that finishes first, then fewest siblings; by free slots if speeds are unknown."""
         best: str | None = None
         least: tuple[float, int, int, str] | None = None
         engines, declared, cost = self._table.engines, self._silent(queue.free) is None, self._cost(one)
@@ -386,7 +381,6 @@ class Dispatcher:
         return None
 
     def _pays(self, queue: PhaseQueue, one: Trajectory, home: EngineState, target: str) -> str:
-        """Why a move pays for the trajectories that wait for ``home``; empty if it does not."""
         declared = self._table.engines[target].declared
         if not (home.declared and declared):
             idle = not queue.taken.get(target)

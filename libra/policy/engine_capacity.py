@@ -76,8 +76,7 @@ class TransferPace:
             self._weight = FORGETTING * self._weight + 1.0
 
     def chosen(self, move: Move) -> Move:
-        """``move``, but every `MEASURED_EVERY`-th one that would prefill sends, as a
-        measurement."""
+        """The move, but every `MEASURED_EVERY`-th that would prefill sends, as a measurement."""
         self._computed = 0 if move.sends else self._computed + 1
         if self._computed < MEASURED_EVERY or move.transfer_s is None:
             return move
@@ -125,7 +124,7 @@ DIGITS = 12  # decimals of seconds in events: a log has exactly the numbers behi
 def joined_of(
     worker: str, bucket: str, capacity: EngineCapacity, *, rollout_slots: int | None = None, tool_slots: int = 0
 ) -> WorkerCapacity:
-    """The capacity of a worker whose engine declares ``capacity``; ``rollout_slots`` overrides its
+    """Capacity of a worker whose engine declares ``capacity``; ``rollout_slots`` overrides
     slots."""
     slots = capacity.slots if rollout_slots is None else rollout_slots
     limit = capacity.max_context_tokens
@@ -146,8 +145,7 @@ def joined_of(
 
 
 def as_its_bucket(own: EngineCapacity, alike: Sequence[StepSeconds]) -> EngineCapacity:
-    """An engine with the median seconds of its bucket, unless its own differ by more than their
-    errors."""
+    """Engine with the median seconds of its bucket, unless its own differ by more than errors."""
     if not alike:
         return own
 

@@ -32,8 +32,6 @@ UNEVEN = 0.1  # without a speed, if their memory use differs by this share
 
 
 class Loads:
-    """Answers about the engines of ``table``."""
-
     def __init__(self, table: EngineTable) -> None:
         self._table = table
         self.transfers = TransferPace()
@@ -66,15 +64,14 @@ class Loads:
         return False
 
     def _growth(self) -> float:
-        """Context tokens per generated token, tool output included; at first contexts fill their
+        """Context tokens per generated token, with tool output; at first contexts fill their
         slots."""
         table = self._table
         grown = max(table.first_left.mean, table.slot_tokens - table.prompts.mean) + table.grown
         return round(GROWTH_STEPS * grown / max(1.0, table.first_left.mean + table.sampled)) / GROWTH_STEPS
 
     def finish_s(self, one: Trajectory, worker: str) -> float:
-        """Seconds until ``worker`` finishes all its trajectories and ``one``; needs a forecast and
-        a declaration."""
+        """Seconds until ``worker`` finishes its trajectories and ``one``; both must be forecast."""
         engine = self._table.engines[worker]
         if one.home is engine:
             return engine.end_s(engine.norm(engine.peak), engine.left, engine.work)
@@ -104,8 +101,7 @@ class Loads:
         return None if found is None else (found[0], f"move: {what.format(_seconds(found[1]))}")
 
     def better_home(self, one: Trajectory, free: Mapping[str, int]) -> tuple[str, float] | None:
-        """An engine with a free slot such that both engines finish sooner, and the seconds
-        saved."""
+        """An engine with a free slot such that both engines end sooner, and the seconds saved."""
         home = one.home
         if home is None or not one.has_forecast or len(self._table.engines) < 2 or not home.declared:
             return None
@@ -164,8 +160,7 @@ class Loads:
         return self._idlest
 
     def price(self, one: Trajectory, worker: str) -> Move | None:
-        """Price of moving a trajectory's KV to ``worker``; None if it has no home or ``worker`` is
-        its home."""
+        """Price of moving a trajectory's KV to ``worker``; None if there is nothing to move."""
         spec: WorkerCapacity | None = one.last_home if one.home is None else one.home.spec
         if spec is None or spec.worker == worker:
             return None
@@ -198,7 +193,6 @@ class Loads:
         return len(last.members) > 1 or quickest_s < (1.0 - QUICKER_FRAC) * last.spec.alone_s_per_token
 
     def buckets(self, queue: PhaseQueue) -> list[dict[str, Any]]:
-        """Dashboard rows: one per bucket, and a last row for trajectories without a home."""
         rows, without_home = list[dict[str, Any]](), len(queue.waiting)
         for bucket, names in sorted(self._table.buckets.items()):
             engines = [self._table.engines[name] for name in names]
@@ -217,7 +211,6 @@ class Loads:
 
 
 def _ends_here_s(one: Trajectory, home: EngineState) -> tuple[float, float]:
-    """Seconds until a trajectory's home finishes, with and without the trajectory."""
     _, left, work = one.share
     here_s = home.end_s(home.longest_left(), home.left, home.work)
     return here_s, home.end_s(home.longest_left(but=one), home.left - left, home.work - work)

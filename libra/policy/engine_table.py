@@ -39,14 +39,12 @@ THOUSANDS = 1e-3
 STANDS_OUT = 0.999  # above this share of the sum, the rest is summed again
 GROWTH_HELD_FREE = 0.7  # reserved share of growth: contexts do not all end at once
 LESS, MORE, LEAST_SHARE = 0.98, 0.002, 0.5
-"""Share of KV memory to plan with. It is multiplied by LESS when a context is evicted, grows by
-MORE when a trajectory ends or leaves, and never falls below LEAST_SHARE. Short forecasts thereby
-reserve more memory."""
+"""Share of memory to plan with: multiplied by LESS at each evicted context, increased by MORE at
+each trajectory's end, never below LEAST_SHARE. So short forecasts reserve more memory."""
 
 
 class Share(NamedTuple):
-    """A trajectory's part in its home's sums: KV tokens reserved, tokens left, tokens left x mean
-    context."""
+    """A trajectory's part in its home's sums."""
 
     room: float = 0.0
     left: float = 0.0
@@ -58,8 +56,6 @@ NO_SHARE = Share()
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """A trajectory between its first event and its end."""
-
     key: str
     group: str = ""
     phase: Phase | None = None  # of its newest parking
@@ -187,8 +183,7 @@ class EngineState:
 
     @property
     def open_tokens(self) -> float:
-        """Context tokens that may be open; engines that exchange KV may open more while tools
-        run."""
+        """Context tokens that may be open; with exchanged KV, more while tools run."""
         spec = self.spec
         if not spec.kv_token_bytes or not self.tools_s:
             return spec.kv_tokens
@@ -213,15 +208,15 @@ class EngineState:
         return min(most_s, tokens * self.s_per_token(fits * self.context_tokens, others))
 
     def s_per_token(self, held_tokens: float, others: int) -> float:
-        """Seconds per token beside ``others`` generations that hold ``held_tokens`` of context in
+        """Seconds per token beside ``others`` generations with ``held_tokens`` of context in
         all."""
         spec = self.spec
         beside = min(others, max(0, spec.rollout_slots - 1))
         return spec.alone_s_per_token + spec.beside_s_per_token * beside + self.context_s_per_token * held_tokens
 
     def end_s(self, longest: float, left: float, work: float) -> float:
-        """Seconds until the engine finishes, from the longest and the total tokens left, and the
-        total work."""
+        """Seconds until the engine finishes ``left`` tokens in all, ``longest`` in one
+        trajectory."""
         spec = self.spec
         steps = max(longest, left / max(1, spec.rollout_slots))
         step_s = spec.alone_s_per_token - spec.beside_s_per_token
@@ -246,8 +241,7 @@ class Demand(NamedTuple):
 
     @classmethod
     def of(cls, context: float, left: float, growth: float, limit: int) -> Demand:
-        """The demand of a trajectory with ``left`` tokens to generate; 0 if ``left`` or ``limit``
-        is unknown."""
+        """Demand of a trajectory with ``left`` tokens to generate; 0 if unknown (``limit`` too)."""
         if left <= 0.0:
             return cls(FOREVER, context, context)
         final = context + growth * left
@@ -420,7 +414,6 @@ class EngineTable:
             one.home.change(one, self.finals.mean)
 
     def context(self, one: Trajectory) -> float:
-        """Tokens of context; before the first generation, the mean prompt's tokens."""
         return one.context_tokens or self.prompts.mean
 
     def room(self, one: Trajectory) -> float:

@@ -1,11 +1,11 @@
-"""Rewards that arrive after their trajectory was trained: which batch takes them, with which
+"""Rewards that arrive after their trajectory was trained: the batch that takes each, and its
 weight.
 
 Source: Retroactive Advantage Correction, arXiv:2606.27580. A late reward adds a gradient with the
 advantage ``exp(-delay / tau) x clipped ratio x (true - provisional)``. Differs from the paper: the
 difference is between two *advantages* of the group, because its baseline changes too; the ratio is
-the one of the run's loss, per token; a correction is a row of its own; and a provisional advantage
-is scaled by `GuessWorth`, the slope of final on provisional advantages in this run.
+per token, as in the run's loss; a correction is a row of its own; a provisional advantage is scaled
+by `GuessWorth`, the slope of final on provisional advantages in this run.
 
 Invariants
 ----------
@@ -62,8 +62,7 @@ class GuessWorth:
         return min(1.0, max(0.0, self.product / self.square)) if self.square > 0 else 1.0
 
     def after(self, pairs: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> GuessWorth:
-        """The worth after a batch with these pairs of guessed and final advantages, one pair per
-        group."""
+        """The worth after a batch with these (guessed, final) advantages of each group."""
         if not any(guessed_G.any() for guessed_G, _ in pairs):
             return self
         product = sum(float(guessed_G @ final_G) for guessed_G, final_G in pairs)
@@ -73,14 +72,11 @@ class GuessWorth:
 
 
 def guessed_share(trains: NDArray[np.bool_], missing: Iterable[int]) -> float:
-    """Share of a group's training trajectories whose reward is provisional."""
     return float(trains[list(missing)].sum() / max(1, trains.sum()))
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """A trained group with rewards to come."""
-
     iteration: int
     group: int
     batch: int  # that trained it first
@@ -101,8 +97,7 @@ class Arrival(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """Late rewards of a batch: the groups that stay waiting, and the trajectories whose reward is
-    dropped."""
+    """Late rewards that count in a batch, groups that stay waiting, and dropped trajectories."""
 
     arrivals: tuple[Arrival, ...]
     waiting: tuple[WaitingGroup, ...]

@@ -1,5 +1,4 @@
-"""Liveness: each worker's state in each run, worker restarts, and resources that no worker
-supplies.
+"""Liveness: each worker's state in each run, worker restarts, and resources nobody supplies.
 
 ::
 
@@ -45,8 +44,7 @@ class Backoff:
         self._failures: Counter[Hashable] = Counter()
 
     def failed(self, subject: Hashable, delays_s: Sequence[float], *, forever: bool = False) -> float | None:
-        """Delay before the next try; after the last delay None, or with ``forever`` the last delay
-        again."""
+        """Delay before the next try; after the last delay None, or with ``forever`` that delay."""
         self._failures[subject] += 1
         tries = self._failures[subject]
         if tries > len(delays_s) and not forever:
@@ -73,8 +71,6 @@ JOINING = (Stage.SETTING_UP, Stage.FAILED)
 
 @dataclass(slots=True)
 class Standing:
-    """A worker process in a run."""
-
     name: str = ""
     stage: Stage = Stage.STARTING
     joined_s: float = 0.0  # monotonic
@@ -86,8 +82,6 @@ class Standing:
 
 
 class RestartWorker(NamedTuple):
-    """Restart a worker whose setup failed for ``reason``."""
-
     address: str
     name: str
     reason: str
@@ -217,8 +211,7 @@ class RoleSupply(NamedTuple):
 
 
 class RolesMissing(NamedTuple):
-    """Too few workers supply these resources. ``had``: the last suppliers; ``some``: some
-    remain."""
+    """Too few workers supply these resources; ``had``: last suppliers; ``some``: some remain."""
 
     resources: tuple[str, ...]
     for_s: float
@@ -244,8 +237,6 @@ class _Role:
 
 
 class MissingRoles:
-    """The resources that one run lacks."""
-
     def __init__(self, resources: Iterable[str]) -> None:
         self._roles = {resource: _Role() for resource in resources}
 

@@ -42,7 +42,6 @@ _OF_THE_DISPATCHER = (
     facts.ToolsDeclared, facts.ToolCapacity, facts.ActionRequested, facts.QuantumLost, facts.QuantumGivenBack,
     facts.PlacementVoid,
 )  # fmt: skip
-"""Facts that only the dispatcher receives."""
 
 BlankOrdering = Callable[[str], Ordering]  # by its name in a log; KeyError
 
@@ -115,8 +114,7 @@ def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = make_orderi
 
 
 def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = make_ordering) -> dict[str, Any] | None:
-    """The ordering's state at a log's end, without unfinished trajectories; None if it does not
-    learn."""
+    """The ordering's state at a log's end, without unfinished trajectories; None if stateless."""
     objects: _Objects | None = None
     fresh = True
     for line, event in lines:
@@ -137,8 +135,6 @@ def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = make_order
 
 
 class _Objects(RunPolicies):
-    """The policy objects of one epoch, and the priorities that they set."""
-
     def __init__(self, line: int, policy: str, blank: BlankOrdering, run: facts.RunStarted | None = None) -> None:
         try:
             ordering = blank(policy)
@@ -184,7 +180,6 @@ class _Objects(RunPolicies):
         return Logged(line, command, before)
 
     def answered(self, line: int, fact: Fact) -> Told | None:
-        """A fact with the answers to it; None if no object receives this kind."""
         difference = ""
         match fact:
             case facts.LateRewardsTaken():
@@ -212,7 +207,6 @@ class _Objects(RunPolicies):
         return Told(line, fact, now, difference)
 
     def told(self, line: int, fact: Fact) -> tuple[Command, ...] | None:
-        """Pass a fact to every object that receives its kind; None if there is none."""
         received = type(fact) in DECIDED
         match fact:
             case facts.PolicyLearned():

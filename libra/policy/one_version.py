@@ -58,8 +58,7 @@ class OneVersion(Saved):
         return self.told.get(worker) == wanted and worker not in self.emptying
 
     def handle(self, event: facts.Fact) -> Orders:
-        """Commands that answer an event: trajectories leave an engine, or an engine takes new
-        weights."""
+        """Commands that answer an event: vacate an engine, or load new weights."""
         if type(event) is facts.TrajectoryParked:
             return self._parked(event) if self.rounded else ()
         if isinstance(event, facts.QuantumStarted):
@@ -115,7 +114,6 @@ class OneVersion(Saved):
         return self._emptied(home)
 
     def _emptied(self, worker: str) -> tuple[facts.LoadVersion, ...]:
-        """The command for an outdated engine on which no trajectory remains that began there."""
         before = self.told.get(worker, self.newest)
         if before >= self.newest or self._under_way.get(worker):
             return ()

@@ -1,5 +1,4 @@
-"""The interface of orderings for plugin, simulator and replay, the simple orderings, and their
-table.
+"""The interface of orderings for plugin, simulator and replay, two simple orderings, and a table.
 
 Promises of `Fifo` and `Mlfq`
 -----------------------------
@@ -60,11 +59,10 @@ class Ordering(Protocol):
         """
 
     def snapshot(self) -> dict[str, Any]:
-        """The whole state as JSON-able values: ``restore(snapshot())`` changes no later answer."""
+        """The whole state as JSON-able values."""
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a
-        snapshot."""
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is none."""
 
 
 LEARNS_EVERY = 32  # ended trajectories between the first calls of ``learn``
@@ -89,8 +87,6 @@ class OnlineLearner(Protocol):
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """An ordering with figures for the dashboard."""
-
     def dashboard_row(self) -> dict[str, Any]:
         """``objective``, ``skill``, ``weights`` by signal, and ``outcomes``; see `CMLFQ`."""
 

@@ -1,5 +1,4 @@
-"""One phase of the dispatcher: waiting trajectories in order, free slots, and running
-trajectories."""
+"""One phase of the dispatcher: waiting trajectories in order, free slots, running trajectories."""
 
 from __future__ import annotations
 
@@ -59,11 +58,8 @@ class Order:
 
 
 class PhaseQueue:
-    """One phase: waiting trajectories, free slots, and running trajectories.
-
-    ``overfull`` workers have more slots taken than they supply; ``anywhere`` orders trajectories
-    that may go to any worker.
-    """
+    """One phase. ``overfull`` workers have more slots taken than they supply; ``anywhere`` orders
+    trajectories that may go to any worker."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Priority] = {}

@@ -105,8 +105,6 @@ _NEXT = {Stage.DRAINING: Stage.SLEEPING, Stage.SLEEPING: Stage.TAKING_UP, Stage.
 
 @dataclass(slots=True)
 class Member:
-    """A worker that can change roles."""
-
     base: Assignment  # what it was started for
     node: str  # its machine
     settled: Assignment  # to which it returns until a change has ended
@@ -118,8 +116,7 @@ class Member:
 
 @dataclass(slots=True)
 class Change:
-    """A change that has not ended; a ``final`` change is not undone, and does not need lost
-    members."""
+    """A change that has not ended; a ``final`` change is not undone and may lose members."""
 
     generation: int
     moves: dict[str, tuple[Assignment, Assignment]]

@@ -17,7 +17,7 @@ DECIDED = frozenset({
     facts.PromptsNamed, facts.TrajectoryEnded, facts.WorkerCapacity, facts.WorkerWithdrawn, facts.BoundariesSet,
     facts.VersionPublished, facts.QuantumDispatched,
 })  # fmt: skip
-"""Facts for the ordering and the dispatcher, which does not receive its own `QuantumDispatched`."""
+"""Facts for ordering and dispatcher; the dispatcher does not receive `QuantumDispatched`."""
 OF_THE_TAIL = frozenset({
     facts.RoleMemberKnown, facts.RoleChangeStarted, facts.RoleChanged, facts.RoleRestored, facts.TurnRefused,
 })  # fmt: skip
@@ -26,8 +26,7 @@ OF_THE_TAIL = frozenset({
 
 @dataclass(slots=True)
 class RunPolicies:
-    """Order, staleness, role switches and, if trajectories keep their version, versions of
-    engines."""
+    """The ordering, staleness bound and role switches of a run, and `OneVersion` if it is used."""
 
     policy: Ordering
     admission: Admission
@@ -57,14 +56,12 @@ class RunPolicies:
         return answers
 
     def snapshot(self, family: str) -> facts.PolicySnapshot:
-        """State of all policy objects; ``family`` is the run's environment."""
         versions = {} if self.one is None else self.one.snapshot()
         state = (self.policy.snapshot(), self.admission.snapshot(), self.tail.snapshot(), versions)
         return facts.PolicySnapshot(self.policy.name, family, *state)
 
     def restore(self, snapshot: facts.PolicySnapshot) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it cannot be
-        read."""
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if unreadable."""
         self.policy.restore(snapshot.order)
         self.admission.restore(snapshot.admission)
         self.tail.restore(snapshot.turning)

@@ -39,8 +39,7 @@ class ServiceFacts(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fire(msgspec.Struct, frozen=True, gc=False):
-    """Run a batch: evict weights from ``device`` (may be empty), and restore its own if
-    ``restores``."""
+    """Run a batch: evict from ``device`` (may be empty), and restore weights if ``restores``."""
 
     service: str
     device: str
@@ -63,7 +62,6 @@ class _Service:
 
     @property
     def ripe_s(self) -> float:
-        """Time at which the service's next batch is ripe; infinite without requests."""
         if not self.waiting:
             return float("inf")
         oldest_s = self.waiting[0][0] + self.facts.max_wait_s
@@ -149,7 +147,7 @@ class ServiceSchedule:
         return min((each for each in times if at_s < each < float("inf")), default=None)
 
     def _device(self, name: str, at_s: float) -> str | None:
-        """The device where a ripe service runs now; "" for no device, None if the service waits."""
+        """Device on which a ripe service runs now; "" for no device, None if it waits."""
         service = self._services[name]
         need = service.facts.num_bytes
         if not need:

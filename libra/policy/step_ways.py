@@ -40,8 +40,6 @@ MOST_ETA = 4  # largest recommended staleness bound
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Parts of a step, planned or measured."""
-
     gpus: int
     train_gpus: int
     eta: int
@@ -105,8 +103,6 @@ def chosen(x: float, step_s: Mapping[str, float], ways: Sequence[str], now: str 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """The bound of a step, and how to take it."""
-
     path_over_work: float  # x of the module
     step_s: Mapping[str, float]  # predicted, by way
     choice: str  # the fastest that can be configured; ``split`` unless another saves `WORTH_FRAC`

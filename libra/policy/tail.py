@@ -1,5 +1,4 @@
-"""Engines that train during the tail of a rollout: which engines turn to training, when they
-return.
+"""Engines that train during the tail of a rollout: which engines turn, and when they return.
 
 As a rollout thins out, its open trajectories fit on fewer engines. The engine with the fewest hands
 them over, and its GPUs train on complete groups of a streaming step (`libra.policy.waves`).
@@ -12,9 +11,10 @@ Invariants
 ----------
 1. While a trajectory is open, at least one engine generates or is returning to generation. Workers
    that others moved (``libra roles``) are never moved back.
-2. An engine turns only if the other engines then have at most ``trajectories_per_gpu`` open
-   trajectories per GPU, and the backlog keeps all trainers busy for ``min_gain_s``. Engines return
-   when more trajectories are open than the generating engines should have, so none returns at once.
+2. An engine turns to training only if the other engines then have at most ``trajectories_per_gpu``
+   open trajectories per GPU, and the backlog keeps all trainers busy for ``min_gain_s``. Engines
+   return when more trajectories are open than the generating engines should have, so none returns
+   at once.
 3. When nothing is open and the batch is complete, all engines turn if the step then ends sooner
    than with the trainers alone, including the return if the next rollout waits for this step.
 4. Each worker has at most one pending role-switch request, until its change has ended or was
@@ -77,8 +77,7 @@ class TurningRule:
                 raise ConfigError(f"{name}: got {value}; a finite number above 0 (seconds may be 0)")
 
     def turns(self, engines: Sequence[TurningEngine], num_open: int, step: OpenStep | None) -> tuple[Turn, ...]:
-        """Role switches to make now, engines in the order of their return; without a step only
-        returns."""
+        """Role switches to make now, in order of return; without a step only returns."""
         generating = [e for e in engines if e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT)]
         has_room_for = sum(e.gpus for e in generating) * self.trajectories_per_gpu
         if num_open > has_room_for:
@@ -152,8 +151,7 @@ class TailSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class _Member:
-    """A worker that can change roles. ``own``: the tail moved it; ``rests``: until which
-    version."""
+    """A worker that can change roles; ``own``: the tail moved it; ``rests``: until a version."""
 
     gpus: int
     doing: Turned | None = Turned.ROLLOUT  # unset while its GPUs are lent
@@ -164,8 +162,6 @@ class _Member:
 
 @dataclass(slots=True)
 class _Price:
-    """Mean of measured seconds, or the assumed seconds before the first measurement."""
-
     assumed_s: float
     total_s: float = 0.0
     count: int = 0
@@ -176,7 +172,7 @@ class _Price:
 
 
 class _Open(Saved):
-    """Training groups' trajectories that have ended, and evaluations' that have not."""
+    """Ended trajectories of training groups, and unfinished trajectories of evaluations."""
 
     ended: dict[GroupId, set[str]]
     begun: set[int]
@@ -344,7 +340,7 @@ class Tail(Saved):
         )
 
     def trajectories_per_gpu(self) -> float:
-        """Open trajectories per GPU that an engine should have, at least 1; the minimum over
+        """Open trajectories per GPU that an engine should have, at least 1; minimum over
         engines."""
         held = list(self._open.tokens.values())
         context = sum(held) / len(held) if held else 0.0
@@ -361,7 +357,6 @@ class Tail(Saved):
         return found
 
     def engines(self) -> list[TurningEngine]:
-        """Engines that generate, and workers that train for the tail or change roles."""
         homes = list(self._open.home.values())
         found = []
         for name, member in self._members.items():
@@ -400,8 +395,7 @@ class Tail(Saved):
         return {} if self.settings is None else super().snapshot()
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; an empty one turns the tail off. Errors as
-        `Saved.restore`."""
+        """Take the state of ``snapshot``; empty turns the tail off. Errors as `Saved.restore`."""
         if snapshot:
             super().restore(snapshot)
         else:

@@ -61,8 +61,6 @@ def _more(facts: ToolWorkersOrdered) -> ToolWorkersOrdered | None:
 
 
 class ToolFleet:
-    """Tool workers of a cluster over time."""
-
     def __init__(self, least: int, most: int) -> None:
         self.least, self.most = least, most
         self.wanted = least

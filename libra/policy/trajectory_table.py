@@ -27,8 +27,6 @@ def length_class(tokens: float) -> int:
 
 
 class TrajectoryStats(msgspec.Struct, array_like=True, gc=False):
-    """One trajectory between its first parking and its end."""
-
     arrival: int  # number of trajectories that parked before it
     iteration: int
     group: str
@@ -45,8 +43,6 @@ class TrajectoryStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class TrajectoryTable(Saved):
-    """Trajectories that have not ended, by key."""
-
     _arrivals: int
     by_key: dict[str, TrajectoryStats]
 
@@ -92,8 +88,7 @@ class StarvationGuard(Saved):
         self._due = {phase: [] for phase in Phase}
 
     def parked(self, key: str, phase: Phase) -> list[tuple[str, int]]:
-        """``key`` waits; returns trajectories that become overdue now, each with its parking
-        number."""
+        """``key`` waits; returns newly overdue trajectories, each with its parking number."""
         self.left(key)
         due = self._due[phase]
         now = self._parkings[phase] = self._parkings[phase] + 1

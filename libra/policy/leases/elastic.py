@@ -66,8 +66,7 @@ class SpeedUp:
         return size if count < SAMPLES else None
 
     def ended(self, cores: int, seconds: float) -> None:
-        """Record that an action on ``cores`` cores took ``seconds``; a declared curve does not
-        change."""
+        """Record an action's ``seconds`` on ``cores`` cores; a declared curve does not change."""
         if not self.measured or cores not in self.sizes:
             return
         count, mean = self._logs.get(cores, (0, 0.0))
@@ -145,10 +144,7 @@ class Candidate(NamedTuple):
 def enlarged(
     candidates: list[Candidate], free_cores: dict[str, int], price: float, *, measures: bool
 ) -> list[tuple[str, int, str]]:
-    """(holder, cores, reason) for each candidate that gets more cores.
-
-    ``measures`` also allows sizes of unknown speed.
-    """
+    """(holder, cores, reason) of candidates that get more; ``measures`` allows unmeasured sizes."""
     given: dict[str, tuple[int, str]] = {}
     steps: list[_Step] = []
     for index, each in enumerate(candidates):
@@ -177,7 +173,6 @@ _Step = tuple[float, int, int, float]  # -gain per core, candidate, size, second
 
 
 def _step(each: Candidate, index: int, cores: int, free: int, price: float) -> _Step | None:
-    """The larger size that gains most per core, using at most ``free`` more cores."""
     best: _Step | None = None
     now_s = each.seconds / each.curve.speed(cores)
     for size in each.curve.known:
@@ -205,8 +200,7 @@ class Running(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """The ``holders`` to stop: an action begins ``saved_s`` sooner, at a cost of ``cost_s`` to
-    others."""
+    """``holders`` stop: an action begins ``saved_s`` sooner, at a cost of ``cost_s`` to others."""
 
     holders: tuple[str, ...]
     worker: str
@@ -249,7 +243,6 @@ def _fits_s(need: Sequence[int], free: Sequence[int], running: Sequence[Running]
 
 
 def _fewest(need: Sequence[int], free: Sequence[int], running: Sequence[Running]) -> list[Running]:
-    """The shortest-running actions that together make room, without superfluous ones."""
     missing, taken = plus(need, free, -1), list[Running]()
     able = [(each.again_s(each.has[CORES]) - each.left_s, each) for each in running if each.again_s is not None]
     for _, each in sorted(able, key=lambda pair: (pair[0], pair[1].holder)):

@@ -62,7 +62,6 @@ def quota_kind(name: str) -> str:
 
 
 def described(resources: Resources) -> str:
-    """Resources as text, e.g. ``2 cores, 4 GiB``."""
     cores, gpus = resources.cores, resources.gpus
     words = [
         f"{cores} core{'s' if cores > 1 else ''}" if cores else "",
@@ -74,8 +73,6 @@ def described(resources: Resources) -> str:
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request for resources; each holder has at most one lease or request."""
-
     holder: str
     least: Resources  # below which it does not run
     tool: str = ""  # whose curve and seconds apply
@@ -97,8 +94,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
 
 
 class Revoke(msgspec.Struct, frozen=True, gc=False):
-    """Stop the action of ``holder``, which began ``ran_s`` ago; it keeps its lease until it has
-    stopped."""
+    """Stop the action of ``holder``, which began ``ran_s`` ago; it holds its lease until then."""
 
     holder: str
     worker: str
@@ -154,8 +150,7 @@ class Quota:
 
 
 def read_quota(name: str, text: str | int) -> Quota:
-    """The quota of ``10/s``, ``300/min``, ``5000/h`` or ``4`` (at once); ConfigError for other
-    text."""
+    """The quota of ``10/s``, ``300/min``, ``5000/h`` or ``4`` (at once); else ConfigError."""
     found = None if isinstance(text, bool) else _QUOTA.fullmatch(str(text))
     if found is None or int(found[1]) < 1:
         raise ConfigError(

@@ -177,8 +177,7 @@ class LeaseTable:
         return holder in self._waiting.requests or holder in self._stranded
 
     def waiting_work(self) -> tuple[int, float]:
-        """Requests that more workers would help, and their core-seconds (slot-seconds without
-        cores)."""
+        """Requests that more workers would help, and their core-seconds (or slot-seconds)."""
         helped = [request for _, request in self._waiting.requests.values() if not request.least.quotas]
         units = (max(1, each.least.cores) * (self.expected_s(each.tool) or 1.0) for each in helped)
         return len(helped), sum(units)
@@ -203,13 +202,12 @@ class LeaseTable:
         return min((each for each in times if at_s < each < float("inf")), default=None)
 
     def expected_s(self, tool: str) -> float | None:
-        """Mean seconds of an action of ``tool`` with its fewest cores; None before one has
-        ended."""
+        """Mean seconds of an action of ``tool`` with its fewest cores; None before one ended."""
         return self._seconds.get(tool)
 
     def admit(self, at_s: float) -> tuple[Lease | Revoke, ...]:
-        """Grant what fits, in order, enlarge grants, then revoke for the first request that does
-        not fit."""
+        """Grant and enlarge what fits, in order, then revoke for the first request that does
+        not."""
         granted: list[str] = []
         passed: list[tuple[LeaseRequest, Kinds]] = []
         lines = self._waiting.firsts()
@@ -241,8 +239,7 @@ class LeaseTable:
         return (*grants, *self._revocations(*passed[0], at_s)) if passed else grants
 
     def _find(self, request: LeaseRequest, at_s: float) -> tuple[str | None, Kinds]:
-        """The worker for a request, or else the kinds that it lacks; neither if no worker is large
-        enough."""
+        """Worker for a request, or the kinds it lacks; neither if no worker is large enough."""
         need = request.least.local
         short = {
             worker: [kind for kind, has, want in zip(KINDS, self._free[worker], need, strict=True) if has < want]
@@ -298,8 +295,6 @@ class LeaseTable:
         return sum(capacity[CORES] for capacity in self._capacity.values())
 
     def _revocations(self, request: LeaseRequest, lacks: Kinds, at_s: float) -> tuple[Revoke, ...]:
-        """Leases to revoke for the first request that does not fit: once per request, never for a
-        quota."""
         seconds = self.expected_s(request.tool) if request.tool else None
         if seconds is None or not lacks <= set(KINDS) or request.holder in self._first:
             return ()
@@ -321,7 +316,6 @@ class LeaseTable:
         return tuple(Revoke(holder, found.worker, seconds, reason) for holder, seconds in ran_s.items())
 
     def _running(self, lease: Lease, at_s: float) -> Running:
-        """A lease with its forecast end; a revoked lease counts as about to end."""
         has, seconds = lease.resources.local, self.expected_s(lease.tool) if lease.tool else None
         if seconds is None or lease.holder in self._revoking:
             return Running(lease.holder, lease.worker, has, has, 0.0, None)

@@ -53,7 +53,6 @@ class Cohorts(msgspec.Struct, array_like=True):
     idle: dict[str, None] = {}
 
     def join(self, name: str, key: str) -> Cohort:
-        """Add a member; the first member of a new group becomes its probe."""
         cohort = self.by_name.setdefault(name, Cohort(probe=key))
         self.idle.pop(name, None)
         cohort.live += 1
@@ -74,8 +73,7 @@ class Cohorts(msgspec.Struct, array_like=True):
         return cohort
 
     def shift(self, name: str, centre: float, weight: float, value: float) -> tuple[float, float]:
-        """Log tokens by which a member should exceed ``centre``, and how certain that is (0 to
-        1)."""
+        """Log tokens by which a member should exceed ``centre``, and the certainty (0 to 1)."""
         cohort = self.by_name[name]
         others = cohort.weight + cohort.running - weight
         known = others + cohort.past
@@ -128,8 +126,7 @@ class History(msgspec.Struct):
 
     @property
     def persistence(self) -> float:
-        """Measured share of a prompt's difference that persists until the prompt returns, 0 to
-        0.95."""
+        """Measured share of a prompt's difference that lasts until it returns, 0 to 0.95."""
         first = FIRST_GROUPS * 0.5
         share = (self.products + first * FIRST_PERSISTENCE) / (self.squares + first)
         return min(max(share, 0.0), LARGEST_PERSISTENCE)

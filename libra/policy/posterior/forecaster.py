@@ -154,7 +154,6 @@ class Posterior(Saved):
             self._history.published()
 
     def _begins(self, key: str) -> None:
-        """Record the features at a trajectory's start, with what its siblings have shown by now."""
         live = self._live.get(key)
         if live is not None and not live.tokens and not live.returns:
             if live.rows is not None:
@@ -330,8 +329,8 @@ class Posterior(Saved):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weights of all signals, of siblings' totals, and of a prompt's history, in the order
-        forecast."""
+        """Weights of the regression, of siblings' totals and of a prompt's history, in the
+        order."""
         order = self._regression.later.order
         joint, totals = (order.factor * share for share in order.shares)
         return {"regression": joint, "totals": totals, "history": self._history.measured}

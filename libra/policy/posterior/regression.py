@@ -160,8 +160,7 @@ class Stage(msgspec.Struct, array_like=True):
         return cls(Blend(order), Blend(mean))
 
     def add(self, x: Floats, y: Floats, base: Floats, joint: Floats, then: Floats, group: str) -> None:
-        """Add a trajectory's rows (N,) of this stage: columns, truth, forecasts now, forecasts made
-        then."""
+        """Add a trajectory's rows (N,): columns, truth, both forecasts now, and those made then."""
         if not len(x):
             return
         sure = x[:, SURE]
@@ -207,7 +206,6 @@ class Regression(Saved):
         self.first, self.later = Stage.new(), Stage.new()
 
     def stage(self, returns: int) -> Stage:
-        """The blends for a forecast after ``returns`` tool returns."""
         return self.first if not returns and self.first.gaps[0] > KNOWN_STARTS else self.later
 
     def scale(self, factor: float) -> None:
