@@ -46,8 +46,7 @@ Objective = Literal["makespan", "stream"]
 UNTRUSTED = 0.0  # skill up to which forecasts are not used for the order
 RECONSIDERED_AT_END = 16  # waiting ones, besides siblings, re-evaluated when one ends
 PROBE_FACTOR = 4.0
-"""Assumed length of an unknown group over its forecast: only longer trajectories precede its
-probe."""
+"""Assumed length of an unknown group over its forecast: only longer trajectories go first."""
 UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES  # level of running ones, first level of waiting ones
 
 

@@ -124,8 +124,7 @@ DIGITS = 12  # decimals of seconds in events: a log has exactly the numbers behi
 def joined_of(
     worker: str, bucket: str, capacity: EngineCapacity, *, rollout_slots: int | None = None, tool_slots: int = 0
 ) -> WorkerCapacity:
-    """Capacity of a worker whose engine declares ``capacity``; ``rollout_slots`` overrides
-    slots."""
+    """A worker's capacity, as its engine declares it; ``rollout_slots`` overrides the slots."""
     slots = capacity.slots if rollout_slots is None else rollout_slots
     limit = capacity.max_context_tokens
     kv_token_bytes = capacity.kv_token_bytes if capacity.exchanges_kv else 0

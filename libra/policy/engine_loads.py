@@ -64,14 +64,14 @@ class Loads:
         return False
 
     def _growth(self) -> float:
-        """Context tokens per generated token, with tool output; at first contexts fill their
-        slots."""
+        """Context tokens per generated token, with tool output; at first contexts fill slots."""
         table = self._table
         grown = max(table.first_left.mean, table.slot_tokens - table.prompts.mean) + table.grown
         return round(GROWTH_STEPS * grown / max(1.0, table.first_left.mean + table.sampled)) / GROWTH_STEPS
 
     def finish_s(self, one: Trajectory, worker: str) -> float:
-        """Seconds until ``worker`` finishes its trajectories and ``one``; both must be forecast."""
+        """Seconds until a declared ``worker`` finishes its trajectories and the forecast
+        ``one``."""
         engine = self._table.engines[worker]
         if one.home is engine:
             return engine.end_s(engine.norm(engine.peak), engine.left, engine.work)

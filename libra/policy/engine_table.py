@@ -208,15 +208,13 @@ class EngineState:
         return min(most_s, tokens * self.s_per_token(fits * self.context_tokens, others))
 
     def s_per_token(self, held_tokens: float, others: int) -> float:
-        """Seconds per token beside ``others`` generations with ``held_tokens`` of context in
-        all."""
+        """Seconds per token beside ``others`` generations with ``held_tokens`` of context."""
         spec = self.spec
         beside = min(others, max(0, spec.rollout_slots - 1))
         return spec.alone_s_per_token + spec.beside_s_per_token * beside + self.context_s_per_token * held_tokens
 
     def end_s(self, longest: float, left: float, work: float) -> float:
-        """Seconds until the engine finishes ``left`` tokens in all, ``longest`` in one
-        trajectory."""
+        """Seconds until the engine ends: ``left`` tokens in all, ``longest`` in one trajectory."""
         spec = self.spec
         steps = max(longest, left / max(1, spec.rollout_slots))
         step_s = spec.alone_s_per_token - spec.beside_s_per_token

@@ -1,5 +1,4 @@
-"""Rewards that arrive after their trajectory was trained: the batch that takes each, and its
-weight.
+"""Rewards that arrive after their trajectory was trained: which batch takes each, at which weight.
 
 Source: Retroactive Advantage Correction, arXiv:2606.27580. A late reward adds a gradient with the
 advantage ``exp(-delay / tau) x clipped ratio x (true - provisional)``. Differs from the paper: the

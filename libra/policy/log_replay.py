@@ -114,7 +114,7 @@ def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = make_orderi
 
 
 def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = make_ordering) -> dict[str, Any] | None:
-    """The ordering's state at a log's end, without unfinished trajectories; None if stateless."""
+    """A log's ordering at its end, without unfinished trajectories; None unless it learns."""
     objects: _Objects | None = None
     fresh = True
     for line, event in lines:

@@ -340,8 +340,7 @@ class Tail(Saved):
         )
 
     def trajectories_per_gpu(self) -> float:
-        """Open trajectories per GPU that an engine should have, at least 1; minimum over
-        engines."""
+        """Open trajectories per GPU that an engine should have, at least 1; least over engines."""
         held = list(self._open.tokens.values())
         context = sum(held) / len(held) if held else 0.0
         return max(1.0, min((_fits(spec, context) for spec in self._engines.values()), default=1.0))

@@ -1,4 +1,4 @@
-"""The event log of a run, as the scheduler writes it, and what is cleared after its end."""
+"""The event log of a run, as the scheduler writes it, and the cleanup after the run."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ MOST_PENDING = 2000  # lines kept as objects until someone looks or the sampler 
 
 
 class RunLog:
-    """Facts of a run with their times, and snapshots of its policy.
+    """Facts of a run with their times in seconds since ``started_s`` (Unix time), and policy
+    snapshots.
 
-    Lines are encoded and counted in `flush`, or when someone reads `timeline`; without ``file`` only
-    counted. They count from ``started_s`` (Unix time).
+    Lines are encoded and counted in `flush` or when `timeline` is read; without ``file`` they are
+    only counted.
     """
 
     def __init__(self, run: str, file: EventLog | None, trainers: Sequence[str] = ()) -> None:
@@ -57,7 +58,6 @@ class RunLog:
 
     @property
     def timeline(self) -> Timeline:
-        """Counts, curves and worker time since the run's start."""
         self._take_in()
         return self._timeline
 
@@ -113,7 +113,7 @@ class RunLog:
 
 
 class EndedRuns:
-    """Ended runs that are being cleared: their parts on workers, and segments of their logs."""
+    """Ended runs whose parts on workers and log segments are being removed."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

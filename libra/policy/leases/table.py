@@ -206,8 +206,7 @@ class LeaseTable:
         return self._seconds.get(tool)
 
     def admit(self, at_s: float) -> tuple[Lease | Revoke, ...]:
-        """Grant and enlarge what fits, in order, then revoke for the first request that does
-        not."""
+        """Grant and enlarge what fits, in order; then revoke for the first that does not fit."""
         granted: list[str] = []
         passed: list[tuple[LeaseRequest, Kinds]] = []
         lines = self._waiting.firsts()

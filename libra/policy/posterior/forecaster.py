@@ -329,8 +329,7 @@ class Posterior(Saved):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weights of the regression, of siblings' totals and of a prompt's history, in the
-        order."""
+        """Weights of regression, siblings' totals and a prompt's history, in the forecast order."""
         order = self._regression.later.order
         joint, totals = (order.factor * share for share in order.shares)
         return {"regression": joint, "totals": totals, "history": self._history.measured}
