@@ -123,8 +123,11 @@ class LoadVersion(Command, frozen=True, gc=False, tag="version_ordered"):
 
 
 class Vacate(Command, frozen=True, gc=False, tag="engine_vacated"):
-    """Move these trajectories from ``worker``, which is to take newer weights, to engines of their
-    version. A trajectory that generates there first ends its turn, and is named later."""
+    """Move these trajectories from ``worker``, which gets newer weights, to engines of their
+    version.
+
+    A trajectory that generates there first ends its turn, and is named later.
+    """
 
     words = "{worker} gives {keys:n} trajectories to other engines of their version"
     plural = "engines that give their trajectories away"

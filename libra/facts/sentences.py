@@ -12,7 +12,7 @@ __all__ = ["NAMES", "Subject", "concerns", "said", "sentence", "subject_of", "su
 
 Subject = tuple[str, str | int]
 """("trajectory", key), ("gate", iteration), ("batch", step), ("worker", name), ("steps",
-"steps")."""
+"steps")"""
 _FIELDS: Final = {"trajectory": "key", "gate": "iteration", "batch": "batch", "worker": "worker"}
 
 

@@ -9,8 +9,7 @@ from libra.types import Phase, tool_outcome
 
 
 class TrajectoryParked(Fact, frozen=True, gc=False):
-    """A trajectory waits for a slot of ``phase``: at first, or after its quantum was committed or
-    lost.
+    """A trajectory waits for a slot of ``phase``: at first, or after a committed or lost quantum.
 
     ``group`` is shared by the samples of one prompt, ``family`` by one environment; empty if
     unknown. ``context_tokens``: KV that another engine would have to compute again; 0 if unknown.
@@ -255,8 +254,7 @@ class GroupCommitted(Fact, frozen=True):
 
 
 class RowsKept(Signal, frozen=True):
-    """A worker keeps the rows of a group in memory, at ``block`` (see
-    ``worker.training.batch_rows``)."""
+    """A worker keeps the rows of a group in memory, at ``block`` (`worker.training.batch_rows`)."""
 
     iteration: int
     group: int

@@ -323,8 +323,8 @@ class Dispatcher:
         return one, Place(one.key, Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: PhaseQueue, one: Trajectory) -> str | None:
-        """Best worker for a trajectory that is overdue or has no home; None without room for its
-        KV."""
+        """Best worker for an overdue trajectory or one without a home; None if its KV fits
+        nowhere."""
         if one.home is not None and one.home.spec.worker in queue.free:
             return one.home.spec.worker
         for bucket in one.buckets:

@@ -58,8 +58,7 @@ class Order:
 
 
 class PhaseQueue:
-    """One phase. ``overfull`` workers have more slots taken than they supply; ``anywhere`` orders
-    trajectories that may go to any worker."""
+    """One phase; ``overfull`` workers supply fewer slots than are taken."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Priority] = {}

@@ -114,8 +114,8 @@ def announce_version(scheduler: Scheduler, state: RunState, version: int, only: 
 
 
 def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> None:
-    """Tell ``worker`` that task ``key`` moves its KV to another engine, if the worker exchanges
-    KV."""
+    """Announce to ``worker``, if it exchanges KV, that the KV of task ``key`` moves to another
+    engine."""
     if worker not in state.workers.kv:
         return
     present = state.workers.engines.get(move.home) in scheduler.workers

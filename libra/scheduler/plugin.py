@@ -58,7 +58,7 @@ SAMPLE_MS = 500
 
 
 class LibraPlugin(SchedulerPlugin):
-    """One per scheduler, shared by all runs; every driver registers it, and the first instance
+    """One per scheduler, shared by all runs; every driver registers it, the first instance
     stays."""
 
     name = "libra"

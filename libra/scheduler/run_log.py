@@ -30,8 +30,7 @@ MOST_PENDING = 2000  # lines kept as objects until someone looks or the sampler 
 
 
 class RunLog:
-    """Facts of a run with their times in seconds since ``started_s`` (Unix time), and policy
-    snapshots.
+    """Facts of a run, in seconds since ``started_s`` (Unix time), and snapshots of its policy.
 
     Lines are encoded and counted in `flush` or when `timeline` is read; without ``file`` they are
     only counted.

@@ -313,8 +313,7 @@ class Tracked:
         return self.end not in ("", str(EndReason.FAILURE))
 
     def end_attempt(self, address: str) -> bool:
-        """Record a ``worker`` failure, as a quantum killed its workers; False if there is no
-        record."""
+        """Record a ``worker`` failure: a quantum killed its workers. False if it has no record."""
         iteration, group, sample = self.parsed.indices
         tid = TrajectoryId(iteration, group, sample, self.parsed.split)
         detail = f"quantum {self.quanta} was lost {self.lost} times, the last time with {address}"

@@ -55,8 +55,7 @@ def _resources(place: Place) -> dict[str, float]:
 
 
 class Trajectories:
-    """All trajectories of a scheduler; ``last_activity``: time of each task's last activity, by
-    key."""
+    """All trajectories of a scheduler; ``last_activity``: of each task, by key."""
 
     def __init__(
         self, scheduler: Scheduler, runs: dict[str, RunState], last_activity: dict[Any, float], liveness: Liveness
@@ -128,8 +127,7 @@ class Trajectories:
         self.workers_changed()
 
     def parked(self, key: str, state: RunState | None, parsed: keys.Key | None) -> None:
-        """A trajectory's task is parked; ``state`` and ``parsed`` are given for a new
-        trajectory."""
+        """A trajectory's task is parked; ``state`` and ``parsed`` come with a new trajectory."""
         if (tracked := self.tracked.get(key)) is None:
             assert state is not None and parsed is not None
             tracked = self.tracked[key] = Tracked(key, parsed, state)

@@ -88,7 +88,7 @@ class WorkerRoles:
         scheduler_internals.add_handlers(scheduler, {f"libra_{method.__name__}": method for method in called})
 
     def register_roles(self, run: str, epoch: int) -> dict[str, Any]:
-        """Let workers of a run change roles from now on; one run at a time, as runs share
+        """Let a run's workers change roles from now on; one run at a time, as runs share
         workers."""
         if self._run is not None and self._run.run != run:
             return {"error": f"run {self._run.run!r} changes roles of workers here, and only one run at a time can"}
@@ -116,8 +116,8 @@ class WorkerRoles:
     def set_roles(
         self, run: str, epoch: int, assignments: Mapping[str, Mapping[str, Any]], reason: str = "asked for"
     ) -> dict[str, Any]:
-        """Begin a change: ``role`` is "rollout", "train" or "lent"; ``tp`` defaults to the worker's
-        own."""
+        """Begin a change to ``role`` ("rollout", "train", "lent") and ``tp`` (default: the
+        worker's)."""
         if (state := self._of(run, epoch)) is None:
             return _unknown(run, epoch)
         try:
@@ -133,8 +133,7 @@ class WorkerRoles:
         return _unknown(run, epoch) if state is None else self._answer(state, state.roles.cancel(generation))
 
     def roles(self, run: str, epoch: int) -> list[dict[str, Any]]:
-        """Rows of `Roles.rows` with ``for_s``, and ``seconds`` and ``reason`` of the last
-        change."""
+        """Rows of `Roles.rows` with ``for_s``, ``seconds`` and ``reason`` of the last change."""
         state = self._of(run, epoch)
         return [] if state is None else [self._row(state, row) for row in state.roles.rows()]
 

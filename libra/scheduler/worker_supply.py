@@ -175,7 +175,7 @@ class Concurrency:
         return found
 
     def set(self, state: RunState, wanted: Mapping[str, Mapping[str, int]], reason: str) -> dict[str, Any]:
-        """Limit engines by worker to ``slots``, at degree ``tp`` or the present one; {} or an
+        """Limit engines by worker to ``slots``, at degree ``tp`` or the present one; or an
         error."""
         others = [run for run, other in self._runs.items() if run != state.run and other.limits]
         if others:

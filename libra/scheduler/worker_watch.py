@@ -1,5 +1,4 @@
-"""Passes workers' events to `libra.policy.liveness`, carries out its commands, and words its
-reports.
+"""Gives workers' events to `libra.policy.liveness`, carries out its commands, words its reports.
 
 Dask reports a worker as running before its plugins are set up, and even if a plugin fails, which
 only the worker's log shows. Here such a failure is an event, a line in the driver's terminal, and a
