@@ -91,13 +91,11 @@ class ContextOverflow(EngineError, ValueError):
 
 
 class EngineAsleep(EngineError):
-    """The engine sleeps for another role of its worker. Not a failure: another engine does the
-    turn."""
+    """The engine sleeps while its worker has another role. Not a failure: use another engine."""
 
 
 class KVRefused(EngineError, ValueError):
-    """A KV object has other weights, tokens or layout, or altered bytes; the context is
-    recomputed."""
+    """A KV object has other weights, tokens, layout or bytes; the context is computed again."""
 
 
 class EnvironmentFault(LibraError, RuntimeError):
@@ -113,13 +111,11 @@ class RewardFault(EnvironmentFault, ValueError):
 
 
 class RewardTimeout(RewardFault):
-    """A reward function timed out. Not a TimeoutError: Dask cannot send an OSError and
-    ValueError."""
+    """A reward timed out. Not a TimeoutError: Dask cannot send an OSError that is a ValueError."""
 
 
 class ActionRevoked(EnvironmentFault):
-    """A turn's calls were stopped as their lease was revoked. Not a failure: they are repeated
-    later."""
+    """A turn's calls were stopped, as their lease was revoked. Not a failure: they run again."""
 
 
 class ToolFault(EnvironmentFault):
@@ -131,13 +127,11 @@ class ToolTimeout(ToolFault):
 
 
 class ServiceFault(ToolFault):
-    """A service failed, its weights could not be restored, or the run has no service of that
-    name."""
+    """A service failed, its weights could not be restored, or the run has none of that name."""
 
 
 class ServiceTimeout(ServiceFault):
-    """A service's batch missed its ``timeout_s``: no free device, no weights there, or no
-    answer."""
+    """A service's batch missed its ``timeout_s``: no free device, no weights, or no answer."""
 
 
 class RateLimited(EnvironmentFault):
@@ -157,8 +151,7 @@ class StoreError(LibraError, OSError):
 
 
 class Unstorable(StoreError):
-    """A value has no form in a record, so a retry would fail; in a trajectory, only that one
-    fails."""
+    """A value has no form in a record, so a retry would fail too; only its trajectory fails."""
 
 
 class RecordExists(StoreError, FileExistsError):
@@ -182,8 +175,7 @@ class TrainError(LibraError, RuntimeError):
 
 
 class BatchFailed(TrainError):
-    """No trajectory of a batch succeeded, for reasons other than the model; `libra run` exits with
-    1."""
+    """A batch's trajectories all failed, none because of the model; `libra run` exits with 1."""
 
 
 class NothingToLearn(TrainError):
@@ -191,8 +183,7 @@ class NothingToLearn(TrainError):
 
 
 class MismatchAlarm(TrainError):
-    """Log-probabilities of rollout and trainer at equal weights exceed
-    ``trainer.mismatch_args``."""
+    """Engine and trainer log-probabilities, at equal weights, exceed ``trainer.mismatch_args``."""
 
 
 class CheckpointError(TrainError):
@@ -229,8 +220,7 @@ def enough_gib(num_bytes: float) -> str:
 
 
 def nearest_name(given: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Known name most similar to ``given``, ignoring case, ``-`` and ``_``; None below
-    ``cutoff``."""
+    """The most similar known name, ignoring case, ``-`` and ``_``; None below ``cutoff``."""
     plain = {_plain(name): name for name in known}
     near = difflib.get_close_matches(_plain(str(given)), plain, 1, cutoff)
     return plain[near[0]] if near else None

@@ -54,8 +54,7 @@ def make(node: str, indices: tuple[int, ...], *, epoch: int, run: str, split: st
 
 @lru_cache(maxsize=4096)
 def parse(key: object) -> Key | None:
-    """The parts of a Libra key; None for any other key. Cached: each quantum parses the same
-    keys."""
+    """The parts of a Libra key; None for any other key. Cached, as each quantum parses again."""
     match = _KEY.fullmatch(key) if isinstance(key, str) else None
     if match is None:
         return None

@@ -67,8 +67,8 @@ def _lack(found: Any, part: str, module_name: str) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`` in FILE, line N``: the last place in the user's code before an error, else where it was
-    raised."""
+    """`` in FILE, line N``: the last place in the user's code, else the place of the error; or
+    ""."""
     places = traceback.extract_tb(error.__traceback__, limit=-1)
     return users_place(error) or "".join(f" in {place.filename}, line {place.lineno}" for place in places)
 
@@ -96,7 +96,7 @@ def _is_users(file: str) -> bool:
 
 
 def named_function(field: str, name: str, call: str, *given: object, **keywords: object) -> Callable[..., Any]:
-    """The callable ``name``, which must take these arguments; ``call`` is a text such as
+    """The callable ``name``, which must take these arguments; ``call``: text such as
     ``f(step)``."""
     found = named_part(field, name)
     if not callable(found):
@@ -153,8 +153,7 @@ def name_of(field: str, part: object) -> object:
 
 
 def unfit(function: Callable[..., Any], given: tuple[object, ...], keywords: Mapping[str, object]) -> str | None:
-    """Why ``function`` does not take these arguments; None if it does or its signature is
-    unknown."""
+    """Why ``function`` does not take these arguments; None if it does or is opaque."""
     try:
         inspect.signature(function).bind(*given, **keywords)
     except TypeError as error:

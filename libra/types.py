@@ -52,8 +52,7 @@ class Late:
 
 
 class Drawn(NamedTuple):
-    """M further tokens drawn at each of T places: int32 (T, M), and log-probs in nats, float32 (T,
-    M)."""
+    """M more tokens drawn at each of T places: int32 (T, M); log-probs in nats, float32 (T, M)."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -115,8 +114,7 @@ class Boundary(StrEnum):
 
 
 class FailureClass(StrEnum):
-    """A trajectory's failure (``docs/failures.md``). Only ``none`` and ``policy`` enter the
-    gradient."""
+    """A trajectory's failure (``docs/failures.md``). Only ``none`` and ``policy`` may train."""
 
     NONE = "none"
     POLICY = "policy"  # caused by the model: malformed calls to the end, cut by length, too many turns
@@ -133,13 +131,11 @@ class FailureClass(StrEnum):
 
     @property
     def trains(self) -> bool:
-        """Whether a trajectory of this class may carry an advantage."""
         return self.boundary in (None, Boundary.POLICY)
 
     @property
     def keeps_records(self) -> bool:
-        """Whether a retry continues from committed quanta: only if tokens cannot cause the
-        failure."""
+        """Whether a retry continues from committed quanta: if tokens cannot cause the failure."""
         return self is FailureClass.ENGINE
 
 
@@ -156,7 +152,7 @@ _BOUNDARIES: Mapping[FailureClass, Boundary | None] = {
 
 
 class ToolStatus(StrEnum):
-    """Outcome of a tool call, which the model reads. None ends the trajectory unless a tool is
+    """Outcome of a tool call, which the model reads. It ends no trajectory unless the tool is
     fatal."""
 
     OK = "ok"
@@ -378,8 +374,7 @@ class EngineCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of a finished trajectory: text (``num_tokens`` tokens, ``token_ids``), calls,
-    results."""
+    """A finished trajectory's turn: text (``num_tokens`` tokens, ``token_ids``), calls, results."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -407,13 +402,11 @@ class Episode:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated in all turns."""
         return sum(turn.num_tokens for turn in self.turns)
 
 
 def start_of(turn: Mapping[str, Any]) -> int:
-    """First token, in its trajectory, of the sequence that trains a turn; 0 for a single
-    sequence."""
+    """First token, in its trajectory, of the sequence that trains a turn; 0 if there is one."""
     return max(0, int(turn.get("sequence_start", 0)))
 
 

@@ -35,8 +35,7 @@ from libra.types import ToolCall
 MAX_NAME_CHARS: Final = 256
 """Longest name of a tool in a call."""
 MAX_DEPTH: Final = 64
-"""Most levels of lists and objects in a call's arguments. Python's JSON fails at about a
-thousand."""
+"""Most levels in a call's arguments. Python's JSON fails at about a thousand."""
 MAX_CALLS: Final = 64
 """Most calls of a turn: all run at once, each on its own thread or in its own sandbox."""
 MAX_INTEGER_BITS: Final = 4096
@@ -74,7 +73,7 @@ def valid_unicode(text: str) -> str:
 
 
 def storable_calls(calls: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
-    """One turn's calls by `storable_call`; one malformed call replaces any beyond `MAX_CALLS`."""
+    """A turn's calls by `storable_call`; one malformed call replaces those beyond `MAX_CALLS`."""
     found = tuple(calls)
     kept = tuple(storable_call(call) for call in found[:MAX_CALLS])
     if len(found) == len(kept):
@@ -157,8 +156,8 @@ def shown(text: str) -> str:
 
 
 def shown_json(line: str) -> str:
-    """JSON on one line for a terminal: the same value, with active characters as ``\\u``
-    escapes."""
+    """JSON on one line for a terminal, with active characters as ``\\u`` escapes; the same
+    value."""
     return _ACTING_IN_JSON.sub(lambda found: json.dumps(found[0])[1:-1], line)
 
 

@@ -27,9 +27,8 @@ class SetPriority(Command, frozen=True, gc=False, tag="priority_set"):
 class Prefer(Command, frozen=True, gc=False, tag="buckets_preferred"):
     """Let a parked trajectory take slots of these buckets, besides the slots of its KV owner.
 
-    It should generate ``left_tokens`` more, up to a context of ``final_tokens``; 0 without a
-    forecast. Without a KV owner it should begin on engines of degree ``begins_tp`` or the next
-    higher one; 0 allows any engine.
+    Its forecast is ``left_tokens`` more, up to a context of ``final_tokens``; 0 without a forecast.
+    Without a KV owner it should begin at degree ``begins_tp`` or the next higher one; 0: any.
     """
 
     words = "{key} may use buckets {buckets}, forecast final context {final_tokens} tokens"
@@ -123,8 +122,7 @@ class LoadVersion(Command, frozen=True, gc=False, tag="version_ordered"):
 
 
 class Vacate(Command, frozen=True, gc=False, tag="engine_vacated"):
-    """Move these trajectories from ``worker``, which gets newer weights, to engines of their
-    version.
+    """Move these trajectories from ``worker``, which gets a newer version, to engines of their own.
 
     A trajectory that generates there first ends its turn, and is named later.
     """

@@ -11,8 +11,7 @@ from libra.facts.fact import Command, Fact, kinds
 __all__ = ["NAMES", "Subject", "concerns", "said", "sentence", "subject_of", "subject_text"]
 
 Subject = tuple[str, str | int]
-"""("trajectory", key), ("gate", iteration), ("batch", step), ("worker", name), ("steps",
-"steps")"""
+"""("trajectory", key), ("gate", iteration), ("batch", step), ("worker", name) or ("steps",) * 2."""
 _FIELDS: Final = {"trajectory": "key", "gate": "iteration", "batch": "batch", "worker": "worker"}
 
 

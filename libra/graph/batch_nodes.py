@@ -120,8 +120,7 @@ def batch_numbers(run: str, batch: int) -> dict[str, Any]:
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
-    """The only writer of the store: append a batch's groups to zarr, then remove their journal
-    records."""
+    """The only writer of the store: append a batch's groups, then remove their journal records."""
     host = runtime_here(run)
     started_s = time.time()
     stored = _append(host, members_of(batch, host.spec.groups_dir), batch["batch"])
@@ -129,8 +128,7 @@ def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def store_missing(run: str, batches: int) -> int:
-    """Append committed batches that an earlier start left out; returns the number of
-    trajectories."""
+    """Append committed batches that an earlier start left out; the number of trajectories."""
     host = runtime_here(run)
     assert host.store is not None
     before = host.store.num_trajectories
@@ -157,7 +155,7 @@ def _append(host: WorkerRuntime, trajectories: list[Trajectory], batch: int | No
 
 
 def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Store the trajectories of an evaluation; returns their mean reward, overall and by bin."""
+    """Store an evaluation's trajectories; returns their mean reward, overall and by bin."""
     host = runtime_here(run)
     if (made := read_evaluation(host.spec.evaluations_dir, version)) is not None:
         return made

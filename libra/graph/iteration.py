@@ -56,7 +56,6 @@ class ResumePoint:
 
     @property
     def consumed(self) -> frozenset[GroupId]:
-        """Groups in committed batches."""
         return frozenset(group for batch in self.members for group in batch)
 
     def left(self, iteration: int, groups: int) -> list[int]:
@@ -93,7 +92,7 @@ def on(resource: str) -> AbstractContextManager[Any]:
 
 
 def on_ranks(spec: RunSpec, resource: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Context for tasks of the training replica; with several ranks the gang plugin places all or
+    """Context for the training replica's tasks; of several ranks the gang plugin places all or
     none."""
     if spec.config.cluster.train_workers == 1:
         return resource
@@ -101,7 +100,7 @@ def on_ranks(spec: RunSpec, resource: AbstractContextManager[Any]) -> AbstractCo
 
 
 def beside(resource: str) -> AbstractContextManager[Any]:
-    """Context for tasks on a worker with a resource that take none of it
+    """Context for tasks on a worker with a resource, taking none of it
     (`libra.worker.dask_worker`)."""
     return dask.annotate(resources={resource: 0})
 
@@ -144,7 +143,6 @@ def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point:
 
 
 def whole_step(spec: RunSpec, k: int) -> tuple[Delayed, list[Delayed]]:
-    """Batch ``k``, and its step on every rank."""
     with parked():
         batch = node(batch_nodes.batch, spec.key("batch", k), spec.run, k)
     with on_ranks(spec, on(keys.TRAIN)):
@@ -234,13 +232,12 @@ def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FRESH) ->
 
 
 def numbers_graph(spec: RunSpec, batch: int) -> Delayed:
-    """The metrics of a committed batch that need no step."""
     with on(keys.GRADE):
         return node(batch_nodes.batch_numbers, spec.key("numbers", batch), spec.run, batch)
 
 
 def restored(spec: RunSpec, batches: int) -> Delayed:
-    """Bring weights and store to ``batches`` committed batches (version ``batches``); 0 begins a
+    """Bring weights and store to ``batches`` committed batches, which is the version; 0 begins a
     run."""
     with on(keys.COMMIT):
         stored = node(batch_nodes.store_missing, spec.key("store_missing"), spec.run, batches)

@@ -36,7 +36,7 @@ Delivered = Mapping[TrajectoryId, float]
 
 
 async def take_delivered(context: WorkerContext, batch: int, groups: Sequence[Sequence[Trajectory]]) -> Delivered:
-    """Apply late rewards that came to a batch's members, and return them; waits with
+    """Give a batch's members their late rewards and return these; waits if
     ``trainer.late=wait``."""
     spec, trainer = context.spec, context.spec.config.trainer
     late = {member.trajectory_id: member for group in groups for member in group if member.late is not None}
@@ -69,8 +69,8 @@ def late_facts(
     rows: Sequence[dict[str, Any]],
     found: Delivered,
 ) -> dict[str, Any]:
-    """The fact ``late`` of a batch, by its name; empty with ``trainer.late=off``. Notes ``found``
-    in ``rows``.
+    """The fact ``late`` of a batch; empty with ``trainer.late=off``. Sets ``delivered`` in
+    ``rows``.
 
     ``rows``: rows of corrected groups, with ``counts`` (members that no batch trained before) and
     ``delay``. ``waiting``: groups with rewards to come. ``came``: trajectories whose reward counts
@@ -174,7 +174,6 @@ def _weight(trains: NDArray[np.bool_], group: WaitingGroup) -> float:
 def _advantages(
     config: RunConfig, waited: WaitingGroup, path: Path
 ) -> tuple[dict[str, Any], NDArray[np.float64], NDArray[np.bool_]]:
-    """The row of a corrected group, its advantages (0 for non-members), and who trains."""
     members = take_late(read_group(path), {"delivered": waited.given})
     (row,) = member_rows(config.trainer, [members], [path], waited.batch, staleness_of(config))
     trains = np.array(row["trains"], np.bool_)

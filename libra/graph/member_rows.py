@@ -36,8 +36,7 @@ HEARTBEAT_S = 5.0
 def member_rows(
     trainer: TrainerSection, groups: list[list[Trajectory]], paths: list[Path], batch: int, staleness: StalenessPolicy
 ) -> list[dict[str, Any]]:
-    """Each group's row in the file of a batch; TrainError for an over-age group under
-    `Verdict.WAIT`."""
+    """Each group's row in a batch's file; TrainError for an over-age group under `Verdict.WAIT`."""
     verdicts = []
     for group in groups:
         trained = (t.oldest_version for t in group if t.failure.trains and t.num_action_tokens)
@@ -100,8 +99,7 @@ def _group_rewards(group: list[Trajectory], dropped: bool) -> GroupRewards:
 
 
 async def wait_for(context: WorkerContext, batch: int, limit_s: float, missing: Callable[[], int]) -> int:
-    """Wait until nothing is ``missing`` or the batch is committed; returns the number still
-    missing."""
+    """Wait until nothing is ``missing`` or the batch is committed; the number still missing."""
     began_s, reported_s = time.monotonic(), -HEARTBEAT_S
     while (left := missing()) and not batch_path(context.spec.batches_dir, batch).exists():
         waited_s = time.monotonic() - began_s

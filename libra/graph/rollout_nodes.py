@@ -44,8 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def gate(run: str, iteration: int) -> int:
-    """Iteration of the gate, which the plugin opens once version ``iteration - eta`` is
-    published."""
+    """``iteration``; the plugin opens the gate once version ``iteration - eta`` is published."""
     return iteration
 
 
@@ -73,8 +72,8 @@ def prompts(run: str, iteration: int, split: str, count: int) -> list[Prompt | s
 async def trajectory(
     run: str, asked: list[Prompt | str], iteration: int, group: int, sample: int, split: str = "train"
 ) -> None:
-    """Run one quantum, then ``Reschedule`` until the trajectory has ended; records go to the
-    journal."""
+    """Run one quantum, then ``Reschedule`` until the trajectory has ended; records are
+    journaled."""
     host = runtime_of(run)
     tid = TrajectoryId(iteration, group, sample, split)
     question = asked[group]

@@ -99,8 +99,6 @@ def close(run: str, batch: dict[str, Any], waves: list[dict[str, Any]], rank: in
 
 @contextmanager
 def _turn(host: WorkerRuntime, rank: int, batch: int) -> Iterator[Trainer]:
-    """The trainer, when its group reaches ``rank``; MismatchAlarm after a step that paused the
-    run."""
     with turn(host.gang, rank):
         trainer = host.training
         if trainer.paused is not None and batch > trainer.paused[0]:
@@ -149,8 +147,7 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def publish(run: str, updated: dict[str, Any], rank: int = 0) -> dict[str, Any]:
-    """Publish the replica's weights as the next version; with shards, ranks other than 0 send
-    theirs."""
+    """Publish the replica's weights as the next version; sharded ranks send theirs to rank 0."""
     host = runtime_here(run)
     with turn(host.gang, rank):
         return _publish(host, updated["step"] + 1, rank)
@@ -216,7 +213,6 @@ def summary(
     published: dict[str, Any],
     stored: dict[str, Any],
 ) -> dict[str, Any]:
-    """The numbers of one iteration, for metrics, log and page."""
     numbers = {k: v for k, v in updated.items() if isinstance(v, int | float) and k not in ("rank", "step")}
     values = {**batch["stats"], **numbers, "publish_s": published["publish_s"], "store_s": stored["store_s"]}
     reward = values["reward"] if np.isfinite(values["reward"]) else None  # None: no trajectory had a reward

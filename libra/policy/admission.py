@@ -182,7 +182,6 @@ class Admission(Saved):
         return made
 
     def handle(self, fact: Fact) -> tuple[Opened, ...] | None:
-        """Answer a fact about gates, batches or waves; None for any other fact."""
         match fact:
             case facts.GroupCommitted(split=split, iteration=iteration, group=group, oldest_version=oldest):
                 done = CommittedGroup(iteration, group, oldest)

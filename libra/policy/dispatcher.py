@@ -52,8 +52,6 @@ def leaves_slot(rank: Sequence[int], ahead: Sequence[int] | None) -> bool:
 
 
 class Dispatcher:
-    """The dispatcher of a scheduler, for all its runs; ``sure``: forecasts of lengths are exact."""
-
     def __init__(self, *, sure: bool = False) -> None:
         self._table = EngineTable(EXACT_NORM if sure else NOISY_NORM)
         self._trajectories = self._table.trajectories
@@ -323,8 +321,7 @@ class Dispatcher:
         return one, Place(one.key, Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: PhaseQueue, one: Trajectory) -> str | None:
-        """Best worker for an overdue trajectory or one without a home; None if its KV fits
-        nowhere."""
+        """Best worker for an overdue trajectory or one without a home; None without KV room."""
         if one.home is not None and one.home.spec.worker in queue.free:
             return one.home.spec.worker
         for bucket in one.buckets:

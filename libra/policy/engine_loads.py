@@ -70,8 +70,7 @@ class Loads:
         return round(GROWTH_STEPS * grown / max(1.0, table.first_left.mean + table.sampled)) / GROWTH_STEPS
 
     def finish_s(self, one: Trajectory, worker: str) -> float:
-        """Seconds until a declared ``worker`` ends its trajectories and ``one``, which is
-        forecast."""
+        """Seconds until a declared ``worker`` ends its trajectories and ``one`` (forecast)."""
         engine = self._table.engines[worker]
         if one.home is engine:
             return engine.end_s(engine.norm(engine.peak), engine.left, engine.work)

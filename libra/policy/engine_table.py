@@ -39,8 +39,8 @@ THOUSANDS = 1e-3
 STANDS_OUT = 0.999  # above this share of the sum, the rest is summed again
 GROWTH_HELD_FREE = 0.7  # reserved share of growth: contexts do not all end at once
 LESS, MORE, LEAST_SHARE = 0.98, 0.002, 0.5
-"""Share of memory to plan with: multiplied by LESS at each evicted context, increased by MORE at
-each trajectory's end, never below LEAST_SHARE. So short forecasts reserve more memory."""
+"""Share of memory to plan with: times LESS per evicted context, plus MORE per trajectory that ends,
+at least LEAST_SHARE. So short forecasts reserve more memory."""
 
 
 class Share(NamedTuple):

@@ -148,7 +148,6 @@ class Liveness:
         standing.quarantined, standing.out = not passed, out
 
     def due(self, run: str, t_s: float) -> tuple[RestartWorker, ...]:
-        """Failed workers of a run that must restart now; each is returned once."""
         due = [(a, s) for a, s in self._runs.get(run, {}).items() if s.restart_s is not None and t_s >= s.restart_s]
         for _, standing in due:
             standing.restart_s = None

@@ -129,8 +129,6 @@ class Change:
 
 
 class Roles:
-    """The workers of one run that can change roles, and their changes."""
-
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
         self.changes: dict[int, Change] = {}

@@ -61,7 +61,6 @@ class StepParts:
 
     @property
     def path_over_work(self) -> float:
-        """The x of the module's docstring."""
         return (self.longest_s + self.update_s) / (self.eta + 1) / self.work_s
 
 

@@ -32,8 +32,6 @@ task_logger = logging.getLogger("libra.scheduler.tasks")
 
 
 class Applier:
-    """Carries out commands for all runs; calls ``kick`` when a dispatch may be due."""
-
     def __init__(self, scheduler: Scheduler, dispatcher: Dispatcher, kick: Callable[[], None]) -> None:
         self._scheduler, self._dispatcher, self._kick = scheduler, dispatcher, kick
         self.set_roles: Callable[..., dict[str, Any]] | None = None
@@ -114,8 +112,7 @@ def announce_version(scheduler: Scheduler, state: RunState, version: int, only: 
 
 
 def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> None:
-    """Announce to ``worker``, if it exchanges KV, that the KV of task ``key`` moves to another
-    engine."""
+    """Announce to ``worker``, if it exchanges KV, that task ``key`` moves there or away."""
     if worker not in state.workers.kv:
         return
     present = state.workers.engines.get(move.home) in scheduler.workers

@@ -58,8 +58,7 @@ SAMPLE_MS = 500
 
 
 class LibraPlugin(SchedulerPlugin):
-    """One per scheduler, shared by all runs; every driver registers it, the first instance
-    stays."""
+    """One per scheduler, shared by all runs; each driver registers it, the first instance stays."""
 
     name = "libra"
     idempotent = True
@@ -170,7 +169,6 @@ class LibraPlugin(SchedulerPlugin):
         self.ended.compressing(state.log.close())
 
     def notices(self, run: str, epoch: int, first: int) -> list[tuple[int, str]]:
-        """The notices of a run from number ``first`` on; see `Notices.since`."""
         return [] if (state := self._of(run, epoch)) is None else state.notices.since(first)
 
     def progress(self, run: str, epoch: int) -> tuple[int, int, str, str]:
@@ -260,7 +258,7 @@ class LibraPlugin(SchedulerPlugin):
         self.roles.remove_worker(worker)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """A client has left; if it was a run's driver, the run is over."""
+        """If the client was a run's driver, the run is over."""
         for state in [state for state in self.runs.values() if state.registration.client == client]:
             logger.warning(
                 "run %s: its driver has left; type libra resume %s to continue the run", state.run, state.directory

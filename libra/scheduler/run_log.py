@@ -120,7 +120,6 @@ class EndedRuns:
         self._compressions: set[asyncio.Task[None]] = set()
 
     def driver_left(self, run: str) -> None:
-        """Remove the run's part from every present and later worker."""
         task = asyncio.ensure_future(self._remove_hosts(run))
         self._removals[task] = run
         task.add_done_callback(self._removals.pop)

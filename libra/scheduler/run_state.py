@@ -180,8 +180,6 @@ class RunWorkers:
 
 @dataclass(slots=True)
 class RunState(RunPolicies):
-    """One run in the scheduler; each registration creates a new state."""
-
     registration: RunRegistration
     log: RunLog
     parked: ParkedNodes = field(default_factory=ParkedNodes)
@@ -280,8 +278,6 @@ class RunState(RunPolicies):
 
 @dataclass(slots=True)
 class Tracked:
-    """A trajectory key that the plugin has seen parked."""
-
     key: str
     parsed: Key
     run: RunState

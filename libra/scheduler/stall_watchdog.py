@@ -32,8 +32,6 @@ MIN_CHECK_S = 1.0
 
 
 class StallGuard:
-    """The watchdog of one run; ``since``: last activity of each task, by key."""
-
     def __init__(
         self,
         scheduler: Scheduler,

@@ -55,8 +55,6 @@ def _resources(place: Place) -> dict[str, float]:
 
 
 class Trajectories:
-    """All trajectories of a scheduler; ``last_activity``: of each task, by key."""
-
     def __init__(
         self, scheduler: Scheduler, runs: dict[str, RunState], last_activity: dict[Any, float], liveness: Liveness
     ) -> None:

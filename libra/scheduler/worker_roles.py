@@ -47,8 +47,6 @@ _STAGES = frozenset(str(stage) for stage in Stage)
 
 @dataclass(slots=True)
 class _Member:
-    """A worker that can change roles; kept while disconnected."""
-
     started_tp: int  # TP resource at its start; 0: none
     slots: int = 0  # ROLLOUT slots at its start
     share: dict[str, str] = field(default_factory=dict)  # of its machine, as its host reports it
@@ -74,8 +72,6 @@ class _Run:
 
 
 class WorkerRoles:
-    """The role switches of a scheduler, for one run at a time."""
-
     def __init__(
         self, scheduler: Scheduler, registered: Mapping[str, RunState], trajectories: Trajectories, limits: Concurrency
     ) -> None:
@@ -88,8 +84,7 @@ class WorkerRoles:
         scheduler_internals.add_handlers(scheduler, {f"libra_{method.__name__}": method for method in called})
 
     def register_roles(self, run: str, epoch: int) -> dict[str, Any]:
-        """Let a run's workers change roles from now on; one run at a time, as runs share
-        workers."""
+        """Let a run's workers change roles from now on; only one run at a time may."""
         if self._run is not None and self._run.run != run:
             return {"error": f"run {self._run.run!r} changes roles of workers here, and only one run at a time can"}
         self.end_roles(run)
@@ -116,7 +111,7 @@ class WorkerRoles:
     def set_roles(
         self, run: str, epoch: int, assignments: Mapping[str, Mapping[str, Any]], reason: str = "asked for"
     ) -> dict[str, Any]:
-        """Begin a change to ``role`` ("rollout", "train", "lent") and ``tp`` (default: the
+        """Begin a change to ``role`` (rollout, train or lent) and ``tp`` (default: the
         worker's)."""
         if (state := self._of(run, epoch)) is None:
             return _unknown(run, epoch)

@@ -43,8 +43,6 @@ UPDATE_FRAC = 0.25  # an engine's seconds are reported again when they differ by
 
 @dataclass(slots=True)
 class _Declared:
-    """The last declaration of an engine, and the declaration that the policy has."""
-
     bucket: str
     capacity: EngineCapacity
     reported: EngineCapacity | None = None
@@ -122,7 +120,6 @@ class Concurrency:
         self._runs: dict[str, _Limits] = {}
 
     def ended(self, run: str) -> None:
-        """The run has ended: its workers supply all slots of their engines."""
         state = self._runs.pop(run, _Limits())
         for address, ws in list(self._scheduler.workers.items()):
             tp, slots = state.full.get(str(ws.name), (0, 0))
@@ -175,7 +172,7 @@ class Concurrency:
         return found
 
     def set(self, state: RunState, wanted: Mapping[str, Mapping[str, int]], reason: str) -> dict[str, Any]:
-        """Limit engines by worker to ``slots``, at degree ``tp`` or the present one; or an
+        """Limit engines by worker to ``slots``, at degree ``tp`` or the present one; {} or
         error."""
         others = [run for run, other in self._runs.items() if run != state.run and other.limits]
         if others:
@@ -223,7 +220,6 @@ class ToolWorkers:
         self._action_s += NEWEST * (seconds - self._action_s)
 
     def look(self, least: int, most: int) -> facts.ToolWorkersOrdered | None:
-        """The change that is due now, for the caller to carry out."""
         fleet = self._fleet
         if fleet is None or (fleet.least, fleet.most) != (least, most):
             fleet = self._fleet = ToolFleet(least, most)
