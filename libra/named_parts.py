@@ -67,8 +67,7 @@ def _lack(found: Any, part: str, module_name: str) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`` in FILE, line N``: the last place in the user's code, else the place of the error; or
-    ""."""
+    """`` in FILE, line N``: last place in the user's code, else the place of the error; or ""."""
     places = traceback.extract_tb(error.__traceback__, limit=-1)
     return users_place(error) or "".join(f" in {place.filename}, line {place.lineno}" for place in places)
 
@@ -96,8 +95,7 @@ def _is_users(file: str) -> bool:
 
 
 def named_function(field: str, name: str, call: str, *given: object, **keywords: object) -> Callable[..., Any]:
-    """The callable ``name``, which must take these arguments; ``call``: text such as
-    ``f(step)``."""
+    """Callable ``name``, which must take these arguments; ``call``: text such as ``f(step)``."""
     found = named_part(field, name)
     if not callable(found):
         raise ConfigError(f"{field}: {name!r} is a {type(found).__name__}; it must be callable as {call}")

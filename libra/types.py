@@ -152,7 +152,7 @@ _BOUNDARIES: Mapping[FailureClass, Boundary | None] = {
 
 
 class ToolStatus(StrEnum):
-    """Outcome of a tool call, which the model reads. It ends no trajectory unless the tool is
+    """Outcome of a tool call, for the model to read; ends no trajectory unless the tool is
     fatal."""
 
     OK = "ok"
@@ -251,18 +251,17 @@ class ToolReturn:
 class TurnRequest:
     """One generation requested from an engine.
 
-    Attributes
-    ----------
-    |trajectory_id : str |    Names the KV cache to reuse: a later request of the same trajectory
-    extends an earlier one. |turn : int |    0-based. |context_ids : int32 array (T,) |    The whole
-    context so far: prompt, earlier generations, observations. |temperature : float |    1.0 is the
-    model's own distribution; 0 is greedy. |stop_ids : tuple of int |    A generated stop id is kept
-    in the output and ends the turn. |seed : int |    The only randomness: equal seed, context and
-    weights give equal tokens in any batch. |priority : tuple of int |    Smaller is served first
-    when the engine is full. |group : str |    Name of the prompt's samples, from whose tokens an
-    engine drafts; empty for no drafts. |generated : int |    Last context tokens that this turn
-    already generated; sampling continues after them. |draws : int |    Further tokens to draw at
-    each place, without other effect.
+    * ``trajectory_id`` names the KV cache to reuse; a later request of the trajectory extends an
+      earlier one.
+    * ``turn`` is 0-based. ``priority``: smaller is served first when the engine is full.
+    * ``context_ids``, int32 (T,): the whole context: prompt, earlier generations, observations.
+    * ``temperature`` 1.0 is the model's own distribution; 0 is greedy.
+    * ``stop_ids``: a generated stop id is kept in the output and ends the turn.
+    * ``seed`` is the only randomness: equal seed, context and weights give equal tokens in any
+      batch.
+    * ``group`` names the prompt's samples, from whose tokens an engine drafts; empty for no drafts.
+    * ``generated``: the last context tokens that this turn already generated; sampling continues.
+    * ``draws``: further tokens to draw at each place, without other effect.
     """
 
     trajectory_id: str
@@ -283,15 +282,14 @@ class TurnRequest:
 class TurnOutput:
     """The generation for one request; all arrays have one entry per new token (T,).
 
-    Attributes
-    ----------
-    |logprobs : float32 |    Behaviour log-probability in nats, of the distribution actually sampled
-    from. |weight_versions, kv_versions : int32 |    Versions of the weights and of the KV cache
-    that produced the token. |cached_tokens : int |    Context tokens whose KV was cached.
-    |queued_s, busy_s, prefill_s : float |    Wall seconds before the first forward pass, from then
-    to the end, and to the first token |    (0 if unknown). |routes : int16 array (P, L, K),
-    optional |    Experts by layer, of context tokens from ``routes_from`` on and new tokens but the
-    last.
+    * ``logprobs``, float32: behaviour log-probability in nats, of the distribution sampled from.
+    * ``weight_versions``, ``kv_versions``, int32: versions of the weights that produced the token,
+      and of the KV cache that it attended to.
+    * ``cached_tokens``: context tokens whose KV was cached.
+    * ``queued_s``, ``busy_s``, ``prefill_s``: wall seconds before the first forward pass, from then
+      to the end, and to the first token (0 if unknown).
+    * ``routes``, int16 (P, L, K): experts by layer, of context tokens from ``routes_from`` on and
+      of new tokens but the last.
     """
 
     token_ids: NDArray[np.int32]
@@ -335,14 +333,12 @@ class StepSeconds:
 class EngineCapacity:
     """Memory and speed of an engine, as the engine declares them.
 
-    Attributes
-    ----------
-    |kv_tokens, kv_bytes, kv_token_bytes : int |    Tokens and bytes of its KV memory, and bytes per
-    token, over all layers and ranks. |slots, tp : int |    Trajectories that generate at once, and
-    tensor-parallel degree. |steps : StepSeconds or None |    Measured seconds of its passes; None
-    before enough of them ran. |max_context_tokens : int |    Longest context of one trajectory; 0:
-    unknown. |exchanges_kv : bool |    Whether it gives and takes KV objects
-    (`rollout.kv_host_gib`).
+    * ``kv_tokens``, ``kv_bytes``, ``kv_token_bytes``: tokens and bytes of KV memory, and bytes per
+      token, over all layers and tensor-parallel ranks.
+    * ``slots``, ``tp``: trajectories that generate at once, and tensor-parallel degree.
+    * ``steps``: measured seconds of its passes; None before enough of them ran.
+    * ``max_context_tokens``: longest context of one trajectory; 0 if unknown.
+    * ``exchanges_kv``: whether the engine gives and takes KV objects (`rollout.kv_host_gib`).
     """
 
     kv_tokens: int
@@ -414,19 +410,19 @@ def start_of(turn: Mapping[str, Any]) -> int:
 class Trajectory:
     """A finished trajectory with every token, as the store keeps it and the trainer reads it.
 
-    Attributes
-    ----------
-    |token_ids, is_action, behaviour_logprob, weight_version, kv_version : arrays (T,) |    One
-    entry per token of prompt, generations and observations. ``is_action`` marks generated |
-    tokens; elsewhere log-probability is 0 and versions are -1. |turns : list of dict |    One flat,
-    JSON-able row per turn: turn, tool, status, num_calls, prompt_tokens, |    generated_tokens,
-    observation_tokens, stop_reason, generate_s, queued_s, tool_s, worker, |    text_chars,
-    payload_chars, sequence_start. |reward : float |    NaN for failure classes that do not train.
-    |retried : str |    Failure classes of earlier attempts, in order, joined by commas. |late :
-    list of two floats, or None |    ``offset`` and ``factor`` of a late reward (`Late`); ``reward``
-    is provisional or missing. |counted : bool |    Whether its step's denominators count it; false
-    for late corrections. |routes : int16 array (T, layers, experts per token), or None |    Experts
-    that the engine chose (``trainer.routes=replay``); -1 if not recorded.
+    * ``token_ids``, ``is_action``, ``behaviour_logprob``, ``weight_version``, ``kv_version``,
+      arrays (T,): one entry per token of prompt, generations and observations. ``is_action`` marks
+      generated tokens; elsewhere log-probability is 0 and versions are -1.
+    * ``turns``: one flat, JSON-able row per turn: turn, tool, status, num_calls, prompt_tokens,
+      generated_tokens, observation_tokens, stop_reason, generate_s, queued_s, tool_s, worker,
+      text_chars, payload_chars, sequence_start.
+    * ``reward``: NaN for failure classes that do not train.
+    * ``retried``: failure classes of earlier attempts, in order, joined by commas.
+    * ``late``: ``offset`` and ``factor`` of a late reward (`Late`), or None; until it comes
+      ``reward`` is provisional or missing.
+    * ``counted``: whether its step's denominators count it; false for late corrections.
+    * ``routes``, int16 (T, layers, experts per token): experts that the engine chose
+      (``trainer.routes=replay``); -1 if not recorded.
     """
 
     trajectory_id: TrajectoryId

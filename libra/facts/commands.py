@@ -122,7 +122,7 @@ class LoadVersion(Command, frozen=True, gc=False, tag="version_ordered"):
 
 
 class Vacate(Command, frozen=True, gc=False, tag="engine_vacated"):
-    """Move these trajectories from ``worker``, which gets a newer version, to engines of their own.
+    """Move trajectories off ``worker``, which loads newer weights, to engines of their own version.
 
     A trajectory that generates there first ends its turn, and is named later.
     """

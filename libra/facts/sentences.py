@@ -11,7 +11,8 @@ from libra.facts.fact import Command, Fact, kinds
 __all__ = ["NAMES", "Subject", "concerns", "said", "sentence", "subject_of", "subject_text"]
 
 Subject = tuple[str, str | int]
-"""("trajectory", key), ("gate", iteration), ("batch", step), ("worker", name) or ("steps",) * 2."""
+"""("trajectory", key), ("gate", iteration), ("batch", step), ("worker", name) or ("steps",
+"steps")."""
 _FIELDS: Final = {"trajectory": "key", "gate": "iteration", "batch": "batch", "worker": "worker"}
 
 

@@ -3,8 +3,8 @@
 No iteration depends on another through Dask. ``gate`` and ``batch`` wait parked until the plugin
 opens them (staleness bound), and trajectories wait parked between quanta. ``batch`` does not depend
 on its iteration's groups: it takes the committed groups that are due, and later batches take the
-rest. In a streamed run (``trainer.streaming``) the step is split into waves, which the plugin opens
-as groups complete.
+rest. With ``trainer.streaming`` the step is split into waves, which the plugin opens as groups
+complete.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ Score = Callable[[Delayed], Delayed]
 class ResumePoint:
     """State that earlier starts of a run committed (`libra.driver.run_start`); graphs leave it out.
 
-    Attributes
-    ----------
-    |members : list of tuples of GroupId |    Groups of each committed batch, in order; the run
-    continues with batch ``len(members)``. |committed : set of (split, iteration, group) |    Groups
-    whose record exists, consumed or not; an evaluation's iteration is its version. |started : dict
-    of GroupId to int |    Oldest token's version of each begun group that is in no committed batch.
-    |waves : list of tuples of GroupId |    Groups of each committed wave of the next batch, in
-    order, if its step is streamed.
+    * ``members``: groups of each committed batch, in order; the run continues with batch
+      ``len(members)``.
+    * ``committed``: (split, iteration, group) whose record exists; an evaluation's iteration is its
+      version.
+    * ``started``: version of the oldest token of each begun group in no committed batch.
+    * ``waves``: groups of each committed wave of the next batch, in order, if its step is streamed.
     """
 
     members: list[tuple[GroupId, ...]] = field(default_factory=list)
@@ -92,7 +90,7 @@ def on(resource: str) -> AbstractContextManager[Any]:
 
 
 def on_ranks(spec: RunSpec, resource: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Context for the training replica's tasks; of several ranks the gang plugin places all or
+    """Context for the training replica's tasks; the gang plugin places those of all ranks or
     none."""
     if spec.config.cluster.train_workers == 1:
         return resource
@@ -100,8 +98,7 @@ def on_ranks(spec: RunSpec, resource: AbstractContextManager[Any]) -> AbstractCo
 
 
 def beside(resource: str) -> AbstractContextManager[Any]:
-    """Context for tasks on a worker with a resource, taking none of it
-    (`libra.worker.dask_worker`)."""
+    """Context for tasks on a worker with a resource, using none (`libra.worker.dask_worker`)."""
     return dask.annotate(resources={resource: 0})
 
 
@@ -237,8 +234,7 @@ def numbers_graph(spec: RunSpec, batch: int) -> Delayed:
 
 
 def restored(spec: RunSpec, batches: int) -> Delayed:
-    """Bring weights and store to ``batches`` committed batches, which is the version; 0 begins a
-    run."""
+    """Bring weights and store to ``batches`` committed batches (the version); 0 begins a run."""
     with on(keys.COMMIT):
         stored = node(batch_nodes.store_missing, spec.key("store_missing"), spec.run, batches)
     return on_every_rank(spec, training_nodes.restore, "restore", (), batches, stored)

@@ -36,8 +36,7 @@ Delivered = Mapping[TrajectoryId, float]
 
 
 async def take_delivered(context: WorkerContext, batch: int, groups: Sequence[Sequence[Trajectory]]) -> Delivered:
-    """Give a batch's members their late rewards and return these; waits if
-    ``trainer.late=wait``."""
+    """Give a batch's members their late rewards, and return these; ``trainer.late=wait`` waits."""
     spec, trainer = context.spec, context.spec.config.trainer
     late = {member.trajectory_id: member for group in groups for member in group if member.late is not None}
     found = came(spec.late_dir, late)
@@ -69,8 +68,7 @@ def late_facts(
     rows: Sequence[dict[str, Any]],
     found: Delivered,
 ) -> dict[str, Any]:
-    """The fact ``late`` of a batch; empty with ``trainer.late=off``. Sets ``delivered`` in
-    ``rows``.
+    """The fact ``late`` of a batch; empty with ``trainer.late=off``. Notes ``found`` in ``rows``.
 
     ``rows``: rows of corrected groups, with ``counts`` (members that no batch trained before) and
     ``delay``. ``waiting``: groups with rewards to come. ``came``: trajectories whose reward counts

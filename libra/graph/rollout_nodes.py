@@ -72,8 +72,7 @@ def prompts(run: str, iteration: int, split: str, count: int) -> list[Prompt | s
 async def trajectory(
     run: str, asked: list[Prompt | str], iteration: int, group: int, sample: int, split: str = "train"
 ) -> None:
-    """Run one quantum, then ``Reschedule`` until the trajectory has ended; records are
-    journaled."""
+    """Run one quantum, then ``Reschedule`` until the trajectory has ended; records are kept."""
     host = runtime_of(run)
     tid = TrajectoryId(iteration, group, sample, split)
     question = asked[group]

@@ -4,8 +4,8 @@ As a rollout thins out, its open trajectories fit on fewer engines. The engine w
 them over, and its GPUs train on complete groups of a streaming step (`libra.policy.waves`).
 `TurningRule` decides, live and simulated; `Tail` tracks a live run for it. A change costs the
 seconds that the run measured, or before that `ASSUMED_LOADS` loads of a version, at most
-``planner.change_cost_s``. Differs from Libra's paper (arXiv:2606.03077 v2), which changes roles
-between iterations only.
+``planner.change_cost_s``. Differs from the paper (arXiv:2606.03077 v2), which changes roles between
+iterations only.
 
 Invariants
 ----------
@@ -13,12 +13,11 @@ Invariants
    that others moved (``libra roles``) are never moved back.
 2. An engine turns to training only if the other engines then have at most ``trajectories_per_gpu``
    open trajectories per GPU, and the backlog keeps all trainers busy for ``min_gain_s``. Engines
-   return when more trajectories are open than the generating engines should have, so none returns
-   at once.
-3. When nothing is open and the batch is complete, all engines turn if the step then ends sooner
-   than with the trainers alone, including the return if the next rollout waits for this step.
-4. Each worker has at most one pending role-switch request, until its change has ended or was
-   refused. A worker that was refused or could not change rests until the next version.
+   return when more trajectories are open than the generating engines should have.
+3. When nothing is open and the batch is complete, all engines turn if the step then ends sooner,
+   including the return if the next rollout waits for this step.
+4. Each worker has at most one pending role-switch request. A worker that was refused or could not
+   change rests until the next version.
 5. No role switches before the first gradient is timed, and none to training while the run chooses
    not to turn (`libra.policy.step_ways`).
 6. ``restore(snapshot())`` changes no later answer.

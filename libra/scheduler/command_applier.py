@@ -112,7 +112,7 @@ def announce_version(scheduler: Scheduler, state: RunState, version: int, only: 
 
 
 def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> None:
-    """Announce to ``worker``, if it exchanges KV, that task ``key`` moves there or away."""
+    """Announce to ``worker``, if it exchanges KV, that task ``key`` and its KV move there."""
     if worker not in state.workers.kv:
         return
     present = state.workers.engines.get(move.home) in scheduler.workers

@@ -111,8 +111,7 @@ class WorkerRoles:
     def set_roles(
         self, run: str, epoch: int, assignments: Mapping[str, Mapping[str, Any]], reason: str = "asked for"
     ) -> dict[str, Any]:
-        """Begin a change to ``role`` (rollout, train or lent) and ``tp`` (default: the
-        worker's)."""
+        """Begin a change to ``role`` (rollout, train, lent) and ``tp`` (default: the worker's)."""
         if (state := self._of(run, epoch)) is None:
             return _unknown(run, epoch)
         try:

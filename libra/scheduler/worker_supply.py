@@ -172,8 +172,7 @@ class Concurrency:
         return found
 
     def set(self, state: RunState, wanted: Mapping[str, Mapping[str, int]], reason: str) -> dict[str, Any]:
-        """Limit engines by worker to ``slots``, at degree ``tp`` or the present one; {} or
-        error."""
+        """Limit engines by worker to ``slots``, at degree ``tp`` or the present; {} or an error."""
         others = [run for run, other in self._runs.items() if run != state.run and other.limits]
         if others:
             return {"error": f"run {others[0]!r} limits slots of workers here, and only one run at a time can"}
