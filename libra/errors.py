@@ -69,8 +69,8 @@ class CallbackError(LibraError, RuntimeError):
 class RequestRefused(LibraError, ValueError):
     """A request of an agent is refused.
 
-    ``param`` is the field at fault, ``status`` the HTTP status, ``code`` the word by which clients
-    tell errors apart.
+    ``param`` is the field at fault, ``status`` the HTTP status, ``code`` the error's
+    name for clients.
     """
 
     def __init__(self, message: str, param: str = "", status: int = 400, code: str = "invalid_request") -> None:

@@ -131,8 +131,7 @@ def taken(function: Callable[..., Any], optional: Mapping[str, Any]) -> dict[str
 def name_of(field: str, part: object) -> object:
     """``package.module:attribute`` of a function or class; any other ``part`` unchanged.
 
-    ConfigError if other processes cannot find it by that name: a lambda, a nested function, an
-    object.
+    ConfigError if other processes cannot find it: a lambda, a nested function, an object.
     """
     if part is None or isinstance(part, str) or not callable(part):
         return part

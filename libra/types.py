@@ -152,8 +152,7 @@ _BOUNDARIES: Mapping[FailureClass, Boundary | None] = {
 
 
 class ToolStatus(StrEnum):
-    """Outcome of a tool call, for the model to read; ends no trajectory unless the tool is
-    fatal."""
+    """Outcome of a tool call, for the model to read; ends no trajectory unless a tool is fatal."""
 
     OK = "ok"
     ERROR = "error"  # the tool raised, or reported an error of its own

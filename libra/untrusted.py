@@ -156,8 +156,7 @@ def shown(text: str) -> str:
 
 
 def shown_json(line: str) -> str:
-    """JSON on one line for a terminal, with active characters as ``\\u`` escapes; the same
-    value."""
+    """JSON on one line for a terminal: same value, active characters as ``\\u`` escapes."""
     return _ACTING_IN_JSON.sub(lambda found: json.dumps(found[0])[1:-1], line)
 
 

@@ -29,8 +29,7 @@ class Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="n
     """Something that happened or was decided in a run; its `Line` has run and time.
 
     ``words`` is its sentence for people, with fields in braces (`libra.facts.sentences`).
-    ``subject`` is the kind of thing whose history it belongs to: trajectory, gate, batch, worker or
-    steps.
+    ``subject`` is the kind of history that has it: trajectory, gate, batch, worker or steps.
     """
 
     words: ClassVar[str] = ""

@@ -141,8 +141,7 @@ class HomeChanged(Fact, frozen=True, gc=False):
 class TrajectoryEnded(Fact, frozen=True, gc=False):
     """A trajectory has ended, and the policy may forget it.
 
-    ``completed`` is false if it failed, was abandoned, or had completed before; then its length
-    does not count.
+    ``completed`` is false (its length does not count) if failed, abandoned or completed before.
     """
 
     key: str

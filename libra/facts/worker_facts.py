@@ -32,8 +32,7 @@ class VersionServed(Fact, frozen=True):
     ``bucket`` is its capacity class: engines of one kind, tensor-parallel degree and number of
     threads. ``stats`` counts the engine's work since its start: tokens generated, prefilled and
     reused, steps, busy seconds, process replacements. With ``rollout.speculate`` it also has tokens
-    drafted and accepted by batch size (a power of two), and ``draft_gain_batchN``, the speed-up of
-    steps with drafts.
+    drafted and accepted by batch size (a power of two), and their speed-up, ``draft_gain_batchN``.
     """
 
     subject = "worker"
@@ -220,7 +219,7 @@ class WorkerLost(Fact, frozen=True):
 class SlotsSet(Fact, frozen=True):
     """The engine of ``worker`` takes at most ``slots`` trajectories while its degree is ``tp``.
 
-    ``of_slots`` is its number at start; None if no such engine is there yet to be limited.
+    ``of_slots``: slots at its start; None if no engine of this degree is present yet.
     """
 
     words = "{worker} takes at most {slots} trajectories at once"

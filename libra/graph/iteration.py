@@ -3,8 +3,7 @@
 No iteration depends on another through Dask. ``gate`` and ``batch`` wait parked until the plugin
 opens them (staleness bound), and trajectories wait parked between quanta. ``batch`` does not depend
 on its iteration's groups: it takes the committed groups that are due, and later batches take the
-rest. With ``trainer.streaming`` the step is split into waves, which the plugin opens as groups
-complete.
+rest. With ``trainer.streaming`` the step is waves, which the plugin opens as groups complete.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ Score = Callable[[Delayed], Delayed]
 class ResumePoint:
     """State that earlier starts of a run committed (`libra.driver.run_start`); graphs leave it out.
 
-    * ``members``: groups of each committed batch, in order; the run continues with batch
-      ``len(members)``.
+    * ``members``: groups of each committed batch, in order.
     * ``committed``: (split, iteration, group) whose record exists; an evaluation's iteration is its
       version.
     * ``started``: version of the oldest token of each begun group in no committed batch.
@@ -90,8 +88,7 @@ def on(resource: str) -> AbstractContextManager[Any]:
 
 
 def on_ranks(spec: RunSpec, resource: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Context for the training replica's tasks; the gang plugin places those of all ranks or
-    none."""
+    """Context for the training replica's tasks; the gang plugin places all ranks or none."""
     if spec.config.cluster.train_workers == 1:
         return resource
     return dask.annotate(resources={keys.GANG: 1})

@@ -115,8 +115,7 @@ async def wait_for(context: WorkerContext, batch: int, limit_s: float, missing: 
 async def with_scores(context: WorkerContext, batch: int, rows: Sequence[dict[str, Any]]) -> None:
     """Set ``taught`` in ``rows`` that the teacher has scored, after up to ``distil.wait_s``.
 
-    If rewards do not count, trajectories without scores take no part in the step. No effect without
-    a teacher.
+    If rewards do not count, trajectories without scores train nothing. No effect without a teacher.
     """
     spec, distil = context.spec, context.spec.config.distil
     if distil.teacher is None:

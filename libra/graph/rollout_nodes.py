@@ -1,8 +1,7 @@
 """Task functions of the rollout: gate, prompts, trajectories, their groups, and teacher scores.
 
 Every task function of `libra.graph` receives the run's name, finds the rest on its worker's host,
-and returns metadata (ids, counts, paths), never tensors. A repeated task finds the records of its
-first execution.
+and returns metadata (ids, counts, paths), never tensors. A repeated task finds its own records.
 """
 
 from __future__ import annotations
@@ -120,8 +119,7 @@ async def group(
 ) -> dict[str, Any]:
     """Grade a group, once its trajectories have ``ended``, and write its immutable record.
 
-    ``extra``, from a user's own node, has one number per trajectory, added to the environment's
-    reward.
+    ``extra``, from a user's own node, has one number per trajectory to add to its reward.
     """
     host = runtime_here(run)
     path = group_path(host.spec.groups_dir, iteration, group, split)

@@ -147,7 +147,7 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def publish(run: str, updated: dict[str, Any], rank: int = 0) -> dict[str, Any]:
-    """Publish the replica's weights as the next version; sharded ranks send theirs to rank 0."""
+    """Publish the replica's weights as the next version; the ranks of a shard assist."""
     host = runtime_here(run)
     with turn(host.gang, rank):
         return _publish(host, updated["step"] + 1, rank)

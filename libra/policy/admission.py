@@ -107,8 +107,7 @@ class Admission(Saved):
     """Staleness bookkeeping of one run.
 
     ``staleness`` is a policy or eta alone; ``groups_per_batch`` is B. ``opened`` holds the members
-    of the newest batches, ``version`` the newest published version, ``trained`` the trainer's
-    version.
+    of the newest batches, ``version`` the newest published version, ``trained`` the trainer's.
     """
 
     staleness: StalenessPolicy

@@ -10,11 +10,9 @@ arrival (makespan) or least attained service (stream). See `docs/adr/0008`.
 Invariants
 ----------
 1. An earlier iteration always goes before a later iteration.
-2. No trajectory starves: `libra.policy.trajectory_table` bounds the wait, and an overdue trajectory
-   has level -1.
+2. No trajectory starves: `libra.policy.trajectory_table` bounds the wait (level -1: overdue).
 3. Whenever a forecast changes by a length class, C-MLFQ answers with a `Prefer`: the forecast, and
-   the engine degree that the plan (`BoundariesSet`) gives it. `libra.policy.dispatcher` places the
-   trajectory.
+   the engine degree planned for it (`BoundariesSet`). `libra.policy.dispatcher` places it.
 4. ``restore(snapshot())`` changes no later answer.
 
 Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): levels order one queue instead of being

@@ -5,8 +5,7 @@ worker (`Place`). The *home* of a trajectory is the engine that owns its KV.
 
 Invariants
 ----------
-1. A worker never runs more quanta of a phase than it has slots, and a trajectory waits or runs
-   once.
+1. A worker never runs more quanta of a phase than it has slots; a trajectory waits or runs once.
 2. A free slot goes to the first trajectory in order that has no home, or has its home there (unless
    a move pays, `Loads.move`), or prefers the bucket, or is overdue. If there is none, a trajectory
    whose home is full may move there if the move pays (`_pays`). Lengths and costs count only

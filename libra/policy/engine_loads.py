@@ -41,8 +41,7 @@ class Loads:
     def fits(self, one: Trajectory, worker: str) -> bool:
         """Whether the trajectory's KV fits on ``worker`` until the last of its members ends.
 
-        Growth is forecast (`peak_tokens`) or partly reserved; engines that exchange KV reserve
-        nothing.
+        Growth is forecast (`peak_tokens`) or partly reserved; if KV is exchanged, nothing.
         """
         table, engine = self._table, self._table.engines[worker]
         if not engine.spec.kv_tokens or not engine.members or one.home is engine:

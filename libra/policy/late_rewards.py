@@ -8,10 +8,8 @@ by `GuessWorth`, the slope of final on provisional advantages in this run.
 
 Invariants
 ----------
-1. A delivered reward counts once: in its trajectory's batch if delivered in time, else in the next
-   batch after its arrival.
-2. No group waits for more than ``versions`` batches; a reward missing by then is dropped and
-   reported.
+1. A delivered reward counts once: in its trajectory's batch if in time, else in the next batch.
+2. No group waits for more than ``versions`` batches; then missing rewards are dropped and named.
 3. At weight 1, a group's corrections add up to the advantages of its final rewards minus the
    advantages that it was trained on.
 """

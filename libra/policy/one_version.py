@@ -209,8 +209,8 @@ def version_shares(engines: int, under_way: Mapping[int, int]) -> dict[int, int]
 
     Trajectories that have not begun count for the newest version. Differs from the paper: a version
     with trajectories has at least one of ``engines`` (at least as many as versions), the newest
-    gets the rest, and versions with the fewest trajectories per engine give up engines if there are
-    too few.
+    gets the rest, and versions with the fewest trajectories per engine give up
+    engines if there are too few.
     """
     live = {version: count for version, count in sorted(under_way.items()) if count > 0}
     if not live:

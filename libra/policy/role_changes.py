@@ -6,13 +6,12 @@
     any stage --cancelled, failed, a member lost--> sleeping or taking_up, in a new change back
 
 A *change* moves one worker, or several. In a *rebucket* workers of one node *lend* their GPUs to
-the engine of one of them, the leader, or take them back. `libra.scheduler.worker_roles` carries out
-the commands.
+the engine of one of them, the leader, or take them back.
+`libra.scheduler.worker_roles` carries out the commands.
 
 Invariants
 ----------
-1. A worker is supplied in at most one role: it is withdrawn before it drains, and supplied when its
-   change has ended.
+1. A worker is supplied in at most one role: withdrawn before it drains, supplied after its change.
 2. Every change has a larger generation than all before; reports of another generation are ignored.
 3. A change ends with all members in their new assignment or all in their old one. Another change,
    which cannot be cancelled, undoes a change; a worker that fails in the undoing change is

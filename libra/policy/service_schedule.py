@@ -7,14 +7,10 @@ on a device while they fit. Each call passes the time, which never decreases.
 Invariants
 ----------
 1. A device runs one batch at a time. A service without weights has a lane of its own.
-2. A batch has at most ``max_batch`` requests of one service, oldest first. Each request is in
-   exactly one batch.
-3. A service is ripe with ``max_batch`` requests or after ``max_wait_s``; the first ripe service
-   goes first.
-4. Weights never exceed a device's memory: the least recently used are evicted, never the running
-   batch's.
-5. A service waits for a busy device that has its weights if waiting should be quicker than
-   restoring them elsewhere.
+2. Each request is in exactly one batch: up to ``max_batch`` of one service, oldest first.
+3. A service is ripe with ``max_batch`` requests or after ``max_wait_s``; the first ripe goes first.
+4. Weights never exceed a device's memory: the least recently used are evicted, none while in use.
+5. A service waits for a busy device with its weights if that should be quicker than restoring.
 6. The same calls give the same decisions.
 """
 

@@ -87,8 +87,7 @@ def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
 def chosen(x: float, step_s: Mapping[str, float], ways: Sequence[str], now: str = "") -> str:
     """The best of ``ways``, listed by size of change; a later way must save `WORTH_FRAC`.
 
-    The way ``now`` stays as long as it saves `STAYS_FRAC`. Only the first way may lack known
-    seconds.
+    The way ``now`` stays as long as it saves `STAYS_FRAC`. Only the first way may lack seconds.
     """
     found = ways[0]
     for way in ways[1:]:

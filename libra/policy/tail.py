@@ -4,8 +4,7 @@ As a rollout thins out, its open trajectories fit on fewer engines. The engine w
 them over, and its GPUs train on complete groups of a streaming step (`libra.policy.waves`).
 `TurningRule` decides, live and simulated; `Tail` tracks a live run for it. A change costs the
 seconds that the run measured, or before that `ASSUMED_LOADS` loads of a version, at most
-``planner.change_cost_s``. Differs from the paper (arXiv:2606.03077 v2), which changes roles between
-iterations only.
+``planner.change_cost_s``. The paper (arXiv:2606.03077 v2) changes roles between iterations only.
 
 Invariants
 ----------

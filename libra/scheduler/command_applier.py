@@ -5,8 +5,7 @@ unknown message would disconnect a worker without a host.
 
 Invariants
 ----------
-1. Only this module writes ``ts.priority`` and releases parked tasks; each write has a line in its
-   run's event log.
+1. Only this module writes ``ts.priority`` and releases parked tasks, each with a line in the log.
 2. A running task keeps its priority until it parks; its worker gets the new rank.
 """
 

@@ -12,10 +12,8 @@ Invariants
 ----------
 1. Tasks of one gang (a node of an iteration) are released together, each to the worker of its rank,
    once the group is ready and every rank's task is parked or done. Two gangs never run at once.
-2. A member that leaves ends the group at once, with an event and a warning. Placed tasks park again
-   for the next group.
-3. A gang task parks again at every end; otherwise a result lost with its worker would stay pinned
-   to that worker.
+2. A member that leaves ends the group at once, with an event and a warning; its tasks park again.
+3. A gang task parks at every end; otherwise a result lost with its worker stays pinned there.
 4. Facts of another gang epoch are ignored.
 5. A rank stays with its worker's name if the worker returns; surplus workers are spares.
 """

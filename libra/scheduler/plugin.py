@@ -9,8 +9,7 @@ the policy objects, and `Applier` carries out their commands.
 Invariants
 ----------
 1. Only the applier writes priorities and releases tasks, each from a logged decision.
-2. A worker's report never makes a hook raise: unknown runs and keys are ignored, and logged at
-   DEBUG.
+2. A worker's report never makes a hook raise: unknown runs and keys are logged at DEBUG.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Everything Libra uses of the Dask scheduler that is not public API (distributed 2026.8).
 
-If Dask changes any of this, ``tests/scheduler/test_scheduler_internals.py`` fails, and only this
-module has to change.
+If Dask changes any of this, ``tests/scheduler/test_scheduler_internals.py`` fails.
 
 * A task whose ``resource_restrictions`` name a resource that no worker supplies waits in state
   ``no-worker``: it is *parked*.

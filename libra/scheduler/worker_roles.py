@@ -10,8 +10,7 @@ their stages (`libra.worker.role_member`), and logs the outcome. Calls for clien
 
 Invariants
 ----------
-1. Before a worker drains, its slots are set to zero, not deleted. If its new role serves tasks,
-   they are set again.
+1. Before a worker drains its slots are set to zero, not deleted; a serving role sets them again.
 2. A reconnecting worker supplies nothing until its role is assigned.
 3. At least one worker keeps generating: a request that would leave none is refused.
 4. Reports of another epoch of the run are ignored; `Roles` rejects reports of another generation.

@@ -1,8 +1,7 @@
 """Gives workers' events to `libra.policy.liveness`, carries out its commands, words its reports.
 
 Dask reports a worker as running before its plugins are set up, and even if a plugin fails, which
-only the worker's log shows. Here such a failure is an event, a line in the driver's terminal, and a
-row of the dashboard.
+only the worker's log shows. Here the failure is an event, a terminal line and a dashboard row.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
 
 
 class Revoke(msgspec.Struct, frozen=True, gc=False):
-    """Stop the action of ``holder``, which began ``ran_s`` ago; it holds its lease until then."""
+    """Stop ``holder``'s action ``ran_s`` after its grant; its lease stays until released."""
 
     holder: str
     worker: str

@@ -12,8 +12,7 @@ Invariants
    that it lacks, so no later request gets any of them. Among requests for the same kinds, the
    longest prefix that fits at minimum size is granted. A request larger than every worker reserves
    nothing (`LeaseTable.stranded`).
-4. Enlargement uses only cores that the granted prefix leaves free, so it never changes which
-   requests are granted.
+4. Enlargement uses only cores that the granted prefix leaves free, so grants do not change.
 5. Only revocable leases are revoked, and only for the first request that does not fit, which then
    goes before all others. A revoked lease is held until released.
 6. An `admit` without grants has no side effects, so a replay needs only the grants.

@@ -2,8 +2,7 @@
 
 One ridge regression on progress and every signal, mixed with the totals of siblings
 (`libra.policy.posterior.regression`). Trajectories that end early are short (right censoring), so
-running trajectories count with their expected totals (Buckley and James 1979), updated at every
-`learn`.
+running trajectories count with expected totals (Buckley and James 1979), updated at each `learn`.
 
 Promises
 --------
