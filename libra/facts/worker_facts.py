@@ -167,7 +167,7 @@ class SetupFailed(Signal, frozen=True):
 
 
 class WorkerSetupFailed(Fact, frozen=True):
-    """The setup of a worker failed; it is restarted after ``retry_after_s`` (None: never)."""
+    """The setup of a worker failed; it is restarted after ``retry_after_s`` (None if never)."""
 
     words = "setup failed: {worker}"
     worker: str

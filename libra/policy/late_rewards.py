@@ -44,7 +44,7 @@ KEPT = 0.8  # evidence on guesses that a batch with more of it keeps of earlier 
 
 @dataclass(frozen=True, slots=True)
 class GuessWorth:
-    """How far provisional rewards can be trusted, from groups all of whose rewards came.
+    """Worth of provisional rewards, from groups all of whose rewards came.
 
     ``product`` sums (guessed x final advantage), ``square`` sums (guessed advantage)^2. Both decay
     by `KEPT` and include one trajectory of mean size that was guessed right. Without evidence a
