@@ -3,45 +3,29 @@
 ::
 
     LibraError
-    +-- ConfigError(ValueError)            a field of the configuration is wrong
-    +-- RunDirectoryError(FileExistsError) the run directory is taken, or is not a run
-    +-- ModelError(FileNotFoundError)      a model directory is missing or unusable
-    +-- ClusterError(RuntimeError)         Dask, its workers, ports or settings do not fit
-    +-- EngineError(RuntimeError)          an inference engine failed
-    |   +-- ContextOverflow(ValueError)    a request does not fit the engine's context
-    |   +-- EngineAsleep                   the engine released its memory; use another one
-    |   +-- KVRefused(ValueError)          a KV object is of other weights, tokens or engines, or did not arrive whole
-    +-- EnvironmentFault(RuntimeError)     an environment failed to give, run or grade a prompt
-    |   +-- RewardFault(ValueError)        a reward is not one finite number
-    |   |   +-- RewardTimeout              the reward did not return in time
-    |   +-- SessionLost                    the session of a trajectory is gone, with its worker or alone
-    |   +-- ToolFault                      a tool failed in a way that the model must not read
-    |   |   +-- ToolTimeout                it did not return in time, which it declares fatal
-    |   |   +-- ServiceFault               a service failed, or is none of the run's
-    |   |   |   +-- ServiceTimeout         it took longer than its timeout_s
-    |   +-- ActionRevoked                  a call was stopped so that others can begin; it is called again
-    |   +-- RateLimited                    an API refuses a call for now; it is tried again
-    +-- RequestRefused(ValueError)         a request of an agent is refused, with the field and the reason
-    +-- LateRefused(ValueError)            a late reward is not taken: there is one, or nothing waits for it
-    +-- CallbackError(RuntimeError)        a callback of the user raised
-    +-- StoreError(OSError)                a record, a group or a batch could not be written or read
-    |   +-- Unstorable                     a value has no form in a record; nothing is wrong with the disk
-    |   +-- RecordExists(FileExistsError)  another writer wrote this record first
-    |   +-- FencedOff(PermissionError)     the run was started again; this process belongs to an older start
-    |   +-- DamagedRun                     files of a run are gone, torn or altered
-    +-- WeightsError(RuntimeError)         a weight version is missing, torn, or not the one announced
-    +-- TrainError(RuntimeError)           a step cannot be taken (wrong order, nothing to train on, NaN)
-    |   +-- BatchFailed                    every trajectory of a batch failed, and none because of the model
-    |   +-- NothingToLearn                 no reward of several batches in a row said anything
-    |   +-- MismatchAlarm                  engine and trainer disagree about the same weights by more than was allowed
-    |   +-- CheckpointError                a checkpoint cannot be written or read, or is none
-    |   +-- GroupLost                      a process group lost a member; its epoch has ended
-    |   +-- TransferError(ConnectionError) tensors between replicas did not arrive, or came without the secret
-    +-- TransportError(ConnectionError)    a connection broke, or its peer does not know the run's secret
-    +-- PlanError(ValueError)              no plan fits the request, or the request contradicts itself
+    +-- ConfigError(ValueError), RunDirectoryError(FileExistsError), ModelError(FileNotFoundError)
+    +-- ClusterError(RuntimeError), CallbackError(RuntimeError), PlanError(ValueError)
+    +-- RequestRefused(ValueError), LateRefused(ValueError)
+    +-- EngineError(RuntimeError)
+    |   +-- ContextOverflow(ValueError), EngineAsleep, KVRefused(ValueError)
+    +-- EnvironmentFault(RuntimeError)
+    |   +-- SessionLost, ActionRevoked, RateLimited
+    |   +-- RewardFault(ValueError)
+    |   |   +-- RewardTimeout
+    |   +-- ToolFault
+    |   |   +-- ToolTimeout
+    |   |   +-- ServiceFault
+    |   |   |   +-- ServiceTimeout
+    +-- StoreError(OSError)
+    |   +-- Unstorable, RecordExists(FileExistsError), FencedOff(PermissionError), DamagedRun
+    +-- WeightsError(RuntimeError)
+    +-- TrainError(RuntimeError)
+    |   +-- BatchFailed, NothingToLearn, MismatchAlarm, CheckpointError, GroupLost
+    |   +-- TransferError(ConnectionError)
+    +-- TransportError(ConnectionError)
 
-Each class also subclasses the built-in that a caller would catch. A message names the setting or place, the value,
-the allowed values and what to type.
+Each class also subclasses the built-in that a caller would catch. A message names the setting or
+place, the value, the allowed values and what to type.
 """
 
 from __future__ import annotations
@@ -67,7 +51,7 @@ class ConfigError(LibraError, ValueError):
 
 
 class RunDirectoryError(LibraError, FileExistsError):
-    """The run directory already holds a run, or holds none if one was expected."""
+    """The run directory already holds a run, or holds none although a run was expected."""
 
 
 class ModelError(LibraError, FileNotFoundError):
@@ -79,13 +63,14 @@ class ClusterError(LibraError, RuntimeError):
 
 
 class CallbackError(LibraError, RuntimeError):
-    """A callback of the user raised; what is committed stays, and the run can be resumed."""
+    """A user's callback raised; committed work stays, and the run can be resumed."""
 
 
 class RequestRefused(LibraError, ValueError):
-    """A request of an agent is not answered.
+    """A request of an agent is refused.
 
-    ``param`` is the field at fault, ``status`` the HTTP status, ``code`` the word by which clients tell errors apart.
+    ``param`` is the field at fault, ``status`` the HTTP status, ``code`` the error's
+    name for clients.
     """
 
     def __init__(self, message: str, param: str = "", status: int = 400, code: str = "invalid_request") -> None:
@@ -94,11 +79,11 @@ class RequestRefused(LibraError, ValueError):
 
 
 class LateRefused(LibraError, ValueError):
-    """A late reward is not taken: one was delivered before, nothing waits for it, or it is not one finite number."""
+    """A late reward is refused: delivered before, awaited by nothing, or not one finite number."""
 
 
 class EngineError(LibraError, RuntimeError):
-    """An inference engine failed; the trajectory at hand is classified ``engine``."""
+    """An inference engine failed; its trajectory's failure class is ``engine``."""
 
 
 class ContextOverflow(EngineError, ValueError):
@@ -106,13 +91,11 @@ class ContextOverflow(EngineError, ValueError):
 
 
 class EngineAsleep(EngineError):
-    """The engine sleeps, or is about to, while its worker has another role. Not a failure: another engine generates the
-    turn."""
+    """The engine sleeps while its worker has another role. Not a failure: use another engine."""
 
 
 class KVRefused(EngineError, ValueError):
-    """A KV object cannot be used: other weights, tokens or layout, or not the bytes that were exported. The context is
-    computed again."""
+    """A KV object has other weights, tokens, layout or bytes; the context is computed again."""
 
 
 class EnvironmentFault(LibraError, RuntimeError):
@@ -120,7 +103,7 @@ class EnvironmentFault(LibraError, RuntimeError):
 
 
 class SessionLost(EnvironmentFault):
-    """The session that a trajectory has leased is gone: its worker, or the session itself, has died."""
+    """A trajectory's leased session is gone: the session or its worker has died."""
 
 
 class RewardFault(EnvironmentFault, ValueError):
@@ -128,36 +111,34 @@ class RewardFault(EnvironmentFault, ValueError):
 
 
 class RewardTimeout(RewardFault):
-    """A reward function did not return in time. Not a TimeoutError: Dask cannot send an OSError that is also a
-    ValueError."""
+    """A reward timed out. Not a TimeoutError: Dask cannot send an OSError that is a ValueError."""
 
 
 class ActionRevoked(EnvironmentFault):
-    """The calls of a turn were stopped, as their lease was revoked. Not a failure: they are called again when there is room."""
+    """A turn's calls were stopped, as their lease was revoked. Not a failure: they run again."""
 
 
 class ToolFault(EnvironmentFault):
-    """A tool failed in a way that the model must not read. A tool that raises it ends its trajectory as class ``tool``."""
+    """A tool failed so that the model must not read it; the trajectory ends as class ``tool``."""
 
 
 class ToolTimeout(ToolFault):
-    """A tool with a fatal time limit did not return in time; the trajectory ends as class ``timeout``."""
+    """A tool with a fatal time limit timed out; the trajectory ends as class ``timeout``."""
 
 
 class ServiceFault(ToolFault):
-    """A service did not answer: its function failed, its weights could not be restored, or the run has none of that name."""
+    """A service failed, its weights could not be restored, or the run has none of that name."""
 
 
 class ServiceTimeout(ServiceFault):
-    """A batch of a service did not end within its ``timeout_s``: the device was not free, its weights not there, or no answer
-    came."""
+    """A service's batch missed its ``timeout_s``: no free device, no weights, or no answer."""
 
 
 class RateLimited(EnvironmentFault):
-    """An API refuses a call because there were too many (HTTP 429). Raise it in a tool, a reward or a service: the call
-    is made again later, at most ``environment.retries`` times.
+    """An API refuses a call because there were too many (HTTP 429).
 
-    ``retry_after_s``: seconds to wait as given by the API, if it gives any.
+    Raise it in a tool, a reward or a service: the call is repeated later, at most
+    ``environment.retries`` times. ``retry_after_s``: seconds to wait, if the API gives them.
     """
 
     def __init__(self, message: str = "", retry_after_s: float | None = None) -> None:
@@ -170,7 +151,7 @@ class StoreError(LibraError, OSError):
 
 
 class Unstorable(StoreError):
-    """A value has no form in a record, so trying again would fail again. In a trajectory it is that trajectory's failure."""
+    """A value has no form in a record, so a retry would fail too; only its trajectory fails."""
 
 
 class RecordExists(StoreError, FileExistsError):
@@ -182,7 +163,7 @@ class FencedOff(StoreError, PermissionError):
 
 
 class DamagedRun(StoreError):
-    """Files of a run are gone, torn or altered. The message names them in three lines, the last with what to type."""
+    """Files of a run are gone, torn or altered. The message names them and what to type."""
 
 
 class WeightsError(LibraError, RuntimeError):
@@ -194,7 +175,7 @@ class TrainError(LibraError, RuntimeError):
 
 
 class BatchFailed(TrainError):
-    """Every trajectory of a batch failed, and none because of the model; names the first failure. `libra run` exits with 1."""
+    """A batch's trajectories all failed, none because of the model; `libra run` exits with 1."""
 
 
 class NothingToLearn(TrainError):
@@ -202,7 +183,7 @@ class NothingToLearn(TrainError):
 
 
 class MismatchAlarm(TrainError):
-    """Log-probabilities of rollout and trainer, under the same weights, are further apart than ``trainer.mismatch_args``."""
+    """Engine and trainer log-probabilities, at equal weights, exceed ``trainer.mismatch_args``."""
 
 
 class CheckpointError(TrainError):
@@ -210,7 +191,7 @@ class CheckpointError(TrainError):
 
 
 class GroupLost(TrainError):
-    """A process group of training replicas lost a member or never formed; the step is taken again by a new one."""
+    """A process group lost a member or never formed; a new group takes the step again."""
 
 
 class TransferError(TrainError, ConnectionError):
@@ -218,7 +199,7 @@ class TransferError(TrainError, ConnectionError):
 
 
 class TransportError(LibraError, ConnectionError):
-    """An authenticated connection could not be made, broke, or carried a message that is not one of ours."""
+    """An authenticated connection could not be made, broke, or carried a foreign message."""
 
 
 class PlanError(LibraError, ValueError):
@@ -239,7 +220,7 @@ def enough_gib(num_bytes: float) -> str:
 
 
 def nearest_name(given: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name most similar to a given one, ignoring case, ``-`` and ``_``; None below similarity ``cutoff``."""
+    """The most similar known name, ignoring case, ``-`` and ``_``; None below ``cutoff``."""
     plain = {_plain(name): name for name in known}
     near = difflib.get_close_matches(_plain(str(given)), plain, 1, cutoff)
     return plain[near[0]] if near else None
@@ -262,7 +243,7 @@ def _plain(name: str) -> str:
 
 
 def disk_refusal(path: str | Path, fault: Exception) -> str:
-    """The reason why ``path`` could not be written, with advice if the disk is full."""
+    """Why ``path`` could not be written, with advice if the disk is full."""
     match = _OS_ERROR.search(str(fault))
     number = fault.errno if isinstance(fault, OSError) and fault.errno else int(match[1]) if match else None
     if number not in (errno.ENOSPC, errno.EDQUOT):
@@ -275,7 +256,7 @@ def disk_refusal(path: str | Path, fault: Exception) -> str:
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs the packages of an extra, such as "pip install 'mcp<3,>=2.3'"."""
+    """The command that installs an extra's packages, such as "pip install 'mcp<3,>=2.3'"."""
     try:
         required = importlib.metadata.requires("libra-rl") or []
     except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH

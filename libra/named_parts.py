@@ -1,6 +1,6 @@
-"""Parts that a configuration names as ``package.module:attribute``: found, and called, in the same way in every process.
+"""Parts that a configuration names as ``package.module:attribute``: finding and calling them.
 
-Driver, workers, scheduler and `libra replay` import such a part each for itself, so nothing of it is ever sent between processes.
+Each process imports such a part itself, so the part is never sent between processes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from libra.errors import ConfigError, nearest_name
 
 
 def is_named(name: str) -> bool:
-    """Whether ``name`` is a ``package.module:attribute``, not the name of a part that ships."""
+    """Whether ``name`` is a ``package.module:attribute``, not the name of a shipped part."""
     module, _, attribute = name.partition(":")
     return bool(module and attribute)
 
 
 def named_part(field: str, name: str) -> Any:
-    """The object that ``name``, a ``package.module:attribute``, names; ``field`` is the setting, for messages.
+    """The object that ``name`` (``package.module:attribute``) names; ``field`` is the setting.
 
-    ConfigError if the module cannot be imported or lacks the attribute, or raises anything.
+    ConfigError if the module cannot be imported, lacks the attribute, or raises anything.
     """
     module_name, _, attribute = name.partition(":")
     try:
@@ -67,20 +67,20 @@ def _lack(found: Any, part: str, module_name: str) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """`` in FILE, line N``: the last place in the user's own code before an error, else where it was raised; empty if unknown."""
+    """`` in FILE, line N``: last place in the user's code, else the place of the error; or ""."""
     places = traceback.extract_tb(error.__traceback__, limit=-1)
     return users_place(error) or "".join(f" in {place.filename}, line {place.lineno}" for place in places)
 
 
 def users_place(error: BaseException | None) -> str:
-    """`raised_at`, of the user's own code only; empty if an error was raised without it."""
+    """`raised_at` within the user's own code; empty if the error arose elsewhere."""
     tb = None if error is None else error.__traceback__
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(tb)]
     return next((f" in {file}, line {line}" for file, line in reversed(places) if _is_users(file)), "")
 
 
 def defined_at(function: Any) -> str:
-    """`` in FILE, line N``: where the user wrote a function; empty if it is Libra's or a library's, or unknown."""
+    """`` in FILE, line N``: where the user wrote a function; empty if it is not the user's."""
     plain = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
     codes = [getattr(each, "__code__", None) for each in (plain, getattr(type(plain), "__call__", None))]  # noqa: B004
     code = next((code for code in codes if code is not None and _is_users(code.co_filename)), None)
@@ -95,7 +95,7 @@ def _is_users(file: str) -> bool:
 
 
 def named_function(field: str, name: str, call: str, *given: object, **keywords: object) -> Callable[..., Any]:
-    """The callable that ``name`` names, which must take these arguments; ``call`` is a text such as ``f(step)``."""
+    """Callable ``name``, which must take these arguments; ``call``: text such as ``f(step)``."""
     found = named_part(field, name)
     if not callable(found):
         raise ConfigError(f"{field}: {name!r} is a {type(found).__name__}; it must be callable as {call}")
@@ -105,7 +105,7 @@ def named_function(field: str, name: str, call: str, *given: object, **keywords:
 
 
 def built(field: str, name: str, call: str, given: Mapping[str, Any], optional: Mapping[str, Any]) -> Any:
-    """The result of the class or function ``name`` for ``given`` and the ``optional`` arguments that it takes.
+    """Result of ``name`` called with ``given`` and the ``optional`` arguments that it takes.
 
     ConfigError if it cannot be found, does not take ``given``, or raises.
     """
@@ -129,9 +129,9 @@ def taken(function: Callable[..., Any], optional: Mapping[str, Any]) -> dict[str
 
 
 def name_of(field: str, part: object) -> object:
-    """``package.module:attribute`` of a function or class given in place of its name; anything else as it is.
+    """``package.module:attribute`` of a function or class; any other ``part`` unchanged.
 
-    ConfigError if other processes could not find it by that name: a lambda, a function inside a function, an object.
+    ConfigError if other processes cannot find it: a lambda, a nested function, an object.
     """
     if part is None or isinstance(part, str) or not callable(part):
         return part
@@ -150,7 +150,7 @@ def name_of(field: str, part: object) -> object:
 
 
 def unfit(function: Callable[..., Any], given: tuple[object, ...], keywords: Mapping[str, object]) -> str | None:
-    """Why ``function`` does not take these arguments; None if it does, or nothing is known of what it takes."""
+    """Why ``function`` does not take these arguments; None if it does or is opaque."""
     try:
         inspect.signature(function).bind(*given, **keywords)
     except TypeError as error:

@@ -1,9 +1,9 @@
-"""Value types shared by every part of Libra. Nothing here does I/O, reads a clock, or imports torch or dask.
+"""Value types shared by every part of Libra, without I/O, clock, torch or dask.
 
-The hierarchy is run > iteration > group (one prompt, G samples) > trajectory > turn (one generation, then at most one
-round of tool calls). A *quantum* is one uninterrupted piece of work of a trajectory on one worker: a generation, or a part of one
-with `rollout.chunk_tokens` (ROLLOUT slot), or an action (TOOL slot). A *version* is the number of published weights; version 0 is
-what the run started from.
+The hierarchy is run > iteration > group (one prompt, G samples) > trajectory > turn (one
+generation, then at most one round of tool calls). A *quantum* is uninterrupted work of a trajectory
+on one worker: a generation, or a chunk of `rollout.chunk_tokens` (ROLLOUT slot), or an action (TOOL
+slot). A *version* counts published weights; version 0 is what the run started from.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """The return of a reward function whose value comes later, by `libra.deliver`; see ``trainer.late``.
+    """A reward function's result whose value comes later, by `libra.deliver`; see ``trainer.late``.
 
-    A weighted sum with at most one late term is late too. The reward is ``offset + factor x value`` of the delivered
-    value, and of the provisional value ``fast`` before, if there is one.
+    The reward is ``offset + factor x value``; until delivery ``value`` is the provisional ``fast``,
+    if given. A weighted sum with at most one late term is late too.
     """
 
     fast: float | None = None
@@ -31,7 +31,7 @@ class Late:
 
     @property
     def provisional(self) -> float | None:
-        """The reward until the value is delivered; None without a provisional value."""
+        """The reward until delivery; None without a provisional value."""
         return None if self.fast is None else self.offset + self.factor * self.fast
 
     def __add__(self, other: object) -> Late:
@@ -52,18 +52,19 @@ class Late:
 
 
 class Drawn(NamedTuple):
-    """Tokens drawn at each of T places beside the generated one: int32 (T, M), and log-probabilities in nats, float32 (T, M)."""
+    """M more tokens drawn at each of T places: int32 (T, M); log-probs in nats, float32 (T, M)."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 
 
 class Taught(NamedTuple):
-    """A teacher's log-probabilities at the A generated tokens of a trajectory, float32, in nats, at the run's temperature.
+    """A teacher's log-probabilities at a trajectory's A generated tokens.
 
-    ``token_ids`` int32 (A, K): the tokens scored at each place, ``logp`` (A, K): the teacher's log-probabilities of
-    them, ``own_logp`` (A,): of the generated token, ``rest_logp`` (A,): of all other tokens together, with a top-k,
-    ``old_logp`` (A, K): the student's log-probabilities, with draws of the student.
+    All are float32, in nats, at the run's temperature. ``token_ids`` int32 (A, K): tokens scored at
+    each place; ``logp`` (A, K): their log-probabilities; ``own_logp`` (A,): the generated token's;
+    ``rest_logp`` (A,): all other tokens' together, with a top-k; ``old_logp`` (A, K): the
+    student's, with draws of the student.
     """
 
     token_ids: NDArray[np.int32]
@@ -78,7 +79,7 @@ class Taught(NamedTuple):
 
 
 class Phase(StrEnum):
-    """The Dask resource of which the next quantum of a trajectory takes one slot."""
+    """The Dask resource of which a trajectory's next quantum takes one slot."""
 
     ROLLOUT = "ROLLOUT"
     TOOL = "TOOL"
@@ -103,7 +104,7 @@ class EndReason(StrEnum):
 
 
 class Boundary(StrEnum):
-    """Failure boundaries. Every failure belongs to exactly one."""
+    """Failure boundaries. Every failure belongs to exactly one boundary."""
 
     INFRASTRUCTURE = "infrastructure"  # machines, processes, engines
     TIMEOUT = "timeout"  # a tool or a grader exceeded its time limit, and its environment calls that fatal
@@ -113,7 +114,7 @@ class Boundary(StrEnum):
 
 
 class FailureClass(StrEnum):
-    """The failure of a trajectory, see ``docs/failures.md``. Only ``none`` and ``policy`` enter the gradient."""
+    """A trajectory's failure (``docs/failures.md``). Only ``none`` and ``policy`` may train."""
 
     NONE = "none"
     POLICY = "policy"  # caused by the model: malformed calls to the end, cut by length, too many turns
@@ -126,17 +127,15 @@ class FailureClass(StrEnum):
 
     @property
     def boundary(self) -> Boundary | None:
-        """The boundary of this class; None if nothing failed."""
         return _BOUNDARIES[self]
 
     @property
     def trains(self) -> bool:
-        """Whether a trajectory of this class may carry an advantage."""
         return self.boundary in (None, Boundary.POLICY)
 
     @property
     def keeps_records(self) -> bool:
-        """Whether another attempt continues from the committed quanta: only for failures that tokens cannot cause."""
+        """Whether a retry continues from committed quanta: if tokens cannot cause the failure."""
         return self is FailureClass.ENGINE
 
 
@@ -153,7 +152,7 @@ _BOUNDARIES: Mapping[FailureClass, Boundary | None] = {
 
 
 class ToolStatus(StrEnum):
-    """The outcome of one tool call, which the model reads. None ends the trajectory, unless its tool is fatal."""
+    """Outcome of a tool call, for the model to read; ends no trajectory unless a tool is fatal."""
 
     OK = "ok"
     ERROR = "error"  # the tool raised, or reported an error of its own
@@ -163,10 +162,10 @@ class ToolStatus(StrEnum):
 
 
 NO_TOOL: Final = ""
-"""In place of a `ToolStatus` if no tool returned: after a generation alone, and in a trajectory's last turn."""
+"""In place of a `ToolStatus`, if no tool returned."""
 
 ToolOutcome = ToolStatus | Literal[""]
-"""The outcome of a turn's tools, or `NO_TOOL`; the same words in logs, stores, traces and policies."""
+"""Outcome of a turn's tools, or `NO_TOOL`; the same words in logs, stores, traces and policies."""
 
 _OUTCOMES: Mapping[str, ToolOutcome] = {NO_TOOL: NO_TOOL, **{str(status): status for status in ToolStatus}}
 
@@ -182,7 +181,7 @@ def tool_outcome(word: str) -> ToolOutcome:
 
 
 def turn_outcome(statuses: Iterable[ToolStatus]) -> ToolOutcome:
-    """One outcome for all calls of a turn: the first that is not `ToolStatus.OK`; `NO_TOOL` without calls."""
+    """Outcome of a turn's calls: the first that is not `ToolStatus.OK`; `NO_TOOL` without calls."""
     outcome: ToolOutcome = NO_TOOL
     for status in statuses:
         if status is not ToolStatus.OK:
@@ -192,7 +191,7 @@ def turn_outcome(statuses: Iterable[ToolStatus]) -> ToolOutcome:
 
 
 class TrajectoryId(NamedTuple):
-    """Position of a trajectory in its run; with ``split`` "eval", ``iteration`` is the weight version."""
+    """A trajectory's position in its run; with ``split`` "eval", ``iteration`` is the version."""
 
     iteration: int
     group: int
@@ -205,7 +204,7 @@ class TrajectoryId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question: chat messages for the model, and JSON-able facts for tools and grader.
+    """Chat messages for the model, and JSON-able facts for tools and grader.
 
     ``prompt_id`` is stable, and unique within an environment and split.
     """
@@ -217,7 +216,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call parsed from generated text. For malformed text ``error`` is set, and the rest is empty."""
+    """A call parsed from generated text; for malformed text only ``error`` is set."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -228,7 +227,8 @@ class ToolCall:
 class ToolReturn:
     """Result of one call. The model reads ``content``; ``latency_s`` is wall time of the call.
 
-    ``reference`` names the file of a large result (`libra.observation`). ValueError if ``status`` is not a `ToolStatus`.
+    ``reference`` names the file of a large result (`libra.observation`). ValueError if ``status``
+    is not a `ToolStatus`.
     """
 
     tool: str
@@ -250,28 +250,17 @@ class ToolReturn:
 class TurnRequest:
     """One generation requested from an engine.
 
-    Attributes
-    ----------
-    trajectory_id : str
-        Names the KV cache to reuse: a later request of the same trajectory extends an earlier one.
-    turn : int
-        0-based.
-    context_ids : int32 array (T,)
-        The whole context so far: prompt, earlier generations, observations.
-    temperature : float
-        1.0 is the model's own distribution; 0 is greedy.
-    stop_ids : tuple of int
-        A generated stop id is kept in the output and ends the turn.
-    seed : int
-        The only source of randomness: the same seed, context and weights give the same tokens in any batch.
-    priority : tuple of int
-        Smaller is served first when the engine is full.
-    group : str
-        Name of the prompt's samples, from whose tokens an engine drafts; empty for no drafts.
-    generated : int
-        Tokens at the end of the context that earlier requests of this turn generated; sampling continues after them.
-    draws : int
-        Further tokens to draw at each place, without other effect.
+    * ``trajectory_id`` names the KV cache to reuse; a later request of the trajectory extends an
+      earlier one.
+    * ``turn`` is 0-based. ``priority``: smaller is served first when the engine is full.
+    * ``context_ids``, int32 (T,): the whole context: prompt, earlier generations, observations.
+    * ``temperature`` 1.0 is the model's own distribution; 0 is greedy.
+    * ``stop_ids``: a generated stop id is kept in the output and ends the turn.
+    * ``seed`` is the only randomness: equal seed, context and weights give equal tokens in any
+      batch.
+    * ``group`` names the prompt's samples, from whose tokens an engine drafts; empty for no drafts.
+    * ``generated``: the last context tokens that this turn already generated; sampling continues.
+    * ``draws``: further tokens to draw at each place, without other effect.
     """
 
     trajectory_id: str
@@ -292,18 +281,14 @@ class TurnRequest:
 class TurnOutput:
     """The generation for one request; all arrays have one entry per new token (T,).
 
-    Attributes
-    ----------
-    logprobs : float32
-        Behaviour log-probability in nats, of the distribution actually sampled from.
-    weight_versions, kv_versions : int32
-        Versions of the weights that produced the token, and the KV cache that it attended to.
-    cached_tokens : int
-        Context tokens whose KV was cached.
-    queued_s, busy_s, prefill_s : float
-        Wall seconds before the first forward pass, from then to the end, and to the first token (0 if unknown).
-    routes : int16 array (P, L, K), optional
-        Experts chosen for the context's tokens from ``routes_from`` on and for the new ones but the last, by layer.
+    * ``logprobs``, float32: behaviour log-probability in nats, of the distribution sampled from.
+    * ``weight_versions``, ``kv_versions``, int32: versions of the weights that produced the token,
+      and of the KV cache that it attended to.
+    * ``cached_tokens``: context tokens whose KV was cached.
+    * ``queued_s``, ``busy_s``, ``prefill_s``: wall seconds before the first forward pass, from then
+      to the end, and to the first token (0 if unknown).
+    * ``routes``, int16 (P, L, K): experts by layer, of context tokens from ``routes_from`` on and
+      of new tokens but the last.
     """
 
     token_ids: NDArray[np.int32]
@@ -322,11 +307,12 @@ class TurnOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Seconds of one forward pass of an engine, fitted by the engine to ``num_steps`` of its own passes.
+    """Seconds of an engine's forward pass, fitted by the engine to ``num_steps`` passes.
 
-    A pass takes ``fixed_s + sequence_s x (running sequences) + context_token_s x (sum of their contexts) +
-    prefill_token_s x (context tokens computed in it)``. No coefficient is negative. ``error_frac`` is the mean of
-    abs(predicted / measured - 1) over passes outside the fit, in sums of up to eight consecutive passes.
+    A pass takes ``fixed_s + sequence_s x (running sequences) + context_token_s x (sum of their
+    contexts) + prefill_token_s x (context tokens computed in it)``. No coefficient is negative.
+    ``error_frac`` is the mean of abs(predicted / measured - 1) over passes outside the fit, in sums
+    of up to eight consecutive passes.
     """
 
     fixed_s: float
@@ -337,7 +323,7 @@ class StepSeconds:
     error_frac: float
 
     def step_s(self, sequences: float, context_tokens: float, prefill_tokens: float = 0.0) -> float:
-        """Seconds of a pass over running sequences with ``context_tokens`` in all, and ``prefill_tokens`` to prefill."""
+        """Seconds of a pass over ``sequences`` with these context and prefill tokens in all."""
         running_s = self.fixed_s + self.sequence_s * sequences + self.context_token_s * context_tokens
         return running_s + self.prefill_token_s * prefill_tokens
 
@@ -346,18 +332,12 @@ class StepSeconds:
 class EngineCapacity:
     """Memory and speed of an engine, as the engine declares them.
 
-    Attributes
-    ----------
-    kv_tokens, kv_bytes, kv_token_bytes : int
-        Tokens and bytes of its KV memory, and bytes of one token, over all layers and tensor-parallel ranks.
-    slots, tp : int
-        Trajectories that generate at once, and tensor-parallel degree.
-    steps : StepSeconds or None
-        Measured seconds of its passes; None before enough of them ran.
-    max_context_tokens : int
-        Longest context of one trajectory; 0: unknown.
-    exchanges_kv : bool
-        Whether it gives and takes KV objects (`rollout.kv_host_gib`).
+    * ``kv_tokens``, ``kv_bytes``, ``kv_token_bytes``: tokens and bytes of KV memory, and bytes per
+      token, over all layers and tensor-parallel ranks.
+    * ``slots``, ``tp``: trajectories that generate at once, and tensor-parallel degree.
+    * ``steps``: measured seconds of its passes; None before enough of them ran.
+    * ``max_context_tokens``: longest context of one trajectory; 0 if unknown.
+    * ``exchanges_kv``: whether the engine gives and takes KV objects (`rollout.kv_host_gib`).
     """
 
     kv_tokens: int
@@ -371,7 +351,7 @@ class EngineCapacity:
 
     @classmethod
     def from_declaration(cls, declared: Mapping[str, Any]) -> EngineCapacity:
-        """From the fields of `libra.facts.EngineDeclared`; others are ignored."""
+        """The capacity from fields of `libra.facts.EngineDeclared`; other fields are ignored."""
         steps = None
         if declared["fixed_s"] is not None:
             steps = StepSeconds(**{each.name: declared[each.name] for each in fields(StepSeconds)})
@@ -380,7 +360,7 @@ class EngineCapacity:
         return cls(**{name: int(declared[name]) for name in sizes}, steps=steps, exchanges_kv=exchanges)
 
     def declaration(self) -> dict[str, Any]:
-        """The flat fields that `from_declaration` reads; the fields of ``steps`` are None before any were measured."""
+        """Flat fields for `from_declaration`; ``steps`` fields are None before measurements."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "steps"}
         if self.steps is not None:
             return own | asdict(self.steps)
@@ -389,7 +369,7 @@ class EngineCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a finished trajectory: the generated text (``num_tokens`` tokens, ``token_ids``), its calls and their results."""
+    """A finished trajectory's turn: text (``num_tokens`` tokens, ``token_ids``), calls, results."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -417,12 +397,11 @@ class Episode:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated in all turns."""
         return sum(turn.num_tokens for turn in self.turns)
 
 
 def start_of(turn: Mapping[str, Any]) -> int:
-    """First token, in its trajectory, of the sequence that trains a turn; 0 where there is one."""
+    """First token, in its trajectory, of the sequence that trains a turn; 0 if there is one."""
     return max(0, int(turn.get("sequence_start", 0)))
 
 
@@ -430,24 +409,19 @@ def start_of(turn: Mapping[str, Any]) -> int:
 class Trajectory:
     """A finished trajectory with every token, as the store keeps it and the trainer reads it.
 
-    Attributes
-    ----------
-    token_ids, is_action, behaviour_logprob, weight_version, kv_version : arrays (T,)
-        One entry per token of prompt, generations and observations. ``is_action`` marks generated tokens; elsewhere
-        log-probability is 0 and versions are -1.
-    turns : list of dict
-        One flat, JSON-able row per turn: turn, tool, status, num_calls, prompt_tokens, generated_tokens,
-        observation_tokens, stop_reason, generate_s, queued_s, tool_s, worker, text_chars, payload_chars, sequence_start.
-    reward : float
-        NaN for failure classes that do not train.
-    retried : str
-        Failure classes of earlier attempts, in order, joined by commas.
-    late : list of two floats, or None
-        ``offset`` and ``factor`` of a reward that comes late (`Late`); until then ``reward`` is provisional or missing.
-    counted : bool
-        Whether it counts in the denominators of its step, unlike the late correction of a trained trajectory.
-    routes : int16 array (T, layers, experts per token), or None
-        Experts that the engine chose for each token (``trainer.routes=replay``); -1 if not recorded.
+    * ``token_ids``, ``is_action``, ``behaviour_logprob``, ``weight_version``, ``kv_version``,
+      arrays (T,): one entry per token of prompt, generations and observations. ``is_action`` marks
+      generated tokens; elsewhere log-probability is 0 and versions are -1.
+    * ``turns``: one flat, JSON-able row per turn: turn, tool, status, num_calls, prompt_tokens,
+      generated_tokens, observation_tokens, stop_reason, generate_s, queued_s, tool_s, worker,
+      text_chars, payload_chars, sequence_start.
+    * ``reward``: NaN for failure classes that do not train.
+    * ``retried``: failure classes of earlier attempts, in order, joined by commas.
+    * ``late``: ``offset`` and ``factor`` of a late reward (`Late`), or None; until it comes
+      ``reward`` is provisional or missing.
+    * ``counted``: whether its step's denominators count it; false for late corrections.
+    * ``routes``, int16 (T, layers, experts per token): experts that the engine chose
+      (``trainer.routes=replay``); -1 if not recorded.
     """
 
     trajectory_id: TrajectoryId
@@ -472,14 +446,14 @@ class Trajectory:
     taught: Taught | None = None
 
     def take_late(self, value: float) -> None:
-        """The ``value`` delivered for a late reward counts from now on."""
+        """Set the reward from the ``value`` delivered for a late reward."""
         assert self.late is not None, f"{self.trajectory_id} has its reward"
         offset, factor = self.late
         self.reward, self.failure, self.failure_detail = offset + factor * value, FailureClass.NONE, ""
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """First tokens of the sequences after the first one, if an agent's conversation has branches."""
+        """First tokens of all sequences but the first, if an agent's conversation has branches."""
         return tuple(sorted({start_of(turn) for turn in self.turns} - {0}))
 
     @property
@@ -489,10 +463,10 @@ class Trajectory:
 
     @property
     def attempt(self) -> int:
-        """Attempts that failed before this one."""
+        """Number of failed attempts before this one."""
         return len(self.retried.split(",")) if self.retried else 0
 
     @property
     def oldest_version(self) -> int:
-        """Oldest weight version among generated tokens, -1 without any."""
+        """Oldest weight version among generated tokens; -1 without any."""
         return int(self.weight_version[self.is_action].min()) if self.is_action.any() else -1

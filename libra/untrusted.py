@@ -1,28 +1,26 @@
-"""The border for what Libra did not write: text of a model, returns of tools, words of errors.
+"""The border for foreign text: text of a model, returns of tools, messages of errors.
 
-Inside the border text can be stored, sent and compared everywhere: `storable`, `storable_calls` and `error_text` are called where
-such text enters a run, and nowhere else.
+`storable`, `storable_calls` and `error_text` are called where such text enters a run, and nowhere
+else; behind this border it can be stored, sent and compared:
 
-====================================  ===============================================================
-a generated turn, and its calls       `libra.worker.trajectory.quanta`, before they go into a record
-what a tool returns or raises         `libra.envs.tool_calls`
-what a reward or a parser raises      `libra.envs.grader`, `libra.worker.trajectory.quanta`
-requests of agents                    `libra.agents.gateway`
-====================================  ===============================================================
+* generated turns and their calls: `libra.worker.trajectory.quanta`, before they are recorded
+* returns and errors of tools: `libra.envs.tool_calls`
+* errors of rewards and parsers: `libra.envs.grader`, `libra.worker.trajectory.quanta`
+* requests of agents: `libra.agents.gateway`
 
-Where a tool's text becomes tokens of a conversation, `libra.rollout.chat_format` breaks special tokens that it spells.
-
-`shown` is the other border, towards a reader: terminals, the page and logs get no text that could act on them.
+`libra.rollout.chat_format` breaks special tokens spelled in a tool's text. `shown` is the border
+towards a reader: terminals, the page and logs get no text that could act on them.
 
 Invariants
 ----------
-1. `storable` text is valid Unicode without control characters but line feed, carriage return and tab, and as long as before.
-   Applied twice it changes nothing.
-2. A call that was stored has a name of at most `MAX_NAME_CHARS`, arguments that JSON writes and reads again, and at most
-   `MAX_DEPTH` levels in them; or it is malformed, with ``error`` set.
-3. A turn has at most `MAX_CALLS` calls and one more, which counts the calls that were not made.
-4. `shown` text has no control characters but line feed and tab, no escape sequence, and nothing that reorders or hides text.
-5. All of this takes time linear in the text, and raises for no text.
+1. `storable` text is valid Unicode of unchanged length without control characters except line feed,
+   carriage return and tab. A second application changes nothing.
+2. A stored call has a name of at most `MAX_NAME_CHARS` and arguments that survive JSON and have at
+   most `MAX_DEPTH` levels; otherwise it is malformed, with ``error`` set.
+3. A turn has at most `MAX_CALLS` calls, plus one that counts the calls not made.
+4. `shown` text has no control characters except line feed and tab, no escape sequence, and nothing
+   that reorders or hides text.
+5. All functions take time linear in the text, and raise for no text.
 """
 
 from __future__ import annotations
@@ -37,12 +35,11 @@ from libra.types import ToolCall
 MAX_NAME_CHARS: Final = 256
 """Longest name of a tool in a call."""
 MAX_DEPTH: Final = 64
-"""Most levels of lists and objects in the arguments of a call. Python's JSON gives up at about a thousand, sooner the deeper it is
-called."""
+"""Most levels in a call's arguments. Python's JSON fails at about a thousand."""
 MAX_CALLS: Final = 64
-"""Most calls of one turn: all of them run at once, each on a thread or in a sandbox of its own."""
+"""Most calls of a turn: all run at once, each on its own thread or in its own sandbox."""
 MAX_INTEGER_BITS: Final = 4096
-"""Largest whole number in arguments: Python refuses to write numbers of more than 4,300 digits."""
+"""Largest integer in arguments: Python refuses to write more than 4,300 digits."""
 MAX_ERROR_CHARS: Final = 2000
 """Longest text of an error."""
 REPLACEMENT: Final = "\ufffd"
@@ -76,7 +73,7 @@ def valid_unicode(text: str) -> str:
 
 
 def storable_calls(calls: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
-    """The calls of one turn, each as by `storable_call`; in place of those beyond `MAX_CALLS` stands one malformed call."""
+    """A turn's calls by `storable_call`; one malformed call replaces those beyond `MAX_CALLS`."""
     found = tuple(calls)
     kept = tuple(storable_call(call) for call in found[:MAX_CALLS])
     if len(found) == len(kept):
@@ -88,9 +85,9 @@ def storable_calls(calls: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
 
 
 def storable_call(call: ToolCall) -> ToolCall:
-    """A parsed call as it may be stored and given to its tool; malformed where it exceeds the limits of this module.
+    """A parsed call as it may be stored and given to its tool; malformed if over a limit.
 
-    TypeError where its parser gave something that JSON has no form for; that is the parser's fault, not the model's.
+    TypeError if the parser gave a value without a JSON form: the parser's fault, not the model's.
     """
     if call.error is not None:
         return ToolCall("", {}, storable(call.error)[:MAX_ERROR_CHARS])
@@ -137,7 +134,7 @@ def _key(key: object) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """``Type: message`` of an error that foreign code raised; storable, and whole also where the error cannot say itself."""
+    """``Type: message`` of a foreign error, storable even if the error's ``str`` raises."""
     try:
         message = str(error)
     except Exception as second:  # noqa: BLE001 boundary: __str__ of a foreign error is foreign code too
@@ -146,7 +143,7 @@ def error_text(error: BaseException) -> str:
 
 
 def repr_text(value: object) -> str:
-    """``repr`` of a foreign value, at most 200 characters; its type where that fails."""
+    """``repr`` of a foreign value, at most 200 characters; its type if ``repr`` raises."""
     try:
         return storable(repr(value)[:200])
     except Exception:  # noqa: BLE001 boundary: __repr__ of a foreign value is foreign code too
@@ -154,12 +151,12 @@ def repr_text(value: object) -> str:
 
 
 def shown(text: str) -> str:
-    """``text`` for a terminal, a page or a log: what could act on it instead of being read is U+FFFD, each sequence once."""
+    """``text`` for a terminal, page or log; each sequence that could act on it becomes U+FFFD."""
     return _ACTING.sub(REPLACEMENT, text.replace("\r\n", "\n"))
 
 
 def shown_json(line: str) -> str:
-    """JSON on one line for a terminal: the same value, with what could act on it written as ``\\u`` escapes."""
+    """JSON on one line for a terminal: same value, active characters as ``\\u`` escapes."""
     return _ACTING_IN_JSON.sub(lambda found: json.dumps(found[0])[1:-1], line)
 
 

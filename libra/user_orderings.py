@@ -1,6 +1,6 @@
-"""Scheduling policies by name: those that ship, and ``package.module:attribute`` of a user's own.
+"""Scheduling policies by name: Libra's own, and a user's ``package.module:attribute``.
 
-`libra.policy` is pure and imports nothing by name, so its callers find them here.
+`libra.policy` is pure and imports nothing by name, so its callers find orderings here.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CALL = "f(), or f(objective=..., patience=...)"
 
 
 def ordering_of(name: str, **options: Any) -> Ordering:
-    """The ordering ``name``; a user's own one gets the ``options`` that it takes, and is guarded.
+    """The ordering ``name``; a user's ordering gets the ``options`` that it takes, and is guarded.
 
-    KeyError for an unknown name; ConfigError if a user's ordering cannot be made or lacks a method.
+    KeyError for an unknown name; ConfigError if it cannot be made or lacks a method.
     """
     if not is_named(name):
         return make_ordering(name, **options)
@@ -37,7 +37,7 @@ def ordering_of(name: str, **options: Any) -> Ordering:
 
 
 def own_ordering(name: str, **options: Any) -> Ordering:
-    """The user's ordering ``name`` itself; errors as `ordering_of`."""
+    """The user's ordering ``name``, unguarded; errors as `ordering_of`."""
     ordering = built(FIELD, name, CALL, {}, options)
     lacking = [each for each in ("handle", "snapshot", "restore") if not callable(getattr(ordering, each, None))]
     if lacking:
@@ -51,7 +51,7 @@ def own_ordering(name: str, **options: Any) -> Ordering:
 class Guarded:
     """A user's ordering; after its first error the order is first come, first served.
 
-    Each decision from then on has the error as its reason. A replay meets the same error.
+    Later decisions have the error as their reason, and a replay meets the same error.
     """
 
     def __init__(self, name: str, own: Ordering) -> None:
@@ -85,8 +85,6 @@ class Guarded:
 
 
 class GuardedLearner(Guarded):
-    """A user's ordering that learns."""
-
     own: Any
 
     def learn(self) -> None:
@@ -109,7 +107,7 @@ def _checked(event: Fact, answers: Iterable[SetPriority | Prefer]) -> Answers:
 
 
 def check_ordering(name: str, **options: Any) -> None:
-    """ConfigError unless ``name`` makes an ordering that answers, and whose state survives JSON."""
+    """ConfigError unless ``name`` makes an ordering that answers and whose state survives JSON."""
     if not is_named(name):
         return
     ordering = own_ordering(name, **options)

@@ -1,4 +1,4 @@
-"""Decisions of policy objects, each with its reason; the log has them when they are carried out."""
+"""Decisions of policy objects, each with its reason; logged when they are carried out."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ class SetPriority(Command, frozen=True, gc=False, tag="priority_set"):
 
 
 class Prefer(Command, frozen=True, gc=False, tag="buckets_preferred"):
-    """Let a parked trajectory take slots of these buckets, besides the slots of its home.
+    """Let a parked trajectory take slots of these buckets, besides the slots of its KV owner.
 
-    Forecast: it generates ``left_tokens`` more, up to a context of ``final_tokens``; 0 without one.
-    Without a home it should begin on engines of degree ``begins_tp``, or of the next higher one; 0:
-    on any engine.
+    Its forecast is ``left_tokens`` more, up to a context of ``final_tokens``; 0 without a forecast.
+    Without a KV owner it should begin at degree ``begins_tp`` or the next higher one; 0: any.
     """
 
     words = "{key} may use buckets {buckets}, forecast final context {final_tokens} tokens"
@@ -62,7 +61,7 @@ class OpenBatch(Command, frozen=True, gc=False, tag="batch_opened"):
 class OpenWave(Command, frozen=True, gc=False, tag="wave_opened"):
     """Let wave ``wave`` of step ``batch`` train on these groups, given as (iteration, group).
 
-    Without members: the waves before it have all groups of the batch.
+    No members: earlier waves have all groups of the batch.
     """
 
     words = "wave {wave} of batch {batch} opens with {members:n} groups"
@@ -75,7 +74,7 @@ class OpenWave(Command, frozen=True, gc=False, tag="wave_opened"):
 
 
 class Turned(StrEnum):
-    """Work of an engine's GPUs; the changes between the two take time."""
+    """Work of an engine's GPUs; changing between the two takes time."""
 
     ROLLOUT = "rollout"
     TO_TRAINING = "to_training"
@@ -86,7 +85,7 @@ class Turned(StrEnum):
 class Turn(Command, frozen=True, gc=False, tag="engine_turned"):
     """Let the GPUs of an engine train for the open step, or generate again (``to``).
 
-    A change of roles follows, or `libra.facts.TurnRefused`; see `libra.policy.tail`.
+    A role switch or `libra.facts.TurnRefused` follows; see `libra.policy.tail`.
     """
 
     words = "the engine of {worker} turns to {to}"
@@ -123,8 +122,10 @@ class LoadVersion(Command, frozen=True, gc=False, tag="version_ordered"):
 
 
 class Vacate(Command, frozen=True, gc=False, tag="engine_vacated"):
-    """Let these trajectories leave ``worker``, which is to take newer weights, for other engines of
-    their version. One that generates there ends its turn first, and is named later."""
+    """Move trajectories off ``worker``, which loads newer weights, to engines of their own version.
+
+    A trajectory that generates there first ends its turn, and is named later.
+    """
 
     words = "{worker} gives {keys:n} trajectories to other engines of their version"
     plural = "engines that give their trajectories away"

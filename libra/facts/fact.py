@@ -22,15 +22,14 @@ __all__ = [
 
 
 def _tag(class_name: str) -> str:
-    """``TrajectoryParked`` -> ``trajectory_parked``."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", class_name).lower()
 
 
 class Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", tag=_tag, gc=False):
-    """Something that happened in a run, or was decided there; its `Line` has run and time.
+    """Something that happened or was decided in a run; its `Line` has run and time.
 
-    ``words`` is its sentence for people, with fields in braces (`libra.facts.sentences`). ``subject``
-    is the kind of thing whose history it belongs to: trajectory, gate, batch, worker or steps.
+    ``words`` is its sentence for people, with fields in braces (`libra.facts.sentences`).
+    ``subject`` is the kind of history that has it: trajectory, gate, batch, worker or steps.
     """
 
     words: ClassVar[str] = ""
@@ -38,7 +37,7 @@ class Fact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="n
 
     @property
     def name(self) -> str:
-        """Its name in the log: the class's in snake case, or the tag that the class gives."""
+        """Name in the log: the class's in snake case, or the tag that the class gives."""
         return name_of(type(self))
 
 
@@ -47,21 +46,21 @@ def name_of(kind: type[Fact]) -> str:
 
 
 class Command(Fact, frozen=True):
-    """A decision of a policy object, with its ``reason``; ``plural`` names several of them.
+    """A decision of a policy object, with its ``reason``; ``plural`` names several such decisions.
 
-    It is imperative as an object; the log names it in the past tense.
+    The object's name is imperative; its name in the log is in the past tense.
     """
 
     plural: ClassVar[str] = "decisions"
 
     @property
     def about(self) -> str:
-        """The trajectory, iteration, batch or worker that it concerns."""
+        """The trajectory, iteration, batch or worker that the command concerns."""
         return str(getattr(self, self.__struct_fields__[0]))
 
 
 class Signal(Fact, frozen=True):
-    """For the scheduler alone; not in the log."""
+    """A fact for the scheduler alone; it is not logged."""
 
 
 class Line(NamedTuple):
@@ -84,7 +83,7 @@ def kinds(base: type[Fact] = Fact) -> Iterator[type[Fact]]:
 SCHEMA = 5  # layout of a line; a change that old code cannot read takes the next number
 
 STREAM_OP = "libra-facts"
-"""Name of messages with facts on the stream of a worker or a client to the scheduler."""
+"""Name of messages with facts on the stream from a worker or a client to the scheduler."""
 
 ENVELOPE = ("schema", "run", "t_s")
 
@@ -95,7 +94,6 @@ class _Envelope(msgspec.Struct):
 
 
 def _plain(value: Any) -> Any:
-    """A number or word of a derived type (numpy's, for one) as the plain one."""
     if isinstance(value, np.generic):
         return value.item()
     for kind in (str, float, int):
@@ -120,7 +118,7 @@ def _decoder() -> msgspec.msgpack.Decoder[tuple[Fact, ...]]:
 
 
 def pack(facts: Sequence[Fact]) -> bytes:
-    """Facts for another process; TypeError if a value has no form in msgpack."""
+    """Facts for another process; TypeError if msgpack cannot encode a value."""
     try:
         return _msgpack(facts)
     except UnicodeEncodeError:
@@ -129,7 +127,7 @@ def pack(facts: Sequence[Fact]) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[Fact, ...]:
-    """Read what `pack` packed; `msgspec.DecodeError` for anything else."""
+    """Decode the facts of `pack`; `msgspec.DecodeError` for anything else."""
     return _decoder().decode(packed)
 
 
@@ -200,7 +198,7 @@ def from_dict(values: Mapping[str, Any]) -> Line:
 
 
 def from_json(line: str) -> Line:
-    """Read one line back; StoreError if it is not JSON, or not an event."""
+    """The line of a JSON text; StoreError if it is not JSON, or not an event."""
     try:
         values = msgspec.json.decode(line)
     except msgspec.DecodeError as error:

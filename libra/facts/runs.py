@@ -21,9 +21,10 @@ class RunStarted(Fact, frozen=True):
 
 
 class PolicySnapshot(Fact, frozen=True):
-    """State of the policy objects; ``turning`` and ``versions`` are empty if they are off.
+    """State of the policy objects; ``turning`` and ``versions`` are empty if not used.
 
-    An epoch begins with the first after ``run_started``; a replay can begin at any later one.
+    An epoch begins with the first snapshot after ``run_started``; a replay can begin at a later
+    one.
     """
 
     words = "snapshot of the policy"
@@ -49,7 +50,7 @@ def prompts_named(split: str, iteration: int, prompts: Sequence[str]) -> Prompts
 class BoundariesSet(Fact, frozen=True, gc=False):
     """A plan assigns lengths to buckets: pairs (TP degree, generated tokens), ascending in both.
 
-    A longer trajectory than all belongs to a higher degree. Empty without a plan.
+    Trajectories longer than all boundaries belong to a higher degree. Empty without a plan.
     """
 
     boundaries: tuple[tuple[int, float], ...]
@@ -130,7 +131,7 @@ class StepMeasured(Fact, frozen=True):
 
 
 class StepFinished(Fact, frozen=True):
-    """All ranks took step ``step``; ``beside``: its weights are published beside the next one."""
+    """All ranks took step ``step``; ``beside``: its weights are published during the next step."""
 
     step: int
     loss: float
@@ -162,7 +163,7 @@ class IterationFinished(Fact, frozen=True):
 
 
 class MismatchFound(Fact, frozen=True):
-    """Engine and trainer disagree: the alarm of a step's mismatch, where the run goes on."""
+    """Engine and trainer disagree: a step's mismatch raised an alarm, and the run goes on."""
 
     words = "engine and trainer disagree at step {step}"
     step: int
@@ -203,11 +204,11 @@ class LayoutPlanned(Fact, frozen=True):
 class PlanConsidered(Fact, frozen=True):
     """A plan was compared with the present layout after an iteration, by the data measured in it.
 
-    ``predicted_step_s`` is None if nothing was predicted. ``gain_s`` is over
-    ``remaining_iterations``; ``cost_s`` is the mean of ``num_changes`` changes, or an assumption.
-    ``engines``: (TP degree, number); ``concurrency``: (TP degree, fewest slots of such an engine).
-    ``context_tokens`` are expected in the first iteration that a change can affect; the fullest
-    engine would then need ``kv_demand`` of its KV; 0: not known.
+    ``predicted_step_s`` is None without a prediction. ``gain_s`` is over ``remaining_iterations``;
+    ``cost_s`` is the mean of ``num_changes`` changes, or an assumption. ``engines``: (TP degree,
+    number); ``concurrency``: (TP degree, fewest slots of such an engine). ``context_tokens`` is the
+    forecast for the first iteration that a change can affect, in which the fullest engine would
+    need ``kv_demand`` of its KV (0 if unknown).
     """
 
     iteration: int
@@ -229,7 +230,7 @@ class PlanConsidered(Fact, frozen=True):
 
     @property
     def gain_frac(self) -> float:
-        """Gain per step, as a share of the current one."""
+        """Gain per step, as a share of the current step."""
         return 1.0 - self.proposed_step_s / self.current_step_s if self.current_step_s > 0 else 0.0
 
 
@@ -259,8 +260,7 @@ class PlanRealised(Fact, frozen=True):
     """Result of the change accepted after ``iteration``, in the first iteration with it.
 
     Gains are shares of a step, for the batch of ``realised_iteration``. ``cost_s``: seconds until
-    the slowest worker of change ``generation`` was in its new role; None if there was no change of
-    roles.
+    the slowest worker of change ``generation`` was in its new role; None without a role switch.
     """
 
     words = (

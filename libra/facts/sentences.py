@@ -17,7 +17,7 @@ _FIELDS: Final = {"trajectory": "key", "gate": "iteration", "batch": "batch", "w
 
 
 class _Many(tuple[Any, ...]):
-    """Values of a field; in a template its format ``n`` is their number."""
+    """Values of a field; the template format ``n`` prints their number."""
 
     def __format__(self, spec: str) -> str:
         return str(len(self)) if spec == "n" else ", ".join(map(str, self)) or "none"
@@ -29,7 +29,7 @@ def sentence(fact: Fact) -> str:
 
 
 def said(fact: Fact) -> tuple[str, str]:
-    """The fact and its reason; the reason may be empty."""
+    """The fact and its reason as text; the reason may be empty."""
     match fact:
         case runs.PlanConsidered():
             verdict = "accepted" if fact.accepted else "not accepted"
@@ -112,7 +112,7 @@ def subject_of(command: Command) -> Subject:
 
 
 def concerns(fact: Fact, subject: Subject, members: tuple[tuple[int, int], ...]) -> bool:
-    """Whether a fact belongs to the history of a subject; ``members`` are the groups of a batch."""
+    """Whether a fact belongs to a subject's history; ``members`` are the groups of a batch."""
     kind, which = subject
     match fact:
         case runs.RunStarted():

@@ -9,11 +9,10 @@ from libra.types import Phase, tool_outcome
 
 
 class TrajectoryParked(Fact, frozen=True, gc=False):
-    """A trajectory waits for a slot of ``phase``, at first or after a quantum was committed or
-    lost.
+    """A trajectory waits for a slot of ``phase``: at first, or after a committed or lost quantum.
 
-    ``group`` is shared by the samples of one prompt, ``family`` by one environment; empty: unknown.
-    ``context_tokens``: KV that another engine would compute again; 0: not known.
+    ``group`` is shared by the samples of one prompt, ``family`` by one environment; empty if
+    unknown. ``context_tokens``: KV that another engine would have to compute again; 0 if unknown.
     """
 
     words = "{key} waits for {phase} after {quanta} quanta"
@@ -45,7 +44,7 @@ class QuantumDispatched(QuantumStarted, frozen=True, gc=False):
 
 
 class QuantumContinued(QuantumStarted, frozen=True, gc=False):
-    """No trajectory waited for the slot, so this one begins its next quantum in it."""
+    """No other trajectory waited for the slot, so this trajectory begins its next quantum in it."""
 
     words = "quantum {quantum} begins in the same {phase} slot on {worker}: no trajectory waited for it"
     quantum: int
@@ -104,7 +103,7 @@ class QuantumGivenBack(Fact, frozen=True):
 
 
 class GivenBack(Signal, frozen=True):
-    """The worker's part of `QuantumGivenBack`; ``revoked``: the lease of its action was revoked."""
+    """The worker's part of `QuantumGivenBack`; ``revoked``: the action's lease was revoked."""
 
     key: str
     revoked: bool = False
@@ -142,8 +141,7 @@ class HomeChanged(Fact, frozen=True, gc=False):
 class TrajectoryEnded(Fact, frozen=True, gc=False):
     """A trajectory has ended, and the policy may forget it.
 
-    ``completed`` is false if it failed, was abandoned, or had completed before: its length counts
-    for nothing.
+    ``completed`` is false (its length does not count) if failed, abandoned or completed before.
     """
 
     key: str
@@ -173,7 +171,7 @@ class FailureClassified(Fact, frozen=True):
 
 
 class ActionRequested(Fact, frozen=True, gc=False):
-    """A trajectory, which parks with the next line, will call these tools; one has resources."""
+    """A trajectory, which parks with the next line, will call these tools, some with resources."""
 
     key: str
     tools: tuple[str, ...]
@@ -192,7 +190,7 @@ class LeaseGranted(Fact, frozen=True):
 
 
 class LeaseRevoked(Fact, frozen=True):
-    """An action was stopped after ``ran_s`` for another one, and is requested again."""
+    """An action was stopped after ``ran_s`` in favour of another, and is requested again."""
 
     words = "the action of {key} stops on {worker} after {ran_s:.3g} s"
     key: str
@@ -255,7 +253,7 @@ class GroupCommitted(Fact, frozen=True):
 
 
 class RowsKept(Signal, frozen=True):
-    """A worker keeps the rows of a group in memory, at ``block`` (`libra.worker.training.batch_rows`)."""
+    """A worker keeps the rows of a group in memory, at ``block`` (`worker.training.batch_rows`)."""
 
     iteration: int
     group: int

@@ -30,10 +30,9 @@ class VersionServed(Fact, frozen=True):
     """The engine of ``worker`` generates with ``version`` from now on.
 
     ``bucket`` is its capacity class: engines of one kind, tensor-parallel degree and number of
-    threads. ``stats`` counts the engine's work since it started: tokens generated, prefilled and
-    reused, steps, busy seconds, replacements of its process; with ``rollout.speculate`` also tokens
-    drafted and accepted by batch size (a power of two), and ``draft_gain_batchN``: speed of steps
-    with drafts over steps without.
+    threads. ``stats`` counts the engine's work since its start: tokens generated, prefilled and
+    reused, steps, busy seconds, process replacements. With ``rollout.speculate`` it also has tokens
+    drafted and accepted by batch size (a power of two), and their speed-up, ``draft_gain_batchN``.
     """
 
     subject = "worker"
@@ -84,9 +83,9 @@ class VersionRechecked(Fact, frozen=True):
 
 
 class EngineQuarantined(Fact, frozen=True):
-    """The engine of ``worker`` failed the version check; it gets no trajectory until one passes.
+    """The engine of ``worker`` failed the version check; it gets no trajectory until it passes.
 
-    ``out``: an engine started from the version's own file failed too; it stays out for the rest of
+    ``out``: an engine started from the version's own file failed too, and stays out for the rest of
     this start.
     """
 
@@ -111,7 +110,7 @@ class EngineKindFields(msgspec.Struct, frozen=True):
 
 
 class EngineJoined(Signal, frozen=True):
-    """The engine of ``worker`` runs; ports of its server of versions, and of KV objects."""
+    """The engine of ``worker`` runs; ports of its servers of versions and of KV objects."""
 
     worker: str
     engine: EngineKindFields
@@ -130,9 +129,8 @@ class EngineWoke(Signal, frozen=True):
 class EngineDeclared(Fact, frozen=True):
     """The engine of ``worker`` declares its capacity, at its start and after each change.
 
-    Fields of `libra.types.EngineCapacity`, with `libra.types.StepSeconds` flat beside them (None
-    before enough passes). ``model`` names the architecture, so that seconds of one are never used
-    for another.
+    Fields of `libra.types.EngineCapacity`, and of `libra.types.StepSeconds` flat beside them (None
+    before enough passes). ``model`` names the architecture, so that no other uses its seconds.
     """
 
     worker: str
@@ -169,7 +167,7 @@ class SetupFailed(Signal, frozen=True):
 
 
 class WorkerSetupFailed(Fact, frozen=True):
-    """The setup of a worker failed; it is restarted after ``retry_after_s`` (None if it is not)."""
+    """The setup of a worker failed; it is restarted after ``retry_after_s`` (None if never)."""
 
     words = "setup failed: {worker}"
     worker: str
@@ -179,7 +177,7 @@ class WorkerSetupFailed(Fact, frozen=True):
 
 
 class WorkerCapacity(Fact, frozen=True, gc=False):
-    """A worker takes quanta from now on, or a known worker has changed; 0: not known."""
+    """A worker takes quanta from now on, or a known worker has changed; 0 is unknown."""
 
     worker: str
     bucket: str = ""  # rollout capacity class, e.g. ``tp2``; empty: only one
@@ -200,7 +198,7 @@ class WorkerCapacity(Fact, frozen=True, gc=False):
 
     @property
     def context_s_per_token(self) -> float:
-        """Seconds that a token of context at home there adds to a generated one, if `declared`."""
+        """Seconds per generated token that each token of context held there adds, if `declared`."""
         beside_s = self.beside_s_per_token * max(0, self.rollout_slots - 1)
         return max(0.0, self.full_s_per_token - self.alone_s_per_token - beside_s) / self.kv_tokens
 
@@ -221,8 +219,7 @@ class WorkerLost(Fact, frozen=True):
 class SlotsSet(Fact, frozen=True):
     """The engine of ``worker`` takes at most ``slots`` trajectories while its degree is ``tp``.
 
-    ``of_slots`` it was started with; None if no engine of this degree is there now, and the limit
-    waits for it.
+    ``of_slots``: slots at its start; None if no engine of this degree is present yet.
     """
 
     words = "{worker} takes at most {slots} trajectories at once"
@@ -288,7 +285,7 @@ class TrainerJoined(Signal, frozen=True):
 
 
 class GangSignal(Signal, frozen=True):
-    """About the training group with the number ``gang``."""
+    """A signal about the training group with the number ``gang``."""
 
     gang: int
 
@@ -332,9 +329,9 @@ class GangLost(Fact, frozen=True):
 class StallDetected(Fact, frozen=True):
     """The run made no progress for ``idle_s``.
 
-    ``key`` has been on ``worker`` the longest; empty if nothing runs, then ``detail`` has what
-    parked tasks wait for. ``stacks``: the file with the stacks of the worker. ``restarts``: it is
-    restarted, unless the run makes progress.
+    ``key`` has been on ``worker`` the longest. If nothing runs, ``key`` is empty and ``detail`` has
+    what parked tasks wait for. ``stacks``: the file with the worker's stacks. ``restarts``: the
+    worker is restarted unless the run makes progress.
     """
 
     key: str
@@ -390,8 +387,7 @@ class TurnRefused(Fact, frozen=True):
 class RoleChangeStarted(Fact, frozen=True):
     """Workers change to ``assignments`` (``role`` and ``tp`` by worker).
 
-    ``undoes``: generation of the change that it undoes; None if it was requested, or a worker
-    returned.
+    ``undoes``: generation of the change that is undone; None if requested, or if a worker returned.
     """
 
     generation: int
@@ -403,8 +399,8 @@ class RoleChangeStarted(Fact, frozen=True):
 class RoleStage(Fact, frozen=True):
     """A worker finished its part of a stage (draining, sleeping, taking_up).
 
-    Outside a change: ``state`` (a training worker received its first weights, since it connected),
-    ``reconnected`` (it reached the core again, since it had lost it).
+    Outside a change: ``state`` (a training worker received its first weights since it connected) or
+    ``reconnected`` (it reached the core again after losing it).
     """
 
     worker: str

@@ -1,4 +1,4 @@
-"""Task functions that commit batches and waves, put trajectories into the store, and end an evaluation."""
+"""Task functions that commit batches and waves, fill the store, and end an evaluation."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ from libra.worker.training.batch_rows import late_rows, lengths, members_of, tak
 
 
 async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Compute advantages and commit the membership before the step; the plugin opens the node once it knows the members.
+    """Compute advantages and commit the batch's members before its step.
 
-    A streamed step has the members of its ``waves``, in that order, with the committed advantages.
+    The plugin opens the node once it knows the members. A streamed step has the members of its
+    ``waves``, in that order, with the committed advantages.
     """
     host = runtime_here(run)
     spec, trainer = host.spec, host.spec.config.trainer
@@ -70,7 +71,7 @@ async def batch(run: str, batch: int, waves: Sequence[dict[str, Any]] = ()) -> d
 
 
 async def wave(run: str, batch: int, number: int) -> dict[str, Any]:
-    """Commit the groups of a wave with their advantages. ``missing`` groups of its batch are in later waves."""
+    """Commit the groups of a wave with their advantages; ``missing`` groups are in later waves."""
     host = runtime_here(run)
     spec, trainer = host.spec, host.spec.config.trainer
     waves = await host.context.worker.scheduler.libra_waves(run=run, batch=batch)
@@ -119,7 +120,7 @@ def batch_numbers(run: str, batch: int) -> dict[str, Any]:
 
 
 def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
-    """The one committer: append a batch's groups to zarr, then remove the journal records they were built from."""
+    """The only writer of the store: append a batch's groups, then remove their journal records."""
     host = runtime_here(run)
     started_s = time.time()
     stored = _append(host, members_of(batch, host.spec.groups_dir), batch["batch"])
@@ -127,7 +128,7 @@ def store(run: str, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def store_missing(run: str, batches: int) -> int:
-    """Append committed batches that an earlier start of the run left out of the store; returns the number of trajectories."""
+    """Append committed batches that an earlier start left out; the number of trajectories."""
     host = runtime_here(run)
     assert host.store is not None
     before = host.store.num_trajectories
@@ -144,7 +145,6 @@ def store_missing(run: str, batches: int) -> int:
 
 
 def _append(host: WorkerRuntime, trajectories: list[Trajectory], batch: int | None) -> int:
-    """Append the trajectories that the store lacks, and remove their journal records; returns how many the store has."""
     assert host.store is not None
     stored = set(host.store.among([t.trajectory_id for t in trajectories]))
     host.store.append([t for t in trajectories if t.trajectory_id not in stored], batch=batch)
@@ -155,7 +155,7 @@ def _append(host: WorkerRuntime, trajectories: list[Trajectory], batch: int | No
 
 
 def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Store the trajectories of an evaluation and return their mean reward, overall and by bin."""
+    """Store an evaluation's trajectories; returns their mean reward, overall and by bin."""
     host = runtime_here(run)
     if (made := read_evaluation(host.spec.evaluations_dir, version)) is not None:
         return made
@@ -169,9 +169,9 @@ def evaluation(run: str, version: int, groups: list[dict[str, Any]]) -> dict[str
 
 
 def evaluation_outcome(version: int, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """The content of an evaluation's file; a reward that is not known is None.
+    """The content of an evaluation's file; an unknown reward is None.
 
-    ``failures``: trajectories that ended as a failure of any class; ``left_out``: trajectories
+    ``failures`` counts trajectories that ended with any failure; ``left_out`` counts trajectories
     without a reward, because the failure was not the model's.
     """
     graded = [t for t in trajectories if t.failure.trains]

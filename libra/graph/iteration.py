@@ -1,10 +1,9 @@
-"""One RL iteration as one Dask graph. `iteration_graph`, read from top to bottom, is the architecture.
+"""One RL iteration as one Dask graph. `iteration_graph` is the architecture.
 
 No iteration depends on another through Dask. ``gate`` and ``batch`` wait parked until the plugin
-opens them (staleness bound); trajectories wait parked between their quanta. ``batch`` does not
-depend on the groups of its iteration: it takes the committed groups that are due, and later batches
-take the others. In a streamed run (``trainer.streaming``) the step is waves instead, which the
-plugin opens as groups are complete.
+opens them (staleness bound), and trajectories wait parked between quanta. ``batch`` does not depend
+on its iteration's groups: it takes the committed groups that are due, and later batches take the
+rest. With ``trainer.streaming`` the step is waves, which the plugin opens as groups complete.
 """
 
 from __future__ import annotations
@@ -27,23 +26,18 @@ from libra.worker.run_spec import RunSpec
 from libra.worker.training.checkpoint_writer import checkpoint_is_due
 
 Score = Callable[[Delayed], Delayed]
-"""Builds a user's own node: from the episodes of a group (list of `libra.types.Episode`) to one number per episode."""
+"""Builds a user's own node: episodes of a group (list of `libra.types.Episode`) to numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The state that earlier starts of a run committed, read by `libra.driver.run_start`; graphs leave it out.
+    """State that earlier starts of a run committed (`libra.driver.run_start`); graphs leave it out.
 
-    Attributes
-    ----------
-    members : list of tuples of GroupId
-        Groups of each committed batch, in order; the run continues with batch ``len(members)``.
-    committed : set of (split, iteration, group)
-        Groups whose record exists, consumed or not; an evaluation's iteration is its version.
-    started : dict of GroupId to int
-        Version of the oldest token of each group that has generated something and is in no committed batch.
-    waves : list of tuples of GroupId
-        Groups of each committed wave of the next batch, in order, if its step is streamed.
+    * ``members``: groups of each committed batch, in order.
+    * ``committed``: (split, iteration, group) whose record exists; an evaluation's iteration is its
+      version.
+    * ``started``: version of the oldest token of each begun group in no committed batch.
+    * ``waves``: groups of each committed wave of the next batch, in order, if its step is streamed.
     """
 
     members: list[tuple[GroupId, ...]] = field(default_factory=list)
@@ -53,20 +47,19 @@ class ResumePoint:
 
     @property
     def batches(self) -> int:
-        """Batches committed, which is the version of the weights the run continues with."""
+        """Number of committed batches, which is the weight version at which the run continues."""
         return len(self.members)
 
     @property
     def consumed(self) -> frozenset[GroupId]:
-        """Groups that a committed batch has."""
         return frozenset(group for batch in self.members for group in batch)
 
     def left(self, iteration: int, groups: int) -> list[int]:
-        """Groups of an iteration that no committed batch has."""
+        """Groups of an iteration that are in no committed batch."""
         return [g for g in range(groups) if (iteration, g) not in self.consumed]
 
     def oldest_left(self, groups: int) -> int:
-        """The first started iteration with groups that no committed batch has, or the next iteration."""
+        """First started iteration with groups in no committed batch; else the next iteration."""
         consumed = self.consumed
         started = range(self.batches)
         return next((k for k in started if any((k, g) not in consumed for g in range(groups))), self.batches)
@@ -77,7 +70,7 @@ FRESH = ResumePoint()
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The nodes that the driver computes: the end of the iteration, its groups, which may finish later, and its checkpoint."""
+    """Nodes that the driver computes: end of the iteration, groups (may end later), checkpoint."""
 
     end: Delayed
     groups: list[Delayed]
@@ -85,31 +78,31 @@ class Graph:
 
 
 def parked() -> AbstractContextManager[Any]:
-    """Tasks that wait in the scheduler until the plugin releases them."""
+    """Context for tasks that wait in the scheduler until the plugin releases them."""
     return dask.annotate(resources={keys.PARK: 1})
 
 
 def on(resource: str) -> AbstractContextManager[Any]:
-    """Tasks that take one unit of a resource for as long as they run."""
+    """Context for tasks that take one unit of a resource while they run."""
     return dask.annotate(resources={resource: 1})
 
 
 def on_ranks(spec: RunSpec, resource: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Tasks of the training replica, on ``resource``. Of several ranks, the gang plugin places all tasks at once or none."""
+    """Context for the training replica's tasks; the gang plugin places all ranks or none."""
     if spec.config.cluster.train_workers == 1:
         return resource
     return dask.annotate(resources={keys.GANG: 1})
 
 
 def beside(resource: str) -> AbstractContextManager[Any]:
-    """Tasks that run on a worker with a resource, and take none of it; see `libra.worker.dask_worker`."""
+    """Context for tasks on a worker with a resource, using none (`libra.worker.dask_worker`)."""
     return dask.annotate(resources={resource: 0})
 
 
 def node(function: Callable[..., Any], key: str, *args: Any, **kwargs: Any) -> Delayed:
     """One task with one of Libra's keys; an argument may be a node, or a list of nodes.
 
-    `dask.delayed` makes the same, but also searches every argument for collections and hashes it.
+    `dask.delayed` would also search every argument for collections and hash it.
     """
     below: list[Any] = []
 
@@ -144,7 +137,6 @@ def iteration_graph(spec: RunSpec, k: int, *, score: Score | None = None, point:
 
 
 def whole_step(spec: RunSpec, k: int) -> tuple[Delayed, list[Delayed]]:
-    """Batch ``k``, and its step on every rank."""
     with parked():
         batch = node(batch_nodes.batch, spec.key("batch", k), spec.run, k)
     with on_ranks(spec, on(keys.TRAIN)):
@@ -153,9 +145,9 @@ def whole_step(spec: RunSpec, k: int) -> tuple[Delayed, list[Delayed]]:
 
 
 def streamed_step(spec: RunSpec, k: int) -> tuple[Delayed, list[Delayed]]:
-    """Batch ``k``, and its step on every rank in waves: each adds its part of the gradient while other groups are generated.
+    """Batch ``k``, and its step on every rank in waves, which add their gradient during generation.
 
-    Which groups a wave has, and how many waves have any, is known when they run: each waits parked, as ``batch`` does.
+    Which groups a wave has is known when it runs; like ``batch``, each wave waits parked.
     """
     run, ranks, closed = spec.run, range(spec.config.cluster.train_workers), []
     with parked():
@@ -174,7 +166,7 @@ def streamed_step(spec: RunSpec, k: int) -> tuple[Delayed, list[Delayed]]:
 def on_every_rank(
     spec: RunSpec, function: Callable[..., Any], name: str, indices: tuple[int, ...], *args: Any, resource: Any = None
 ) -> Delayed:
-    """A function of the training replica on ``args``, run on every rank; the result is rank 0's.
+    """Run a function of the training replica on every rank; the result is rank 0's.
 
     ``resource`` is for a single rank, by default one unit of TRAIN.
     """
@@ -188,7 +180,7 @@ def on_every_rank(
 
 
 def iteration_groups(spec: RunSpec, k: int, *, score: Score | None = None, point: ResumePoint = FRESH) -> list[Delayed]:
-    """The groups of iteration ``k`` that no committed batch has; one whose record exists needs no trajectories."""
+    """Groups of iteration ``k`` in no committed batch; recorded groups need no trajectories."""
     trainer, groups = spec.config.trainer, []
     prompts = _prompts(spec, k, "train", trainer.prompts)
     for g in point.left(k, trainer.prompts):
@@ -224,7 +216,7 @@ def _group(
 
 
 def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FRESH) -> Graph:
-    """The held-out prompts at ``version``: the same trajectories and groups, and no step."""
+    """The held-out prompts at ``version``: the same trajectories and groups, without a step."""
     count = spec.config.evaluation.prompts
     prompts = _prompts(spec, version, "eval", count)
     groups = [_group(spec, prompts, version, g, 1, point, "eval", None) for g in range(count)]
@@ -234,13 +226,12 @@ def evaluation_graph(spec: RunSpec, version: int, point: ResumePoint = FRESH) ->
 
 
 def numbers_graph(spec: RunSpec, batch: int) -> Delayed:
-    """The metrics of a committed batch that need no step."""
     with on(keys.GRADE):
         return node(batch_nodes.batch_numbers, spec.key("numbers", batch), spec.run, batch)
 
 
 def restored(spec: RunSpec, batches: int) -> Delayed:
-    """Bring weights and store to ``batches`` committed batches, which is version ``batches``; 0 begins a run."""
+    """Bring weights and store to ``batches`` committed batches (the version); 0 begins a run."""
     with on(keys.COMMIT):
         stored = node(batch_nodes.store_missing, spec.key("store_missing"), spec.run, batches)
     return on_every_rank(spec, training_nodes.restore, "restore", (), batches, stored)

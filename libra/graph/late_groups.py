@@ -1,9 +1,9 @@
-"""Late rewards in batches: rewards that came before their batch is made, and corrections of groups trained before.
+"""Late rewards in batches: rewards that came in time, and corrections of groups trained before.
 
-Unless ``trainer.late`` is off, the facts of a batch have the values that came for its members
-(``delivered`` of a group's row) and ``late``: corrected groups, groups that still wait, and dropped
-rewards. They are committed with the file of the batch, and the next batch starts from them: a reward
-counts once, however often tasks run again (`libra.policy.late_rewards`).
+Unless ``trainer.late`` is off, a batch's file has the values that came for its members
+(``delivered`` of a group's row) and ``late``: corrected groups, waiting groups and dropped rewards.
+The next batch starts from that file, so a reward counts once even if tasks run again
+(`libra.policy.late_rewards`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Delivered = Mapping[TrajectoryId, float]
 
 
 async def take_delivered(context: WorkerContext, batch: int, groups: Sequence[Sequence[Trajectory]]) -> Delivered:
-    """Give members of a batch the late rewards that came, after a wait with ``trainer.late=wait``; the values."""
+    """Give a batch's members their late rewards, and return these; ``trainer.late=wait`` waits."""
     spec, trainer = context.spec, context.spec.config.trainer
     late = {member.trajectory_id: member for group in groups for member in group if member.late is not None}
     found = came(spec.late_dir, late)
@@ -68,7 +68,7 @@ def late_facts(
     rows: Sequence[dict[str, Any]],
     found: Delivered,
 ) -> dict[str, Any]:
-    """The fact ``late`` of a batch, by its name; empty with ``trainer.late=off``. ``found`` is noted in ``rows``.
+    """The fact ``late`` of a batch; empty with ``trainer.late=off``. Notes ``found`` in ``rows``.
 
     ``rows``: rows of corrected groups, with ``counts`` (members that no batch trained before) and
     ``delay``. ``waiting``: groups with rewards to come. ``came``: trajectories whose reward counts
@@ -172,7 +172,6 @@ def _weight(trains: NDArray[np.bool_], group: WaitingGroup) -> float:
 def _advantages(
     config: RunConfig, waited: WaitingGroup, path: Path
 ) -> tuple[dict[str, Any], NDArray[np.float64], NDArray[np.bool_]]:
-    """The row of a group in its own batch with its late rewards, its advantages (0 without a part in it), and who trains."""
     members = take_late(read_group(path), {"delivered": waited.given})
     (row,) = member_rows(config.trainer, [members], [path], waited.batch, staleness_of(config))
     trains = np.array(row["trains"], np.bool_)

@@ -1,6 +1,6 @@
-"""The rows of groups in the file of a batch or wave: where their records are, their advantages, who trains, teacher scores.
+"""Rows of groups in a batch's or wave's file: record paths, advantages, who trains, teacher scores.
 
-A teacher's scores are read when the batch or wave is made, as late rewards are.
+Teacher scores are read when the batch or wave is made, as late rewards are.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 HEARTBEAT_S = 5.0
-"""Seconds between two reports of a batch that waits, for the watchdog."""
+"""Seconds between two reports of a waiting batch, for the watchdog."""
 
 
 def member_rows(
     trainer: TrainerSection, groups: list[list[Trajectory]], paths: list[Path], batch: int, staleness: StalenessPolicy
 ) -> list[dict[str, Any]]:
-    """The row of each group in the file of a batch; TrainError for a group over age that should have been waited for."""
+    """Each group's row in a batch's file; TrainError for an over-age group under `Verdict.WAIT`."""
     verdicts = []
     for group in groups:
         trained = (t.oldest_version for t in group if t.failure.trains and t.num_action_tokens)
@@ -99,7 +99,7 @@ def _group_rewards(group: list[Trajectory], dropped: bool) -> GroupRewards:
 
 
 async def wait_for(context: WorkerContext, batch: int, limit_s: float, missing: Callable[[], int]) -> int:
-    """Wait until nothing is ``missing`` for a batch, or the batch is committed; how many are missing after ``limit_s``."""
+    """Wait until nothing is ``missing`` or the batch is committed; the number still missing."""
     began_s, reported_s = time.monotonic(), -HEARTBEAT_S
     while (left := missing()) and not batch_path(context.spec.batches_dir, batch).exists():
         waited_s = time.monotonic() - began_s
@@ -113,10 +113,9 @@ async def wait_for(context: WorkerContext, batch: int, limit_s: float, missing: 
 
 
 async def with_scores(context: WorkerContext, batch: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Set ``taught`` in the ``rows`` of groups that the teacher has scored, after a wait of up to ``distil.wait_s``.
+    """Set ``taught`` in ``rows`` that the teacher has scored, after up to ``distil.wait_s``.
 
-    Where rewards do not count, trajectories without scores take no part in the step. No effect
-    without a teacher.
+    If rewards do not count, trajectories without scores train nothing. No effect without a teacher.
     """
     spec, distil = context.spec, context.spec.config.distil
     if distil.teacher is None:

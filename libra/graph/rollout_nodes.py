@@ -1,8 +1,7 @@
-"""Task functions of the rollout: gate, prompts, trajectories, their groups, and the teacher's scores of groups.
+"""Task functions of the rollout: gate, prompts, trajectories, their groups, and teacher scores.
 
 Every task function of `libra.graph` receives the run's name, finds the rest on its worker's host,
-and returns metadata (ids, counts, paths), never tensors. A task that runs again finds the records
-of the first time.
+and returns metadata (ids, counts, paths), never tensors. A repeated task finds its own records.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ logger = logging.getLogger(__name__)
 
 
 def gate(run: str, iteration: int) -> int:
-    """The plugin opens it once version ``iteration - eta`` is published."""
+    """``iteration``; the plugin opens the gate once version ``iteration - eta`` is published."""
     return iteration
 
 
 def prompts(run: str, iteration: int, split: str, count: int) -> list[Prompt | str]:
-    """The prompts of one iteration; in place of one that the environment fails to give, the text of its error."""
+    """Prompts of an iteration; a prompt that the environment fails to give is the error's text."""
     environment = runtime_here(run).context.environment
     first = iteration * count if split == "train" else 0
     questions: list[Prompt | str] = []
@@ -72,7 +71,7 @@ def prompts(run: str, iteration: int, split: str, count: int) -> list[Prompt | s
 async def trajectory(
     run: str, asked: list[Prompt | str], iteration: int, group: int, sample: int, split: str = "train"
 ) -> None:
-    """One quantum of a trajectory, then ``Reschedule`` until the trajectory has ended; its records are in the journal."""
+    """Run one quantum, then ``Reschedule`` until the trajectory has ended; records are kept."""
     host = runtime_of(run)
     tid = TrajectoryId(iteration, group, sample, split)
     question = asked[group]
@@ -105,7 +104,7 @@ def _finished(
 
 
 def episodes(run: str, asked: list[Prompt | str], ended: list[None], iteration: int, group: int) -> list[Episode]:
-    """The finished trajectories of a group as a grader sees them: the input of a user's own node."""
+    """A group's finished trajectories as a grader sees them: the input of a user's own node."""
     return [episode for _, episode in _finished(runtime_here(run), asked, iteration, group, "train", len(ended))]
 
 
@@ -120,8 +119,7 @@ async def group(
 ) -> dict[str, Any]:
     """Grade a group, once its trajectories have ``ended``, and write its immutable record.
 
-    ``extra``, from a user's own node, has one number per trajectory, which is added to the
-    environment's reward.
+    ``extra``, from a user's own node, has one number per trajectory to add to its reward.
     """
     host = runtime_here(run)
     path = group_path(host.spec.groups_dir, iteration, group, split)
@@ -172,7 +170,7 @@ async def teach(run: str, group: dict[str, Any] | None, iteration: int, number: 
     """Score a finished group by the teacher, and commit the scores beside its record, once.
 
     ``group`` is the result of its node. No batch depends on this node through Dask. A group that a
-    service does not score in time stays without scores, as with scores that come too late.
+    service scores too late stays without scores.
     """
     host, began_s = runtime_here(run), time.time()
     path = group_path(host.spec.groups_dir, iteration, number)

@@ -1,13 +1,13 @@
-"""Task functions of training: steps, whole or in waves, published versions, checkpoints, and the numbers of an iteration.
+"""Task functions of training: steps (whole or in waves), versions, checkpoints, iteration numbers.
 
-``accumulate-k-j`` adds the gradient of wave j of a streamed step on every rank. ``close-k`` comes
-after all of them and the batch: sum over ranks, check, divide, clip, step.
+``accumulate-k-j`` adds the gradient of wave j of a streamed step on every rank. ``close-k`` runs
+after all waves and the batch: sum over ranks, check, divide, clip, step.
 
 Invariants
 ----------
 1. A wave is committed (`libra.store.run_records`) before its gradient is computed.
-2. `libra.worker.training.worker_trainer.Trainer.add_waves` adds each wave of a step once, in order,
-   if a task runs first or again: a replica that was lost adds the committed waves.
+2. `libra.worker.training.worker_trainer.Trainer.add_waves` adds each wave of a step once and in
+   order, even if a task repeats: a replacement replica adds the committed waves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
-    """One optimizer step, all its epochs and minibatches, of replica ``rank`` on a committed batch."""
+    """One optimizer step (all epochs and minibatches) of replica ``rank`` on a committed batch."""
     host, number = runtime_here(run), batch["batch"]
     started_s = time.time()
     with _turn(host, rank, number) as trainer:
@@ -54,7 +54,7 @@ def step(run: str, batch: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def accumulate(run: str, wave: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Add the gradient of a wave to the step's gradient on replica ``rank``, after the waves before it."""
+    """Add a wave's gradient to the step's gradient on replica ``rank``, after the earlier waves."""
     host = runtime_here(run)
     batch, number, groups = wave["batch"], wave["wave"], len(wave["members"])
     numbers = {"rank": rank, "wave": number, "groups": groups, "missing": wave["missing"], "train_s": 0.0}
@@ -76,7 +76,7 @@ def accumulate(run: str, wave: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def close(run: str, batch: dict[str, Any], waves: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-    """The end of a streamed step on replica ``rank``: the sum of all waves is checked, divided, clipped and applied."""
+    """End a streamed step on replica ``rank``: sum, check, divide, clip and apply the gradient."""
     host, number = runtime_here(run), batch["batch"]
     with _turn(host, rank, number) as trainer:
         started_s = time.time()
@@ -99,7 +99,6 @@ def close(run: str, batch: dict[str, Any], waves: list[dict[str, Any]], rank: in
 
 @contextmanager
 def _turn(host: WorkerRuntime, rank: int, batch: int) -> Iterator[Trainer]:
-    """The trainer, when it is the turn of ``rank`` in its group; MismatchAlarm after a step that paused the run."""
     with turn(host.gang, rank):
         trainer = host.training
         if trainer.paused is not None and batch > trainer.paused[0]:
@@ -132,7 +131,7 @@ def _finished_step(
 
 
 def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """The numbers of the step. Every rank must be at the same step with the same digest."""
+    """The numbers of the step; every rank must be at the same step with the same digest."""
     first = steps[0]
     for other in steps[1:]:
         if (other["step"], other["digest"]) != (first["step"], first["digest"]):
@@ -148,7 +147,7 @@ def update(run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def publish(run: str, updated: dict[str, Any], rank: int = 0) -> dict[str, Any]:
-    """Publish the replica's weights as the next version; if each rank has a shard, ranks other than 0 send theirs."""
+    """Publish the replica's weights as the next version; the ranks of a shard assist."""
     host = runtime_here(run)
     with turn(host.gang, rank):
         return _publish(host, updated["step"] + 1, rank)
@@ -170,7 +169,7 @@ def _publish(host: WorkerRuntime, version: int, rank: int) -> dict[str, Any]:
 
 
 def restore(run: str, batches: int, stored: int, rank: int = 0) -> dict[str, Any]:
-    """Repeat steps on committed batches (``replayed``) up to version ``batches``, and publish it; nothing is generated."""
+    """Repeat steps on committed batches (``replayed``) up to version ``batches`` and publish it."""
     host = runtime_here(run)
     started_s = time.time()
     with turn(host.gang, rank):
@@ -193,7 +192,7 @@ def _was_lost(host: WorkerRuntime, version: int) -> bool:
 
 
 def checkpoint(run: str, published: dict[str, Any]) -> str:
-    """Save model and optimizer in Hugging Face layout, beside later steps; returns the directory."""
+    """Save model and optimizer in Hugging Face layout during later steps; returns the directory."""
     host = runtime_here(run)
     trainer = host.training
     if host.gang is not None:  # a group recovers when it forms
@@ -203,7 +202,6 @@ def checkpoint(run: str, published: dict[str, Any]) -> str:
 
 
 def first(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result of rank 0."""
     return answers[0]
 
 
@@ -215,7 +213,6 @@ def summary(
     published: dict[str, Any],
     stored: dict[str, Any],
 ) -> dict[str, Any]:
-    """The numbers of one iteration, for metrics, log and page."""
     numbers = {k: v for k, v in updated.items() if isinstance(v, int | float) and k not in ("rank", "step")}
     values = {**batch["stats"], **numbers, "publish_s": published["publish_s"], "store_s": stored["store_s"]}
     reward = values["reward"] if np.isfinite(values["reward"]) else None  # None: no trajectory had a reward
@@ -232,7 +229,7 @@ def _alarm(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
 
 
 def pause_reason(spec: RunSpec, numbers: Mapping[str, Any]) -> str | None:
-    """Why no step may follow the one with these numbers, None if one may; logs the mismatch of engine and trainer."""
+    """Why the run must pause after a step with these numbers, or None; logs the mismatch."""
     trainer, step = spec.config.trainer, int(numbers["step"])
     if numbers["mismatch_tokens"]:
         logger.info(

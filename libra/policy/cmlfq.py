@@ -1,23 +1,31 @@
 """C-MLFQ: a multi-level feedback queue over trajectories, by forecasts of their remaining length.
 
+<<<<<<< HEAD
 The order is (iteration deadline, level, order); levels are classes of remaining length. The
 objective *makespan* ends the iteration soon: running trajectories first, by arrival, then one probe
 of each group (Seer), then the longest forecast; without skill, by arrival (`docs/adr/0008`). Where
 engines exchange KV, everybody begins, then most tokens left in octaves, then fewest generated.
 *stream* completes groups one after the other: fewest tokens left in the group first; without skill,
 least attained service.
+=======
+The order is (iteration deadline, level, order); levels are classes of remaining length. *makespan*
+shortens the iteration. Begun trajectories go first, by arrival; then the longest forecast, where
+one probe per unknown group (Seer) counts as four times as long. If engines exchange KV, unbegun
+trajectories go first, then most tokens left in octaves, then fewest generated. *stream* completes
+groups one by one: fewest tokens left in the group first. Forecasts without skill are replaced by
+arrival (makespan) or least attained service (stream). See `docs/adr/0008`.
+>>>>>>> h_w1
 
 Invariants
 ----------
-1. An earlier iteration always goes before a later one.
-2. No trajectory starves: `libra.policy.trajectory_table` bounds the wait; overdue ones have level
-   -1.
-3. It gives its forecast (`Prefer`) whenever that has changed by a class, and the engines on which a
-   plan (`BoundariesSet`) lets a trajectory begin; `libra.policy.dispatcher` places it.
+1. An earlier iteration always goes before a later iteration.
+2. No trajectory starves: `libra.policy.trajectory_table` bounds the wait (level -1: overdue).
+3. Whenever a forecast changes by a length class, C-MLFQ answers with a `Prefer`: the forecast, and
+   the engine degree planned for it (`BoundariesSet`). `libra.policy.dispatcher` places it.
 4. ``restore(snapshot())`` changes no later answer.
 
 Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): levels order one queue instead of being
-queues of servers; there are no fixed lengths; moves have a cost; waiting is bounded.
+queues of servers, lengths are not fixed, moves have a cost, and waiting is bounded.
 """
 
 from __future__ import annotations
@@ -44,6 +52,11 @@ Answers = tuple[facts.SetPriority | facts.Prefer, ...]
 Objective = Literal["makespan", "stream"]
 UNTRUSTED = 0.0  # skill up to which forecasts are not used for the order
 RECONSIDERED_AT_END = 16  # waiting ones, besides siblings, re-evaluated when one ends
+<<<<<<< HEAD
+=======
+PROBE_FACTOR = 4.0
+"""Assumed length of an unknown group over its forecast: only longer trajectories go first."""
+>>>>>>> h_w1
 UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES  # level of running ones, first level of waiting ones
 
 
@@ -108,7 +121,7 @@ class CMLFQ(Saved):
         self.forecaster.learn()
 
     def forget_live(self) -> None:
-        """Drop running trajectories: after a restart they have other keys."""
+        """Forget all unfinished trajectories: their keys differ after a restart."""
         for key in list(self._trajectories.by_key):
             self.handle(facts.TrajectoryEnded(key, completed=False))
         self._boundaries = ()  # of the previous layout
@@ -167,7 +180,6 @@ class CMLFQ(Saved):
         return tuple(answers)
 
     def _ranked(self, key: str, stats: TrajectoryStats, forecast: Forecast) -> tuple[int, str, bool]:
-        """Level, its reason, and whether the forecast, which is kept, has skill."""
         trusted = forecast.skill > UNTRUSTED
         self._set_forecast(stats, forecast.mean_tokens)
         return *self._level(key, stats, forecast.order_tokens, trusted), trusted
@@ -198,7 +210,7 @@ class CMLFQ(Saved):
         return [facts.Prefer(key, (), f"cmlfq: {int(mean_tokens)} tokens left{planned}", left, final, begins)]
 
     def _begins_tp(self, tokens: float) -> int:
-        """Smallest degree planned for a trajectory of this many tokens; 0 without a plan."""
+        """Smallest planned degree for ``tokens`` tokens to generate; 0 without a plan."""
         for tp, longest_tokens in self._boundaries:
             if tokens <= longest_tokens:
                 return tp

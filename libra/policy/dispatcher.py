@@ -1,25 +1,24 @@
-"""Assigns free slots of workers to parked trajectories; without a clock, for plugin and simulator.
+"""Assigns free slots of workers to parked trajectories, without a clock, for plugin and simulator.
 
-Orderings choose the order (`SetPriority`) and give forecasts (`Prefer`); the dispatcher chooses the
-worker (`Place`).
+Orderings set the order (`SetPriority`) and give forecasts (`Prefer`); the dispatcher chooses the
+worker (`Place`). The *home* of a trajectory is the engine that owns its KV.
 
 Invariants
 ----------
-1. A worker never holds more quanta of a phase than it has slots. A trajectory waits once or runs
-   once.
-2. A slot goes to the first trajectory in order that may have it: one without a home, one at home
-   there unless a move pays off (`Loads.move`), one that prefers its bucket, an overdue one, and
-   last one whose move from a long queue pays off (`_pays`). Lengths and costs count only between
-   engines that have declared themselves.
-3. No trajectory starves: running ones end and free KV memory for the queue's head; overdue ones go
-   before all others. A slot stays free while a trajectory waits only if its KV would evict the KV
-   of running ones (`Loads.fits`) and no move pays off.
-4. A trajectory without a home begins in the bucket planned for its length, unless no slot there is
-   free or another engine would finish sooner by `PLANNED_FACTOR`. One whose KV no longer fits loses
-   its home, and begins again where it fits.
+1. A worker never runs more quanta of a phase than it has slots; a trajectory waits or runs once.
+2. A free slot goes to the first trajectory in order that has no home, or has its home there (unless
+   a move pays, `Loads.move`), or prefers the bucket, or is overdue. If there is none, a trajectory
+   whose home is full may move there if the move pays (`_pays`). Lengths and costs count only
+   between engines that have declared their capacity.
+3. No trajectory starves: overdue trajectories go before all others, and running trajectories end
+   and so free KV memory. While trajectories wait, a slot stays free only if new KV would evict the
+   KV of running trajectories (`Loads.fits`) and no move pays.
+4. A trajectory without a home begins in the bucket planned for its length, unless that bucket has
+   no free slot or another engine would finish sooner by `PLANNED_FACTOR`. If its KV no longer fits,
+   it loses its home and begins again where it fits.
 5. Once tools have declared resources, the lease table (`libra.policy.leases`) places actions in the
    same order. The caller carries out its `revocations`.
-6. An empty `dispatch` has no side effects, so that a replay needs placements only.
+6. A `dispatch` without placements has no side effects, so a replay needs only the placements.
 """
 
 from __future__ import annotations
@@ -47,13 +46,11 @@ FORGETTING = 0.05  # weight of the newest quantum in the mean seconds of a quant
 
 
 def leaves_slot(rank: Sequence[int], ahead: Sequence[int] | None) -> bool:
-    """Whether a trajectory of this rank releases its slot to ``ahead``, of a better level."""
+    """Whether a trajectory of this rank releases its slot to one of rank ``ahead``."""
     return ahead is not None and tuple(ahead[:2]) < tuple(rank[:2])
 
 
 class Dispatcher:
-    """One per scheduler, for all runs on it; ``sure``: forecasts of lengths are exact."""
-
     def __init__(self, *, sure: bool = False) -> None:
         self._table = EngineTable(EXACT_NORM if sure else NOISY_NORM)
         self._trajectories = self._table.trajectories
@@ -63,12 +60,12 @@ class Dispatcher:
         self._queues = tuple(self._phases.values())
         self._serial = 0
         self.allowed: Callable[[str, str], bool] | None = None
-        """Whether a trajectory may generate at a worker; unset: at any."""
+        """Whether a trajectory (key) may generate at a worker; None allows every worker."""
         self._quantum_s: dict[str, float] = {}
         self.leases: ActionLeases | None = None
 
     def handle(self, event: facts.Fact) -> None:
-        """Follow one event, before the ordering's commands go to `apply`."""
+        """Update the state from one event, before the ordering's commands go to `apply`."""
         if type(event) is facts.QuantumFinished:
             self._finished(event)
         elif type(event) is facts.TrajectoryParked:
@@ -104,7 +101,7 @@ class Dispatcher:
             self._lease(event)
 
     def apply(self, commands: Iterable[facts.Command]) -> None:
-        """Take over commands of orderings for trajectories that wait."""
+        """Apply the orderings' commands to waiting trajectories."""
         trajectories = self._trajectories
         for command in commands:
             if type(command) is facts.SetPriority:  # by far the most
@@ -223,7 +220,6 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        """Quanta that hold a slot."""
         return sum(len(queue.running) for queue in self._queues)
 
     def buckets(self) -> list[dict[str, Any]]:
@@ -244,7 +240,7 @@ class Dispatcher:
         return self._phases[phase].taken.get(worker, 0)
 
     def dispatch(self, phase: Phase, at_s: float = 0.0) -> tuple[Place, ...]:
-        """Placements in order, which hold their slots from now on; only quotas need ``at_s``."""
+        """Placements in order; each takes its slot at once. Only quotas need ``at_s``."""
         if phase is Phase.TOOL and self.leases is not None:
             return self._leased(self.leases, at_s)
         queue = self._phases[phase]
@@ -294,7 +290,7 @@ class Dispatcher:
         return one, Place(one.key, Phase.TOOL, max(free, key=lambda worker: (free[worker], worker)), "most room")
 
     def _next(self, queue: PhaseQueue) -> Chosen | None:
-        """The first in order that may have a free slot, without a move that it does not prefer."""
+        """First trajectory in order that may take a free slot; its home is not full."""
         best: Entry | None = None
         worker = reason = ""
         for home in queue.free if len(queue.free) < len(queue.waiting_at) else queue.waiting_at:
@@ -324,7 +320,7 @@ class Dispatcher:
         return one, Place(one.key, Phase.ROLLOUT, worker, reason)
 
     def _first_home(self, queue: PhaseQueue, one: Trajectory) -> str | None:
-        """The best worker for one that is overdue or has no home, if KV of others stays."""
+        """Best worker for an overdue trajectory or one without a home; None without KV room."""
         if one.home is not None and one.home.spec.worker in queue.free:
             return one.home.spec.worker
         for bucket in one.buckets:
@@ -344,7 +340,6 @@ class Dispatcher:
         return self._loads.finish_s if one.has_forecast else self._loads.pace_s_per_token
 
     def _roomiest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
-        """Of ``workers`` with room for a trajectory (a sample of many) the fastest."""
         allowed, fits = self.allowed, self._loads.fits
         free = [worker for worker in workers if worker in queue.free and (not allowed or allowed(one.key, worker))]
         step = len(free) // SAMPLED_HOMES
@@ -360,7 +355,7 @@ class Dispatcher:
         return {worker: count for worker, count in queue.free.items() if self.allowed(key, worker)}
 
     def _fastest(self, queue: PhaseQueue, one: Trajectory, workers: Iterable[str]) -> str | None:
-        """The best engine, then few siblings; by free slots while speeds are not declared."""
+        """Worker that finishes first, then fewest siblings; by free slots if speeds are unknown."""
         best: str | None = None
         least: tuple[float, int, int, str] | None = None
         engines, declared, cost = self._table.engines, self._silent(queue.free) is None, self._cost(one)
@@ -382,7 +377,6 @@ class Dispatcher:
         return None
 
     def _pays(self, queue: PhaseQueue, one: Trajectory, home: EngineState, target: str) -> str:
-        """Why a move from the queue of ``home`` pays off: all that wait there gain; else empty."""
         declared = self._table.engines[target].declared
         if not (home.declared and declared):
             idle = not queue.taken.get(target)

@@ -1,15 +1,15 @@
-"""Capacity that engines declare, and the price of a move of KV between two of them.
+"""Capacity that engines declare, and the price of moving KV from one engine to another.
 
-A move computes a context again or sends its KV, whichever is less. Computing takes the seconds that
-the target declares. Sending takes a latency and bytes over a bandwidth, fitted to the measured
-transfers; the prior fills in for few.
+A move prefills the context again or sends its KV, whichever is quicker. The target declares its
+prefill seconds. Sending takes a latency plus bytes over a bandwidth, fitted to measured transfers;
+a prior stands in while few are measured.
 
 Invariants
 ----------
-1. Live runs and simulations take their prices from `priced`; log and replay have the same ones.
-2. No latency and no seconds per byte are negative.
-3. KV is sent only between engines that exchange KV, and only if that is expected to be quicker, the
-   target has not declared its speed, or `MEASURED_EVERY` moves have computed.
+1. Live runs and simulations take prices from `priced`, and a replay computes the logged prices.
+2. Latency and seconds per byte are never negative.
+3. KV is sent only between engines that exchange KV, and only if sending should be quicker, the
+   target has not declared its speed, or the last `MEASURED_EVERY` moves all prefilled.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _DEGREE = re.compile(r"(?:^|-)tp(\d+)(?:-|$)")
 
 
 def degree_of(bucket: str) -> int:
-    """Tensor-parallel degree in the name of a bucket (``tp4``, ``tp2-threads1``), or 1."""
+    """Tensor-parallel degree in a bucket's name (``tp4``, ``tp2-threads1``); 1 without one."""
     found = _DEGREE.search(bucket)
     return int(found[1]) if found else 1
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
-    """The price of a change of home with ``tokens`` of context; 0 s: not known."""
+    """Price of moving a trajectory with ``tokens`` of context to another engine; 0 s if unknown."""
 
     home: str  # the worker whose engine has the KV
     tokens: int
@@ -76,7 +76,7 @@ class TransferPace:
             self._weight = FORGETTING * self._weight + 1.0
 
     def chosen(self, move: Move) -> Move:
-        """A move as priced or, every `MEASURED_EVERY` times, sent where computing seems quicker."""
+        """The move, but every `MEASURED_EVERY`-th that would prefill sends, as a measurement."""
         self._computed = 0 if move.sends else self._computed + 1
         if self._computed < MEASURED_EVERY or move.transfer_s is None:
             return move
@@ -124,7 +124,7 @@ DIGITS = 12  # decimals of seconds in events: a log has exactly the numbers behi
 def joined_of(
     worker: str, bucket: str, capacity: EngineCapacity, *, rollout_slots: int | None = None, tool_slots: int = 0
 ) -> WorkerCapacity:
-    """A worker whose engine declares ``capacity``, with its own slots or ``rollout_slots``."""
+    """A worker's capacity, as its engine declares it; ``rollout_slots`` overrides the slots."""
     slots = capacity.slots if rollout_slots is None else rollout_slots
     limit = capacity.max_context_tokens
     kv_token_bytes = capacity.kv_token_bytes if capacity.exchanges_kv else 0
@@ -144,7 +144,7 @@ def joined_of(
 
 
 def as_its_bucket(own: EngineCapacity, alike: Sequence[StepSeconds]) -> EngineCapacity:
-    """An engine with the median seconds of its bucket, unless its own differ by more than errors."""
+    """Engine with the median seconds of its bucket, unless its own differ by more than errors."""
     if not alike:
         return own
 
@@ -160,7 +160,7 @@ def as_its_bucket(own: EngineCapacity, alike: Sequence[StepSeconds]) -> EngineCa
 
 
 def off_by_frac(now: EngineCapacity, before: EngineCapacity) -> float:
-    """Largest relative change of an engine's passes; infinite if its size differs."""
+    """Largest relative change of an engine's pass seconds; infinite if its size changed."""
     held = [(each.kv_tokens, each.slots, each.tp, each.max_context_tokens) for each in (now, before)]
     if held[0] != held[1]:
         return float("inf")

@@ -1,12 +1,12 @@
 """The best engine for a trajectory: seconds until engines finish, moves that pay, and KV memory.
 
-An engine generates one token per step for every running trajectory, and a step takes a + b x
-(number running) + c x (context of all) seconds. So it finishes after a x (steps) + b x (tokens left
-of all) + c x (sum of tokens left x mean context): `finish_s`. Steps are the tokens left of the
-longest, or more if slots are too few. Forecasts err: for a first placement the longest is the
-`NOISY_NORM`-norm of all tokens left. Without a forecast, or a declared engine, there is only a pace
-in seconds per token. Differs from the paper (Libra, arXiv:2606.03077 v2, C-MLFQ): its boundaries
-between buckets are fixed lengths, and its moves are free.
+Each step an engine generates one token for every running trajectory, in a + b x (trajectories
+running) + c x (context tokens of all) seconds. So an engine finishes after a x (steps) + b x
+(tokens left of all) + c x (sum of tokens left x mean context) seconds: `finish_s`. The number of
+steps is the longest trajectory's tokens left, or more if slots are too few. Because forecasts err,
+a first placement uses the `NOISY_NORM`-norm of all tokens left as the longest. Without a forecast
+or a declared engine there is only a pace in seconds per token. Differs from the paper (Libra,
+arXiv:2606.03077 v2, C-MLFQ), which has fixed length boundaries between buckets and free moves.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ UNEVEN = 0.1  # without a speed, if their memory use differs by this share
 
 
 class Loads:
-    """Answers about the engines of ``table``."""
-
     def __init__(self, table: EngineTable) -> None:
         self._table = table
         self.transfers = TransferPace()
@@ -41,9 +39,9 @@ class Loads:
         self._queries = 0
 
     def fits(self, one: Trajectory, worker: str) -> bool:
-        """Whether its KV fits beside all members of ``worker``, until the last of them ends.
+        """Whether the trajectory's KV fits on ``worker`` until the last of its members ends.
 
-        Growth is forecast (`peak_tokens`) or in part reserved; engines that exchange KV reserve nothing.
+        Growth is forecast (`peak_tokens`) or partly reserved; if KV is exchanged, nothing.
         """
         table, engine = self._table, self._table.engines[worker]
         if not engine.spec.kv_tokens or not engine.members or one.home is engine:
@@ -65,13 +63,13 @@ class Loads:
         return False
 
     def _growth(self) -> float:
-        """Tokens of context per token generated, with payloads; at first contexts fill slots."""
+        """Context tokens per generated token, with tool output; at first contexts fill slots."""
         table = self._table
         grown = max(table.first_left.mean, table.slot_tokens - table.prompts.mean) + table.grown
         return round(GROWTH_STEPS * grown / max(1.0, table.first_left.mean + table.sampled)) / GROWTH_STEPS
 
     def finish_s(self, one: Trajectory, worker: str) -> float:
-        """Seconds until ``worker`` (declared) finishes with a trajectory (forecast) there too."""
+        """Seconds until a declared ``worker`` ends its trajectories and ``one`` (forecast)."""
         engine = self._table.engines[worker]
         if one.home is engine:
             return engine.end_s(engine.norm(engine.peak), engine.left, engine.work)
@@ -79,7 +77,7 @@ class Loads:
         return engine.end_s(longest, engine.left + one.left_tokens, engine.work + one.work())
 
     def pace_s_per_token(self, one: Trajectory, worker: str) -> float:
-        """Seconds per token on ``worker`` (declared) with a trajectory there too."""
+        """Seconds per token of ``one`` on ``worker``, which must have declared its speed."""
         engine = self._table.engines[worker]
         if one.home is engine:
             return engine.s_per_token(engine.room, len(engine.members) - 1)
@@ -101,7 +99,7 @@ class Loads:
         return None if found is None else (found[0], f"move: {what.format(_seconds(found[1]))}")
 
     def better_home(self, one: Trajectory, free: Mapping[str, int]) -> tuple[str, float] | None:
-        """An engine with a free slot on which both engines finish sooner, and the seconds saved."""
+        """An engine with a free slot such that both engines end sooner, and the seconds saved."""
         home = one.home
         if home is None or not one.has_forecast or len(self._table.engines) < 2 or not home.declared:
             return None
@@ -119,9 +117,9 @@ class Loads:
         return None
 
     def quicker_home(self, one: Trajectory, free: Mapping[str, int]) -> tuple[str, float] | None:
-        """An engine with a spare slot on which one gains more than all there lose, and the seconds.
+        """An engine where a trajectory gains more than all there lose, and the seconds gained.
 
-        Neither engine may finish later. The gain is per token, so that it holds for any length.
+        Neither engine may finish later. The gain is per token, so it holds for any length.
         """
         home = one.home
         if self._table.exponent == EXACT_NORM or home is None or not one.has_forecast or not home.declared:
@@ -160,7 +158,7 @@ class Loads:
         return self._idlest
 
     def price(self, one: Trajectory, worker: str) -> Move | None:
-        """The price of ``worker`` as new home; None if its KV is nowhere, or there."""
+        """Price of moving a trajectory's KV to ``worker``; None if there is nothing to move."""
         spec: WorkerCapacity | None = one.last_home if one.home is None else one.home.spec
         if spec is None or spec.worker == worker:
             return None
@@ -193,7 +191,6 @@ class Loads:
         return len(last.members) > 1 or quickest_s < (1.0 - QUICKER_FRAC) * last.spec.alone_s_per_token
 
     def buckets(self, queue: PhaseQueue) -> list[dict[str, Any]]:
-        """A row per bucket, for the dashboard; the last for trajectories without a home."""
         rows, without_home = list[dict[str, Any]](), len(queue.waiting)
         for bucket, names in sorted(self._table.buckets.items()):
             engines = [self._table.engines[name] for name in names]
@@ -212,7 +209,6 @@ class Loads:
 
 
 def _ends_here_s(one: Trajectory, home: EngineState) -> tuple[float, float]:
-    """Seconds until the home of a trajectory finishes, with and without it."""
     _, left, work = one.share
     here_s = home.end_s(home.longest_left(), home.left, home.work)
     return here_s, home.end_s(home.longest_left(but=one), home.left - left, home.work - work)

@@ -1,16 +1,15 @@
-"""Engines, the trajectories at home on each, and the sums that follow; from the events alone.
+"""Engines, the trajectories whose KV each holds (its members), and their sums, from events alone.
 
-An open trajectory with ``context`` tokens now and ``left`` to generate holds ``context + growth *
-s`` tokens of KV after ``s`` steps. The memory of all is largest just before one ends:
-`peak_tokens`.
+After ``s`` steps an open trajectory holds ``context + growth * s`` tokens of KV, until ``left``
+tokens are generated. Total KV peaks just before a trajectory ends: `peak_tokens`.
 
 Invariants
 ----------
-1. A trajectory has at most one home, a present engine among whose members it is: the one where it
-   generated last. An engine that has left holds nothing.
-2. The sums of an engine are the sums of its members' shares; an empty engine has none.
-3. Seconds in `WorkerCapacity` come from the engine's measured passes: of one sequence without
-   context (alone), of all slots with the KV memory full (full); 0 before there are any.
+1. A trajectory has at most one home: the present engine where it generated last, whose member it
+   is. An engine that has left holds nothing.
+2. The sums of an engine are the sums of its members' shares; an engine without members has none.
+3. Seconds in `WorkerCapacity` come from the engine's measured passes: *alone* for one sequence
+   without context, *full* for all slots with full KV memory; 0 before any measurement.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ THOUSANDS = 1e-3
 STANDS_OUT = 0.999  # above this share of the sum, the rest is summed again
 GROWTH_HELD_FREE = 0.7  # reserved share of growth: contexts do not all end at once
 LESS, MORE, LEAST_SHARE = 0.98, 0.002, 0.5
-"""The share of memory to plan with: times the first when a context is pushed out, plus the second
-when a trajectory ends or leaves, at least the third. Short forecasts so reserve more memory."""
+"""Share of memory to plan with: times LESS per evicted context, plus MORE per trajectory that ends,
+at least LEAST_SHARE. So short forecasts reserve more memory."""
 
 
 class Share(NamedTuple):
-    """Addition to the sums of a home: reserved KV tokens, tokens left, times mean context."""
+    """A trajectory's part in its home's sums."""
 
     room: float = 0.0
     left: float = 0.0
@@ -57,8 +56,6 @@ NO_SHARE = Share()
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """A trajectory between its first event and its end."""
-
     key: str
     group: str = ""
     phase: Phase | None = None  # of its newest parking
@@ -114,7 +111,7 @@ class EngineState:
         self.context_s_per_token = spec.context_s_per_token if spec.declared else 0.0
 
     def add(self, one: Trajectory, mean_final: float) -> None:
-        """``one`` is at home here; ``mean_final``: context at the end without a forecast."""
+        """Make ``one`` a member; without a forecast its last context is ``mean_final`` tokens."""
         one.home, self.members[one.key], self.refused = self, one, None
         self.context_tokens += one.context_tokens
         self._replace(one, share_of(one, mean_final))
@@ -173,7 +170,7 @@ class EngineState:
         return max((each.share.left for each in self.members.values() if each is not but), default=0.0)
 
     def pushed_out(self, running: Callable[[str], bool]) -> list[Trajectory]:
-        """Members whose KV the engine drops, least recently used first; never the last one."""
+        """Members whose KV the engine evicts, least recently used first; never the last member."""
         too_many, found = self.context_tokens - self.open_tokens, list[Trajectory]()
         for key, one in self.members.items():
             if too_many <= 0 or len(found) + 1 == len(self.members):
@@ -186,7 +183,7 @@ class EngineState:
 
     @property
     def open_tokens(self) -> float:
-        """Tokens of context that may be open; where KV is exchanged, more by the time of tools."""
+        """Context tokens that may be open; with exchanged KV, more while tools run."""
         spec = self.spec
         if not spec.kv_token_bytes or not self.tools_s:
             return spec.kv_tokens
@@ -203,7 +200,7 @@ class EngineState:
             self.tools_s = REMEMBERED * self.tools_s + min(event.tools_s, event.latency_s)
 
     def generation_s(self, tokens: int, most_s: float) -> float:
-        """Seconds of ``tokens`` beside members that fit, at most ``most_s`` with its waits."""
+        """Seconds to generate ``tokens`` beside the members that fit; at most ``most_s``."""
         if not self.declared:
             return most_s
         fits = min(1.0, self.spec.kv_tokens / max(1, self.context_tokens))
@@ -211,13 +208,13 @@ class EngineState:
         return min(most_s, tokens * self.s_per_token(fits * self.context_tokens, others))
 
     def s_per_token(self, held_tokens: float, others: int) -> float:
-        """Seconds per token beside ``others`` generations, with these tokens of context in all."""
+        """Seconds per token beside ``others`` generations with ``held_tokens`` of context."""
         spec = self.spec
         beside = min(others, max(0, spec.rollout_slots - 1))
         return spec.alone_s_per_token + spec.beside_s_per_token * beside + self.context_s_per_token * held_tokens
 
     def end_s(self, longest: float, left: float, work: float) -> float:
-        """Seconds until it finishes, for these tokens left of the longest, and of all."""
+        """Seconds until the engine ends: ``left`` tokens in all, ``longest`` in one trajectory."""
         spec = self.spec
         steps = max(longest, left / max(1, spec.rollout_slots))
         step_s = spec.alone_s_per_token - spec.beside_s_per_token
@@ -234,7 +231,7 @@ FOREVER = 1e12  # tokens left of a trajectory without a forecast
 
 
 class Demand(NamedTuple):
-    """One trajectory's KV: ``context`` tokens now, and ``final`` after ``left`` steps."""
+    """One trajectory's KV: ``context`` tokens now, and ``final`` tokens after ``left`` steps."""
 
     left: float
     context: float
@@ -242,7 +239,7 @@ class Demand(NamedTuple):
 
     @classmethod
     def of(cls, context: float, left: float, growth: float, limit: int) -> Demand:
-        """A trajectory with ``left`` tokens to generate; 0 for it or ``limit``: not known."""
+        """Demand of a trajectory with ``left`` tokens to generate; 0 if unknown (``limit`` too)."""
         if left <= 0.0:
             return cls(FOREVER, context, context)
         final = context + growth * left
@@ -250,7 +247,7 @@ class Demand(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A demand that did not fit into ``capacity``, at this growth and limit of contexts."""
+    """A demand that did not fit into ``capacity``, at this growth and context limit."""
 
     demand: Demand
     growth: float
@@ -265,7 +262,7 @@ class Refused(NamedTuple):
 
 
 def peak_tokens(demands: Iterable[Demand]) -> float:
-    """The most tokens that all hold together until the last one has ended. O(n log n)."""
+    """Peak KV tokens of all demands together until the last of them ends. O(n log n)."""
     peak = contexts = rates = 0.0
     for left, context, final in sorted(demands, reverse=True):
         rate = (final - context) / left if left > 0.0 else 0.0
@@ -290,7 +287,7 @@ class Mean:
 class EngineTable:
     """Engines by name, and the record of every trajectory that has not ended.
 
-    ``silent`` workers have not declared their engine; ``exchanging`` engines exchange KV.
+    ``silent`` workers have not declared their engine; ``exchanging`` workers exchange KV.
     """
 
     def __init__(self, exponent: float = NOISY_NORM) -> None:
@@ -399,7 +396,7 @@ class EngineTable:
             now.add(one, self.finals.mean)
 
     def forecast(self, one: Trajectory, left_tokens: float, final_tokens: float) -> None:
-        """Tokens that a trajectory will generate, and its last context; both are capped."""
+        """Set the tokens that a trajectory will generate and its last context, both capped."""
         is_first = one.final_tokens is None
         self._believe(one, left_tokens, final_tokens)
         if is_first:
@@ -415,7 +412,6 @@ class EngineTable:
             one.home.change(one, self.finals.mean)
 
     def context(self, one: Trajectory) -> float:
-        """Tokens of context; before the first generation, the mean prompt's."""
         return one.context_tokens or self.prompts.mean
 
     def room(self, one: Trajectory) -> float:
@@ -425,7 +421,7 @@ class EngineTable:
         return Demand.of(self.context(one), one.left_tokens, growth, self.max_context_tokens)
 
     def of_degree(self, tp: int) -> list[str]:
-        """Workers with engines of this degree, or the next higher one; may be empty."""
+        """Workers whose engines have this degree, or else the next higher one; may be empty."""
         degrees = {bucket: degree_of(bucket) for bucket in self.buckets}
         least = min((degree for degree in degrees.values() if degree >= tp), default=None)
         return [worker for bucket, degree in degrees.items() if degree == least for worker in self.buckets[bucket]]

@@ -1,19 +1,17 @@
-"""Rewards that arrive after their trajectory was trained: which batch takes them, at which weight.
+"""Rewards that arrive after their trajectory was trained: which batch takes each, at which weight.
 
-Source: Retroactive Advantage Correction, arXiv:2606.27580: a late reward adds a gradient with the
+Source: Retroactive Advantage Correction, arXiv:2606.27580. A late reward adds a gradient with the
 advantage ``exp(-delay / tau) x clipped ratio x (true - provisional)``. Differs from the paper: the
 difference is between two *advantages* of the group, because its baseline changes too; the ratio is
-the run's loss's, per token; a correction is a row of its own; a guess counts for `GuessWorth`, the
-slope of final on provisional advantages in this run.
+per token, as in the run's loss; a correction is a row of its own; a provisional advantage is scaled
+by `GuessWorth`, the slope of final on provisional advantages in this run.
 
 Invariants
 ----------
-1. A delivered reward counts once: in the batch of its trajectory if it is there by then, else in
-   the next batch after it arrived.
-2. No group waits for more than ``versions`` batches; what has not come by then is dropped, and
-   named.
-3. For weight 1 the corrections of a group add up to the advantages of its final rewards minus those
-   it was trained on.
+1. A delivered reward counts once: in its trajectory's batch if in time, else in the next batch.
+2. No group waits for more than ``versions`` batches; then missing rewards are dropped and named.
+3. At weight 1, a group's corrections add up to the advantages of its final rewards minus the
+   advantages that it was trained on.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def age_weight(delay: int, tau: float) -> float:
 def correction(
     before: NDArray[np.float64], after: NDArray[np.float64], *, delay: int, tau: float
 ) -> NDArray[np.float64]:
-    """Advantages still to train on: ``after`` less ``before``, weighted by age."""
+    """Advantages still to train on: ``after`` minus ``before``, weighted by age."""
     corrected: NDArray[np.float64] = age_weight(delay, tau) * (after - before)
     return corrected
 
@@ -48,8 +46,9 @@ KEPT = 0.8  # evidence on guesses that a batch with more of it keeps of earlier 
 class GuessWorth:
     """Worth of provisional rewards, from groups all of whose rewards came.
 
-    Sums of (guessed x final advantage) and (guessed advantage)^2, decaying by `KEPT`, with one more
-    trajectory of mean size that was guessed right. Without evidence a guess counts in full.
+    ``product`` sums (guessed x final advantage), ``square`` sums (guessed advantage)^2. Both decay
+    by `KEPT` and include one trajectory of mean size that was guessed right. Without evidence a
+    provisional reward counts in full.
     """
 
     product: float = 0.0
@@ -60,7 +59,7 @@ class GuessWorth:
         return min(1.0, max(0.0, self.product / self.square)) if self.square > 0 else 1.0
 
     def after(self, pairs: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> GuessWorth:
-        """With a batch's evidence: of each group the guessed advantages, and the final ones."""
+        """The worth after a batch with these (guessed, final) advantages of each group."""
         if not any(guessed_G.any() for guessed_G, _ in pairs):
             return self
         product = sum(float(guessed_G @ final_G) for guessed_G, final_G in pairs)
@@ -70,14 +69,11 @@ class GuessWorth:
 
 
 def guessed_share(trains: NDArray[np.bool_], missing: Iterable[int]) -> float:
-    """Share of a group's training trajectories whose reward is a guess."""
     return float(trains[list(missing)].sum() / max(1, trains.sum()))
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """A trained group with rewards to come."""
-
     iteration: int
     group: int
     batch: int  # that trained it first
@@ -98,7 +94,7 @@ class Arrival(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """Late rewards of a batch: the groups it leaves waiting, and the trajectories it drops."""
+    """Late rewards that count in a batch, groups that stay waiting, and dropped trajectories."""
 
     arrivals: tuple[Arrival, ...]
     waiting: tuple[WaitingGroup, ...]
@@ -106,7 +102,7 @@ class Settled(NamedTuple):
 
 
 def settle(waiting: Iterable[WaitingGroup], batch: int, came: Mapping[Place, float], *, versions: int) -> Settled:
-    """Take the rewards that ``came`` for the groups that wait, for the step of ``batch``.
+    """Assign the rewards that ``came`` to waiting groups, for the step of ``batch``.
 
     Rewards of samples that are not missing are ignored.
     """

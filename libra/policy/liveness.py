@@ -1,4 +1,4 @@
-"""Liveness: where each worker stands in each run, its restarts, and work that nobody does.
+"""Liveness: each worker's state in each run, worker restarts, and resources nobody supplies.
 
 ::
 
@@ -7,19 +7,19 @@
         v                                                      v
       failed --back-off passed--> restarted                   out
 
-Workers that were there before the run are ``starting`` until they report.
+Workers that were present before the run are ``starting`` until they report.
 
 Invariants
 ----------
-1. A worker that joins during runs is withheld from Dask until each of them has it ready or has
-   ended; then it is supplied once.
-2. A worker gets quanta only while no run has it joining, and generates only while no run has its
+1. A worker that joins during runs is withheld from Dask until it is ready for each of these runs or
+   the run has ended; then it is supplied once.
+2. A worker gets quanta only while it is joining no run, and generates only while no run has its
    engine quarantined or asleep.
-3. A worker is restarted only while it is failed for a run that has not ended, and has a nanny. Each
-   failure in a row waits for the next delay; it is not restarted after the last delay.
-4. A name is lost from the moment its last process leaves until a process of that name joins.
+3. A worker is restarted only if it has a nanny and has failed for a run that has not ended. Each
+   consecutive failure waits for the next delay; after the last delay there is no restart.
+4. A name is lost from the moment its last process leaves until a process with that name joins.
 5. A missing resource is reported after ``TELL_AFTER_S`` (``START_S`` while its first workers are
-   set up), and again after ``REMIND_S`` or with a new cause. Its return is reported once.
+   set up), and again after ``REMIND_S`` or when the cause changes. Its return is reported once.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ REMIND_S = 300.0
 
 
 class Backoff:
-    """Failures in a row by subject, and the delay before the next try."""
+    """Consecutive failures by subject, and the delay before the next try."""
 
     def __init__(self) -> None:
         self._failures: Counter[Hashable] = Counter()
 
     def failed(self, subject: Hashable, delays_s: Sequence[float], *, forever: bool = False) -> float | None:
-        """Delay before the next try; after the last one None, or that one ``forever``."""
+        """Delay before the next try; after the last delay None, or with ``forever`` that delay."""
         self._failures[subject] += 1
         tries = self._failures[subject]
         if tries > len(delays_s) and not forever:
@@ -71,8 +71,6 @@ JOINING = (Stage.SETTING_UP, Stage.FAILED)
 
 @dataclass(slots=True)
 class Standing:
-    """A worker process in a run."""
-
     name: str = ""
     stage: Stage = Stage.STARTING
     joined_s: float = 0.0  # monotonic
@@ -84,8 +82,6 @@ class Standing:
 
 
 class RestartWorker(NamedTuple):
-    """Restart a worker whose setup failed for ``reason``."""
-
     address: str
     name: str
     reason: str
@@ -102,7 +98,7 @@ class Liveness:
         self._withheld: set[str] = set()
 
     def joined(self, address: str, name: str, runs: Iterable[str], t_s: float) -> bool:
-        """A worker joins, to be set up for ``runs``; whether to withhold it from Dask now."""
+        """Register a worker to be set up for ``runs``; returns whether to withhold it from Dask."""
         self._names[address] = name
         self._lost_s.pop(name, None)
         for run in runs:
@@ -113,7 +109,7 @@ class Liveness:
         return True
 
     def ready(self, run: str, address: str) -> list[str]:
-        """The worker is set up for a run; addresses of workers to supply to Dask."""
+        """The worker is set up for a run; returns addresses of workers to supply to Dask."""
         standing = self._standing(run, address)
         standing.stage, standing.detail, standing.restart_s = Stage.READY, "", None
         self._backoff.worked((run, standing.name))
@@ -139,7 +135,7 @@ class Liveness:
                 del self._lost_s[next(iter(self._lost_s))]
 
     def ended(self, run: str) -> list[str]:
-        """A run has ended; addresses of workers to supply to Dask."""
+        """A run has ended; returns addresses of workers to supply to Dask."""
         self._backoff.worked(*(subject for subject in self._backoff.subjects() if subject[0] == run))
         return self._supplied(self._runs.pop(run, {}))
 
@@ -147,12 +143,11 @@ class Liveness:
         self._standing(run, address).asleep = asleep
 
     def checked(self, run: str, address: str, *, passed: bool, out: str = "") -> None:
-        """An engine passed or failed the version check; ``out``: why it stays out of service."""
+        """An engine passed or failed the version check; ``out`` is why it stays out of service."""
         standing = self._standing(run, address)
         standing.quarantined, standing.out = not passed, out
 
     def due(self, run: str, t_s: float) -> tuple[RestartWorker, ...]:
-        """Failed workers of a run to restart now; each is returned once."""
         due = [(a, s) for a, s in self._runs.get(run, {}).items() if s.restart_s is not None and t_s >= s.restart_s]
         for _, standing in due:
             standing.restart_s = None
@@ -168,7 +163,7 @@ class Liveness:
         return {address for address, standing in self._every() if standing.stage in JOINING}
 
     def silent(self) -> set[str]:
-        """Addresses of workers whose engine sleeps or failed the check, for any run."""
+        """Addresses of workers whose engine is asleep or failed the check, in any run."""
         return {address for address, standing in self._every() if standing.quarantined or standing.asleep}
 
     def out(self, run: str) -> dict[str, str]:
@@ -179,7 +174,7 @@ class Liveness:
         return sorted(name for name, lost_s in self._lost_s.items() if t_s - lost_s < within_s)
 
     def rows(self, run: str, t_s: float) -> list[dict[str, Any]]:
-        """Workers that joined during a run and are not ready, by name; see the dashboard page."""
+        """Dashboard rows of workers that joined during a run and are not ready, by name."""
         joining = ((a, s) for a, s in self._runs.get(run, {}).items() if s.stage in JOINING)
         return [
             {
@@ -206,7 +201,7 @@ class Liveness:
 
 
 class RoleSupply(NamedTuple):
-    """Suppliers of a resource; ``cause`` names lost, out of service and unready workers."""
+    """Suppliers of a resource; ``cause`` names lost, out-of-service and unready workers."""
 
     wanted: int
     names: tuple[str, ...]
@@ -215,7 +210,7 @@ class RoleSupply(NamedTuple):
 
 
 class RolesMissing(NamedTuple):
-    """Too few workers supply these resources; ``had``: last suppliers; ``some``: one is left."""
+    """Too few workers supply these resources; ``had``: last suppliers; ``some``: some remain."""
 
     resources: tuple[str, ...]
     for_s: float
@@ -241,14 +236,12 @@ class _Role:
 
 
 class MissingRoles:
-    """The resources that one run misses."""
-
     def __init__(self, resources: Iterable[str]) -> None:
         self._roles = {resource: _Role() for resource in resources}
 
     @property
     def told(self) -> list[str]:
-        """Resources that were reported missing and are not back."""
+        """Resources that were reported missing and have not returned."""
         return [resource for resource, role in self._roles.items() if role.told_s is not None]
 
     def had(self, resource: str) -> tuple[str, ...]:

@@ -1,15 +1,14 @@
-"""Repeats a run's decisions from its event log, and compares them with the logged ones.
+"""Repeats a run's decisions from its event log, and compares them with the logged decisions.
 
 Promises
 --------
-1. The policy objects receive the events of the log, in its order, and nothing else.
-2. Every command in the log is compared with one of the replay, and conversely. Only at the end of
-   an epoch may answers to its last event be missing, because its writer died: `Told.cut`. What a
-   batch did about late rewards is compared too.
-3. Every snapshot except the first of an epoch is compared with the present state of the objects.
-4. A dispatch is compared with the last logged priority of its trajectory, and needs a parking of
-   its own. If the log has the run from its start and no other run shared the scheduler, the
-   dispatcher's choices of trajectory and worker are compared too.
+1. The policy objects receive the log's events in order, and nothing else.
+2. Logged commands and replayed commands are matched one to one, late-reward decisions of batches
+   included. Only the last event of an epoch may lack answers, because its writer died: `Told.cut`.
+3. Every snapshot except an epoch's first is compared with the state of the objects.
+4. A dispatch is compared with the last logged priority of its trajectory, and needs its own
+   parking. If the log begins at the run's start and no other run shared the scheduler, the
+   dispatcher's choices of trajectory and worker are also compared.
 5. After a difference the replay continues; later differences may follow from the first.
 """
 
@@ -43,13 +42,12 @@ _OF_THE_DISPATCHER = (
     facts.ToolsDeclared, facts.ToolCapacity, facts.ActionRequested, facts.QuantumLost, facts.QuantumGivenBack,
     facts.PlacementVoid,
 )  # fmt: skip
-"""Facts that only the dispatcher receives."""
 
 BlankOrdering = Callable[[str], Ordering]  # by its name in a log; KeyError
 
 
 class Logged(NamedTuple):
-    """A command, its line number, and the known priority of its trajectory before it."""
+    """A command, its line number, and the trajectory's known priority before the command."""
 
     line: int
     command: Command
@@ -68,7 +66,7 @@ class Told:
     cut: bool = False  # the log, or the epoch, ends before all of ``now`` was written
 
     def compared(self, *, last: bool = False) -> Told:
-        """Itself, once the log has all of its commands; ``last``: no event follows."""
+        """The same event, compared once all its commands are logged; ``last``: no event follows."""
         logged, now = tuple(entry.command for entry in self.logged), self.now
         self.cut = last and len(logged) < len(now)
         self.difference = self.difference or _difference(logged, now[: len(logged)] if self.cut else now)
@@ -116,7 +114,7 @@ def replay(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = make_orderi
 
 
 def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = make_ordering) -> dict[str, Any] | None:
-    """A log's ordering at its end, without running trajectories; None if it does not learn."""
+    """A log's ordering at its end, without unfinished trajectories; None unless it learns."""
     objects: _Objects | None = None
     fresh = True
     for line, event in lines:
@@ -137,8 +135,6 @@ def learned(lines: Iterable[tuple[int, Fact]], blank: BlankOrdering = make_order
 
 
 class _Objects(RunPolicies):
-    """The policy objects of one epoch, and the priorities they gave."""
-
     def __init__(self, line: int, policy: str, blank: BlankOrdering, run: facts.RunStarted | None = None) -> None:
         try:
             ordering = blank(policy)
@@ -184,7 +180,6 @@ class _Objects(RunPolicies):
         return Logged(line, command, before)
 
     def answered(self, line: int, fact: Fact) -> Told | None:
-        """A fact and the answers to it; None if no object receives this kind."""
         difference = ""
         match fact:
             case facts.LateRewardsTaken():
@@ -212,7 +207,6 @@ class _Objects(RunPolicies):
         return Told(line, fact, now, difference)
 
     def told(self, line: int, fact: Fact) -> tuple[Command, ...] | None:
-        """The answers to a fact, which every object of its kind receives; None if none does."""
         received = type(fact) in DECIDED
         match fact:
             case facts.PolicyLearned():

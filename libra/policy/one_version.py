@@ -1,20 +1,20 @@
-"""When engines take new weights, where trajectories keep their own (``staleness.versions=one``).
+"""When engines take new weights if trajectories keep theirs (``staleness.versions=one``).
 
-DORA, arXiv:2604.26256, C1. An engine is emptied by the ends of its trajectories or, with
-``rounded``, by shares: an engine above its version's share (`version_shares`), the one with the
-fewest trajectories first, gives them to others of its version that have room. Differs from the
-paper: shares are computed at each new version and whenever a trajectory begins to wait or ends; no
-engine goes back to an older version; turns are not interrupted.
+Source: DORA, arXiv:2604.26256, C1. An engine empties as its trajectories end or, with ``rounded``,
+by shares (`version_shares`): if a version has more engines than its share, the engine with the
+fewest trajectories hands them to engines of the same version. Differs from the paper: shares are
+computed at each new version and whenever a trajectory starts waiting or ends, no engine returns to
+an older version, and turns are not interrupted.
 
 Invariants
 ----------
-1. An engine gets a version only while no trajectory that began there runs there.
-2. A trajectory begins only on an engine with the newest version. A running one goes only to engines
-   of its version, as long as there is one; after that its worker starts it again from its prompt.
-3. No dead end: each trajectory on an engine ends, goes to another of its version, or leaves with
-   it; then the engine gets the newest version.
-4. An engine that gives its trajectories away gets none, and another of its version keeps its
-   weights until all of the version have ended.
+1. An engine takes a version only while no trajectory that began on the engine runs there.
+2. A trajectory begins only on an engine with the newest version. A running trajectory goes only to
+   engines of its version while there is one; after that its worker restarts it from its prompt.
+3. No deadlock: each trajectory on an engine ends, goes to another engine of its version, or leaves
+   with the engine; then the engine takes the newest version.
+4. An engine that hands over its trajectories gets no new ones, and another engine keeps their
+   version until all trajectories of that version have ended.
 5. ``restore(snapshot())`` changes no later answer.
 """
 
@@ -32,7 +32,7 @@ Orders = tuple[facts.Vacate | facts.LoadVersion, ...]
 
 
 class OneVersion(Saved):
-    """The versions of a run's engines, and of its running trajectories; engines by worker name."""
+    """The versions of a run's engines (by worker name) and of its running trajectories."""
 
     rounded: bool
     newest: int
@@ -58,7 +58,7 @@ class OneVersion(Saved):
         return self.told.get(worker) == wanted and worker not in self.emptying
 
     def handle(self, event: facts.Fact) -> Orders:
-        """Follow one event; the engines that give trajectories away, and that take new weights."""
+        """Commands that answer an event: vacate an engine, or load new weights."""
         if type(event) is facts.TrajectoryParked:
             return self._parked(event) if self.rounded else ()
         if isinstance(event, facts.QuantumStarted):
@@ -114,7 +114,6 @@ class OneVersion(Saved):
         return self._emptied(home)
 
     def _emptied(self, worker: str) -> tuple[facts.LoadVersion, ...]:
-        """The command for an engine that is behind, if nothing that began there is left."""
         before = self.told.get(worker, self.newest)
         if before >= self.newest or self._under_way.get(worker):
             return ()
@@ -208,9 +207,10 @@ class OneVersion(Saved):
 def version_shares(engines: int, under_way: Mapping[int, int]) -> dict[int, int]:
     """Engines of each version: ``round(engines x R_w / sum of R)``, for R_w trajectories.
 
-    Trajectories that are to begin count for the newest version. Differs from the paper: a version
-    with trajectories has at least one of ``engines`` (at least as many as versions), and the newest
-    one the rest; the versions with the fewest trajectories per engine give up what is missing.
+    Trajectories that have not begun count for the newest version. Differs from the paper: a version
+    with trajectories has at least one of ``engines`` (at least as many as versions), the newest
+    gets the rest, and versions with the fewest trajectories per engine give up
+    engines if there are too few.
     """
     live = {version: count for version, count in sorted(under_way.items()) if count > 0}
     if not live:

@@ -1,12 +1,11 @@
-"""The interface of orderings for plugin, simulator and replay, the table of them, and simple ones.
+"""The interface of orderings for plugin, simulator and replay, two simple orderings, and a table.
 
 Promises of `Fifo` and `Mlfq`
 -----------------------------
-1. An earlier iteration always goes before a later one.
-2. No trajectory starves: only finitely many can be ahead of one in `Fifo`; `Mlfq` has the bound of
-   `libra.policy.trajectory_table`.
-3. In `Fifo` a trajectory keeps the place of its first parking, so that its KV cache is used again
-   soon.
+1. An earlier iteration always goes before a later iteration.
+2. No trajectory starves: in `Fifo` only finitely many are ahead of a trajectory; `Mlfq` has the
+   bound of `libra.policy.trajectory_table`.
+3. In `Fifo` a trajectory keeps the place of its first parking, so its KV cache is soon reused.
 4. ``restore(snapshot())`` changes no later answer.
 """
 
@@ -39,32 +38,31 @@ from libra.policy.trajectory_table import (
 
 @runtime_checkable
 class Ordering(Protocol):
-    """Decides the order of waiting trajectories, deterministic in the sequence of events.
+    """Decides the order of waiting trajectories, deterministically from the sequence of events.
 
-    ``policy.name`` takes ``package.module:attribute``: a class or function, called with what it
-    takes by name of ``objective`` and ``patience`` (parkings). Scheduler, simulator and replay each
-    make an object of their own. If it raises, the order is first come, first served from then on.
-    `libra.testing.parts.PolicyContract` tests one.
+    ``policy.name`` takes ``package.module:attribute``: a class or function, called with
+    ``objective`` and ``patience`` (parkings) if its signature has them. Scheduler, simulator and
+    replay each make their own object. After its first error the order is first come, first served.
+    `libra.testing.parts.PolicyContract` tests an ordering.
     """
 
     name: ClassVar[str]
-    """Name in event log and page; an own policy gets ``package.module:attribute``."""
+    """Name in event log and page; a user's policy gets ``package.module:attribute``."""
 
     def handle(self, event: Fact) -> tuple[SetPriority | Prefer, ...]:
         """The commands that answer an event.
 
-        A `TrajectoryParked` is answered with a `SetPriority` for its key first, with
-        `Priority.deadline` its iteration; answers for other keys may follow, also to other events;
-        each `Prefer` comes after the `SetPriority` of its key. A `QuantumContinued` may be answered
-        with a new rank of its key.
+        The first answer to a `TrajectoryParked` is a `SetPriority` for its key, whose
+        `Priority.deadline` is its iteration. Answers for other keys may follow, also to other
+        events; each `Prefer` comes after the `SetPriority` of its key. A `QuantumContinued` may be
+        answered with a new rank of its key.
         """
 
     def snapshot(self) -> dict[str, Any]:
-        """Its whole state as JSON-able values: ``restore(snapshot())`` changes no later answer."""
+        """The whole state as JSON-able values."""
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is not a
-        snapshot."""
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if it is none."""
 
 
 LEARNS_EVERY = 32  # ended trajectories between the first calls of ``learn``
@@ -72,7 +70,7 @@ LEARNS_RARELY = 256
 
 
 def learns_after(num_ended: int) -> int:
-    """Trajectories that must end before the next ``learn``, after ``num_ended`` at the last."""
+    """Trajectories that must end before the next ``learn``; ``num_ended`` had ended at the last."""
     return min(LEARNS_RARELY, max(LEARNS_EVERY, num_ended // 32))
 
 
@@ -84,15 +82,13 @@ class OnlineLearner(Protocol):
         """Run the expensive update; deterministic, like `handle`."""
 
     def forget_live(self) -> None:
-        """Drop running trajectories, and keep what was learned from finished ones."""
+        """Forget unfinished trajectories, and keep what finished trajectories taught."""
 
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """An ordering with figures for the dashboard."""
-
     def dashboard_row(self) -> dict[str, Any]:
-        """``objective``, ``skill``, ``weights`` by signal, ``outcomes``; see `CMLFQ`."""
+        """``objective``, ``skill``, ``weights`` by signal, and ``outcomes``; see `CMLFQ`."""
 
 
 class Fifo(Saved):

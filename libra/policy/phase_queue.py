@@ -1,4 +1,4 @@
-"""One phase of the dispatcher: who waits in which order, slots that are free, and what runs."""
+"""One phase of the dispatcher: waiting trajectories in order, free slots, running trajectories."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Entry = tuple[Priority, int, Trajectory]  # valid while its serial is the record
 
 
 class Order:
-    """A heap of trajectories of ``waiting``; stale entries are dropped when they reach the top."""
+    """A heap over ``waiting``; stale entries are dropped when they reach the top."""
 
     def __init__(self, waiting: Sized) -> None:
         self._heap: list[Entry] = []
@@ -48,7 +48,7 @@ class Order:
         return heap[0] if heap else None
 
     def first_few(self, count: int) -> list[Entry]:
-        """Up to ``count`` entries in order; they stay."""
+        """Up to ``count`` first entries in order, without removing them."""
         taken: list[Entry] = []
         while len(taken) < count and (entry := self.first()) is not None:
             taken.append(heapq.heappop(self._heap))
@@ -58,11 +58,7 @@ class Order:
 
 
 class PhaseQueue:
-    """One phase: waiting trajectories, free slots, and running ones.
-
-    ``overfull`` workers have fewer slots than are taken; ``anywhere`` orders trajectories that may
-    go to any worker.
-    """
+    """One phase; ``overfull`` workers supply fewer slots than are taken."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, Priority] = {}
@@ -109,7 +105,7 @@ class PhaseQueue:
                 del self.waiting_at[home]
 
     def supply(self, worker: str, slots: int) -> None:
-        """``worker`` has ``slots`` slots; if more are taken, it gets no task for now."""
+        """Set the slots of ``worker``; while more are taken it gets no task."""
         self.slots[worker] = slots
         self._room(worker)
 

@@ -1,26 +1,25 @@
-"""Role changes: a state machine that moves workers between roles, so that no GPU has two owners.
+"""Role changes: a state machine that moves workers between roles so that no GPU has two owners.
 
 ::
 
     draining -> sleeping -> taking_up -> resupplied   once all members have finished a stage
     any stage --cancelled, failed, a member lost--> sleeping or taking_up, in a new change back
 
-A *change* moves one worker, or several: in a *rebucket* the workers of one node give their GPUs to
-the engine of one of them, the leader, and are *lent*; or take them back.
+A *change* moves one worker, or several. In a *rebucket* workers of one node *lend* their GPUs to
+the engine of one of them, the leader, or take them back.
 `libra.scheduler.worker_roles` carries out the commands.
 
 Invariants
 ----------
-1. A worker is supplied in one role or in none: it is withdrawn before it drains, and supplied when
-   its change has ended.
-2. Every change has a larger generation than any before. Reports of another generation are ignored.
-3. A change ends with every member in its new assignment, or every member in its old one. It is
-   undone by another change, which cannot be cancelled; a worker that fails in that one is
+1. A worker is supplied in at most one role: withdrawn before it drains, supplied after its change.
+2. Every change has a larger generation than all before; reports of another generation are ignored.
+3. A change ends with all members in their new assignment or all in their old one. Another change,
+   which cannot be cancelled, undoes a change; a worker that fails in the undoing change is
    restarted, and gets no more work if it fails again.
 4. No worker starts its new role while another member may still hold its old resources. A lost
-   worker holds none, and one that returns has started nothing.
-5. A lost worker keeps its assignment by name. While an engine has GPUs of others, all of them
-   change together.
+   worker holds none, and a worker that returns has started nothing.
+5. A lost worker keeps its assignment by name. While an engine has GPUs of other workers, all of
+   these workers change together.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Withdraw(NamedTuple):
 
 
 class Perform(NamedTuple):
-    """A stage of a worker's change; afterwards its engine has the slots of ``slots_of``."""
+    """Carry out one stage of a worker's change; its engine then has the slots of ``slots_of``."""
 
     worker: str
     generation: int
@@ -83,7 +82,7 @@ class Perform(NamedTuple):
 
 
 class Supply(NamedTuple):
-    """The worker is in its role and takes tasks; an engine has the slots of ``slots_of``."""
+    """The worker is in its role and takes tasks; its engine has the slots of ``slots_of``."""
 
     worker: str
     generation: int
@@ -105,8 +104,6 @@ _NEXT = {Stage.DRAINING: Stage.SLEEPING, Stage.SLEEPING: Stage.TAKING_UP, Stage.
 
 @dataclass(slots=True)
 class Member:
-    """A worker that can change roles."""
-
     base: Assignment  # what it was started for
     node: str  # its machine
     settled: Assignment  # to which it returns until a change has ended
@@ -118,7 +115,7 @@ class Member:
 
 @dataclass(slots=True)
 class Change:
-    """A change that has not ended; a ``final`` one is not undone, and needs no lost members."""
+    """A change that has not ended; a ``final`` change is not undone and may lose members."""
 
     generation: int
     moves: dict[str, tuple[Assignment, Assignment]]
@@ -131,8 +128,6 @@ class Change:
 
 
 class Roles:
-    """The workers of one run that can change roles, and their changes."""
-
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
         self.changes: dict[int, Change] = {}
@@ -161,7 +156,7 @@ class Roles:
         return found
 
     def request(self, targets: Mapping[str, Assignment], reason: str = "asked for") -> list[RoleCommand]:
-        """Begin a change to these assignments, by worker name; others stay unchanged."""
+        """Begin a change to these assignments by worker name; other workers keep theirs."""
         if unknown := [name for name in targets if name not in self.members]:
             known = ", ".join(sorted(self.members)) or "none"
             return [Refuse(f"worker {unknown[0]!r} cannot change roles here; workers that can: {known}")]
@@ -309,7 +304,7 @@ class Roles:
         return [*commands, *self._perform_all(change), *self._go_on(change)]
 
     def _undo(self, change: Change, detail: str, *, cancelled: bool = False) -> list[RoleCommand]:
-        """Return every member in a new change, so that late reports of this one are ignored."""
+        """Return every member in a new change, so that late reports of this change are ignored."""
         del self.changes[change.generation]
         at = Stage.TAKING_UP if change.stage is Stage.DRAINING else Stage.SLEEPING
         old = {name: before for name, (before, _) in change.moves.items()}

@@ -1,4 +1,4 @@
-"""The policy objects of one run, and which facts they receive: the same in scheduler and replay."""
+"""The policy objects of one run, and the facts each receives: the same in scheduler and replay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DECIDED = frozenset({
     facts.PromptsNamed, facts.TrajectoryEnded, facts.WorkerCapacity, facts.WorkerWithdrawn, facts.BoundariesSet,
     facts.VersionPublished, facts.QuantumDispatched,
 })  # fmt: skip
-"""Facts that the ordering receives; the dispatcher too, but for its own `QuantumDispatched`."""
+"""Facts for ordering and dispatcher; the dispatcher does not receive `QuantumDispatched`."""
 OF_THE_TAIL = frozenset({
     facts.RoleMemberKnown, facts.RoleChangeStarted, facts.RoleChanged, facts.RoleRestored, facts.TurnRefused,
 })  # fmt: skip
@@ -26,7 +26,7 @@ OF_THE_TAIL = frozenset({
 
 @dataclass(slots=True)
 class RunPolicies:
-    """Order, staleness, role switches, and engines' versions where trajectories keep their own."""
+    """The ordering, staleness bound and role switches of a run, and `OneVersion` if it is used."""
 
     policy: Ordering
     admission: Admission
@@ -56,13 +56,12 @@ class RunPolicies:
         return answers
 
     def snapshot(self, family: str) -> facts.PolicySnapshot:
-        """Their state; ``family``: the run's environment."""
         versions = {} if self.one is None else self.one.snapshot()
         state = (self.policy.snapshot(), self.admission.snapshot(), self.tail.snapshot(), versions)
         return facts.PolicySnapshot(self.policy.name, family, *state)
 
     def restore(self, snapshot: facts.PolicySnapshot) -> None:
-        """Take the state of ``snapshot``; KeyError, TypeError, ValueError if it cannot be read."""
+        """Take the state of ``snapshot``; KeyError, TypeError or ValueError if unreadable."""
         self.policy.restore(snapshot.order)
         self.admission.restore(snapshot.admission)
         self.tail.restore(snapshot.turning)

@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Saved:
-    """An object with its state in the annotated attributes of its class, at first empty or 0."""
+    """An object whose state is its class's annotated attributes, which start empty or 0."""
 
     _kinds: ClassVar[Mapping[str, Any]] = {}
 

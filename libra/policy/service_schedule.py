@@ -1,20 +1,16 @@
-"""Services of one worker: which batch runs next, on which device, and whose weights make room.
+"""Services of one worker: which batch runs next, on which device, and whose weights are evicted.
 
-A service is a model in host memory, or a plain function. Its weights are restored to a device when
-a batch is to run there (ARL-Tangram, 3.3); differs from the paper: weights of several services stay
-beside each other while they fit. Time arrives with every call and never goes back.
+A service is a model in host memory or a plain function. Its weights are restored to a device when a
+batch is to run there (ARL-Tangram, 3.3). Differs from the paper: weights of several services stay
+on a device while they fit. Each call passes the time, which never decreases.
 
 Invariants
 ----------
-1. One batch at a time runs on a device. A service without weights has a lane of its own.
-2. A batch has requests of one service, the oldest first, at most ``max_batch``. Each request is in
-   exactly one batch.
-3. A service is ripe at ``max_batch`` requests or after ``max_wait_s``; the first ripe service goes
-   first.
-4. Weights never take more of a device than it has: the least recently used are evicted, never the
-   running batch's.
-5. A service waits for a busy device that has its weights, if that is expected to be sooner than
-   restoring them.
+1. A device runs one batch at a time. A service without weights has a lane of its own.
+2. Each request is in exactly one batch: up to ``max_batch`` of one service, oldest first.
+3. A service is ripe with ``max_batch`` requests or after ``max_wait_s``; the first ripe goes first.
+4. Weights never exceed a device's memory: the least recently used are evicted, none while in use.
+5. A service waits for a busy device with its weights if that should be quicker than restoring.
 6. The same calls give the same decisions.
 """
 
@@ -31,8 +27,6 @@ FORGETTING = 0.2  # weight of the newest batch, or restoring, in a service's mea
 
 
 class ServiceFacts(msgspec.Struct, frozen=True, gc=False):
-    """Declaration of a service."""
-
     name: str
     max_batch: int  # requests
     max_wait_s: float  # of the oldest request
@@ -41,7 +35,7 @@ class ServiceFacts(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fire(msgspec.Struct, frozen=True, gc=False):
-    """Run a batch: evict from ``device`` (may be empty), restore the weights if ``restores``."""
+    """Run a batch: evict from ``device`` (may be empty), and restore weights if ``restores``."""
 
     service: str
     device: str
@@ -64,7 +58,6 @@ class _Service:
 
     @property
     def ripe_s(self) -> float:
-        """When its next batch is ripe; infinite without requests."""
         if not self.waiting:
             return float("inf")
         oldest_s = self.waiting[0][0] + self.facts.max_wait_s
@@ -73,7 +66,7 @@ class _Service:
 
 
 class ServiceSchedule:
-    """The services of one worker; ``devices``: bytes for weights by device (None without bound)."""
+    """The services of one worker; ``devices``: bytes for weights by device (None if unbounded)."""
 
     def __init__(self, devices: Mapping[str, int | None]) -> None:
         self._bytes = dict(devices)
@@ -93,7 +86,7 @@ class ServiceSchedule:
         self._services.setdefault(facts.name, _Service(facts))
 
     def bound(self, device: str, num_bytes: int | None) -> None:
-        """Limit weights on ``device``, at least to the largest declared service."""
+        """Limit weights on ``device``, but not below the largest declared service."""
         largest = max((service.facts.num_bytes for service in self._services.values()), default=0)
         self._bytes[device] = None if num_bytes is None else max(num_bytes, largest)
 
@@ -105,7 +98,7 @@ class ServiceSchedule:
         return tuple(request for _, request in found.waiting) if found is not None else ()
 
     def resident(self, device: str) -> tuple[str, ...]:
-        """Services whose weights are on ``device``, the least recently used first."""
+        """Services whose weights are on ``device``, least recently used first."""
         return tuple(sorted(self._resident[device], key=lambda name: (self._resident[device][name], name)))
 
     def asked(self, service: str, request: int, at_s: float) -> None:
@@ -118,7 +111,7 @@ class ServiceSchedule:
     def ended(
         self, fire: Fire, at_s: float, *, restore_s: float = 0.0, device_s: float = 0.0, failed: bool = False
     ) -> None:
-        """A batch has ended; others had the device for ``device_s``."""
+        """A batch has ended, which waited ``device_s`` for a device that others used."""
         _, began_s, service = self._running.pop(fire.lane)
         if self._services.get(fire.service) is not service:
             return  # it was withdrawn: nothing of it is here
@@ -145,12 +138,12 @@ class ServiceSchedule:
         return tuple(begun)
 
     def next_s(self, at_s: float) -> float | None:
-        """Earliest time after ``at_s`` at which time alone makes a service ripe."""
+        """Earliest time after ``at_s`` at which a service becomes ripe without a new request."""
         times = (service.ripe_s for service in self._services.values())
         return min((each for each in times if at_s < each < float("inf")), default=None)
 
     def _device(self, name: str, at_s: float) -> str | None:
-        """Where a ripe service runs now; "" without a device, None if it waits."""
+        """Device on which a ripe service runs now; "" for no device, None if it waits."""
         service = self._services[name]
         need = service.facts.num_bytes
         if not need:

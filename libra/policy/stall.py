@@ -3,15 +3,15 @@
 Invariants
 ----------
 1. Progress is a worker's report on the run, a completed task, or the driver's request for another
-   iteration; not the start of a task. A run without any task is idle, not stalled.
-2. The limit of a kind of task is ``FACTOR`` times the ``QUANTILE`` of its last ``KEPT`` lengths, at
-   least its floor; ``START_S`` if it was seen fewer than ``MIN_SEEN`` times: first tasks load,
-   compile and connect. A tool's or grader's floor is its time-out.
-3. A stall is reported after the least of all limits without progress, if a task has shown no
-   activity for longer than its limit; else after the longest limit of the running tasks. It is
-   reported again after each further limit of that task. An action against it gets the same time.
-4. If tasks run, the culprit has exceeded its limit by the largest factor.
-5. If no task runs, the stall names what parked tasks wait for, after the longest limit of the run.
+   iteration; the start of a task is not. A run without tasks is idle, not stalled.
+2. A task's limit is ``FACTOR`` times the ``QUANTILE`` of the last ``KEPT`` durations of its kind,
+   but not below its floor. Kinds seen fewer than ``MIN_SEEN`` times have ``START_S``: first tasks
+   load, compile and connect. The floor of a tool or grader is its time-out.
+3. Once no progress lasts for the smallest limit, a stall is reported if a task has been inactive
+   beyond its own limit, and otherwise after the longest limit of the running tasks. The report
+   repeats after each further limit of the culprit; an action against it gets the same time.
+4. If tasks run, the culprit exceeds its limit by the largest factor.
+5. If no task runs, the stall names what parked tasks wait for, after the run's longest limit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Picture(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """No progress for ``idle_s``; ``detail`` has it in words."""
+    """No progress for ``idle_s``; ``detail`` describes it in words."""
 
     idle_s: float
     culprit: RunningTask | None  # None if nothing runs
@@ -67,7 +67,7 @@ class Stall(NamedTuple):
 
 
 class Watchdog:
-    """One per run; ``t_s`` is in seconds of a monotonic clock."""
+    """The watchdog of a run; ``t_s`` is in seconds of a monotonic clock."""
 
     def __init__(self, limits: Limits, t_s: float) -> None:
         self.limits = limits
@@ -80,11 +80,11 @@ class Watchdog:
         self._again = False
 
     def granted(self, t_s: float) -> None:
-        """An action may end a stall; it is not reported before a limit from now."""
+        """An action may end a stall; no report follows before a limit from now."""
         self._reported_s, self._again = max(self._reported_s, t_s), True
 
     def check(self, t_s: float, look: Callable[[], Picture]) -> Stall | None:
-        """A stall to report now; ``look`` is called only if one is due."""
+        """A stall to report now; ``look`` is called only if a report may be due."""
         since_s = t_s - self._reported_s
         if since_s < self.limits.floor_s:
             return None
@@ -130,7 +130,7 @@ def _nothing_runs(picture: Picture, missing: tuple[str, ...]) -> str:
 
 
 class Limits:
-    """Seconds after which a task without activity is suspicious, by kind or ``fixed_s``."""
+    """Seconds of inactivity after which a task is suspicious, by kind or ``fixed_s``."""
 
     def __init__(self, floors_s: Mapping[str, float] | None = None, *, fixed_s: float | None = None) -> None:
         self._floors_s, self._fixed_s = dict(floors_s or {}), fixed_s
@@ -138,7 +138,7 @@ class Limits:
         self.floor_s = FLOOR_S if fixed_s is None else fixed_s
 
     def took(self, kind: str, seconds: float) -> None:
-        """A task took this long on a worker until it ended or showed activity."""
+        """A task took ``seconds`` on a worker until it ended or showed activity."""
         self._seen.setdefault(kind, deque(maxlen=KEPT)).append(seconds)
 
     def limit_s(self, kind: str) -> float:

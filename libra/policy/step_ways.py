@@ -1,15 +1,15 @@
-"""Ways to take a step, the seconds of each in closed form, and which is worth it.
+"""Ways to take a step, a closed form for the seconds of each, and the best way for a run.
 
-Step modes: *split* (gradients once the batch is complete), *streaming* (gradients of complete
-groups while others are generated) and *turning* (engines that the tail does not need train, too).
-With W the GPU-seconds of a step, G the GPUs and L the longest trajectory alone, x = ((L + update) /
-(eta + 1)) / (W / G). Where x is small, GPUs are the limit; where it is large, they wait for one
-trajectory. The forms are rough (15 % in comparison with a simulation). A live run that may choose
-plays the waves of each measured step again, and compares the ways.
+A *split* step computes gradients once the batch is complete. A *streaming* step computes those of
+complete groups while other groups are generated. A *turning* step also trains on engines that the
+tail does not need. With W the GPU-seconds of a step, G the GPUs and L the longest trajectory alone,
+x = ((L + update) / (eta + 1)) / (W / G): small x means GPUs are the limit, large x that they wait
+for one trajectory. The forms are within 15 % of a simulation. A live run that may choose replays
+the waves of each measured step and compares the ways.
 
 Invariants
 ----------
-1. A choice depends on the settings, on the choice before, and on the measurements of the run.
+1. A choice depends on the settings, the choice before, and the run's measurements.
 2. ``restore(snapshot())`` changes no later choice.
 3. Gradients do not depend on the choice, except for the rounding of their sums.
 """
@@ -40,8 +40,6 @@ MOST_ETA = 4  # largest recommended staleness bound
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Parts of a step, planned or measured."""
-
     gpus: int
     train_gpus: int
     eta: int
@@ -63,12 +61,11 @@ class StepParts:
 
     @property
     def path_over_work(self) -> float:
-        """x of the module."""
         return (self.longest_s + self.update_s) / (self.eta + 1) / self.work_s
 
 
 def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
-    """Seconds of a step by way; ``turning`` only where both changes are short against it."""
+    """Seconds of a step by way; ``turning`` only if the step is long against both changes."""
     update_s, eta, train_s = parts.update_s, parts.eta, parts.train_s
     left_s = LEFT_FRAC * train_s if parts.left_s is None else parts.left_s
     all_left_s = max(left_s, train_s - parts.rollout_s) * parts.train_gpus / parts.gpus
@@ -88,9 +85,9 @@ def forms(parts: StepParts, changes_s: float = CHANGES_S) -> dict[str, float]:
 
 
 def chosen(x: float, step_s: Mapping[str, float], ways: Sequence[str], now: str = "") -> str:
-    """The way to take of ``ways``, the least change first; a later one must save `WORTH_FRAC`.
+    """The best of ``ways``, listed by size of change; a later way must save `WORTH_FRAC`.
 
-    ``now`` stays from `STAYS_FRAC` on. Only the first may have no known seconds.
+    The way ``now`` stays as long as it saves `STAYS_FRAC`. Only the first way may lack seconds.
     """
     found = ways[0]
     for way in ways[1:]:
@@ -104,8 +101,6 @@ def chosen(x: float, step_s: Mapping[str, float], ways: Sequence[str], now: str 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """The bound of a step, and how to take it."""
-
     path_over_work: float  # x of the module
     step_s: Mapping[str, float]  # predicted, by way
     choice: str  # the fastest that can be configured; ``split`` unless another saves `WORTH_FRAC`

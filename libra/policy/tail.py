@@ -1,24 +1,24 @@
-"""Engines that train while the tail of a rollout runs: which engines turn, and when they return.
+"""Engines that train during the tail of a rollout: which engines turn, and when they return.
 
-When a rollout thins out, its open trajectories fit on fewer engines. The thinnest engine hands its
-trajectories over, and its GPUs train on complete groups of a streaming step (`libra.policy.waves`).
-`TurningRule` decides, live and simulated; `Tail` follows a live run for it. A change costs what the
-run measured; before that `ASSUMED_LOADS` loads of a version, at most ``planner.change_cost_s``.
-Differs from Libra's paper (arXiv:2606.03077 v2), which changes roles between iterations only.
+As a rollout thins out, its open trajectories fit on fewer engines. The engine with the fewest hands
+them over, and its GPUs train on complete groups of a streaming step (`libra.policy.waves`).
+`TurningRule` decides, live and simulated; `Tail` tracks a live run for it. A change costs the
+seconds that the run measured, or before that `ASSUMED_LOADS` loads of a version, at most
+``planner.change_cost_s``. The paper (arXiv:2606.03077 v2) changes roles between iterations only.
 
 Invariants
 ----------
-1. While a trajectory is open, at least one engine generates, or returns to do so. Workers that
-   others moved (``libra roles``) are never moved back.
-2. An engine turns only if the others have ``trajectories_per_gpu`` or fewer open trajectories per
-   GPU without it, and the backlog keeps all trainers busy for ``min_gain_s``. Engines return when
-   more trajectories are open than the generating ones should have. So none turns back at once.
-3. When nothing is open and the batch is complete, all engines turn if that is over sooner than the
-   trainers alone are, including the return where the next rollout waits for this step.
-4. At most one role-switch request per worker is pending: until its change has begun and ended, or
-   was refused. A worker that was refused or could not change rests until the next version.
-5. No role switches before the first gradient is timed, and none to training where the run chooses
-   not to turn for now (`libra.policy.step_ways`).
+1. While a trajectory is open, at least one engine generates or is returning to generation. Workers
+   that others moved (``libra roles``) are never moved back.
+2. An engine turns to training only if the other engines then have at most ``trajectories_per_gpu``
+   open trajectories per GPU, and the backlog keeps all trainers busy for ``min_gain_s``. Engines
+   return when more trajectories are open than the generating engines should have.
+3. When nothing is open and the batch is complete, all engines turn if the step then ends sooner,
+   including the return if the next rollout waits for this step.
+4. Each worker has at most one pending role-switch request. A worker that was refused or could not
+   change rests until the next version.
+5. No role switches before the first gradient is timed, and none to training while the run chooses
+   not to turn (`libra.policy.step_ways`).
 6. ``restore(snapshot())`` changes no later answer.
 """
 
@@ -44,7 +44,7 @@ from libra.types import Phase
 
 
 class TurningEngine(NamedTuple):
-    """An engine as the rule sees it; ``residents``: open trajectories at home there."""
+    """An engine for the rule; ``residents`` counts the open trajectories whose KV it owns."""
 
     name: str
     gpus: int
@@ -54,8 +54,6 @@ class TurningEngine(NamedTuple):
 
 
 class OpenStep(NamedTuple):
-    """The open step."""
-
     backlog_gpu_s: float  # gradients of complete groups that are not computed
     core_gpus: int  # that always train
     is_full: bool  # its batch has all groups
@@ -64,7 +62,7 @@ class OpenStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TurningRule:
-    """When engines turn; the default seconds are Libra's for Qwen3-14B on A800."""
+    """When engines turn; the default seconds are the paper's for Qwen3-14B on A800."""
 
     trajectories_per_gpu: float = 4.0  # that engines should have in the tail
     min_gain_s: float = 10.0  # of training left that a change is worth
@@ -77,7 +75,7 @@ class TurningRule:
                 raise ConfigError(f"{name}: got {value}; a finite number above 0 (seconds may be 0)")
 
     def turns(self, engines: Sequence[TurningEngine], num_open: int, step: OpenStep | None) -> tuple[Turn, ...]:
-        """The changes to make now, engines in the order of their return; without a step only returns."""
+        """Role switches to make now, in order of return; without a step only returns."""
         generating = [e for e in engines if e.doing in (Turned.ROLLOUT, Turned.TO_ROLLOUT)]
         has_room_for = sum(e.gpus for e in generating) * self.trajectories_per_gpu
         if num_open > has_room_for:
@@ -162,8 +160,6 @@ class _Member:
 
 @dataclass(slots=True)
 class _Price:
-    """Mean of measured seconds, or the assumed ones before the first."""
-
     assumed_s: float
     total_s: float = 0.0
     count: int = 0
@@ -174,7 +170,7 @@ class _Price:
 
 
 class _Open(Saved):
-    """Trajectories of training groups that have ended, and of evaluations that have not."""
+    """Ended trajectories of training groups, and unfinished trajectories of evaluations."""
 
     ended: dict[GroupId, set[str]]
     begun: set[int]
@@ -185,7 +181,7 @@ class _Open(Saved):
 
 
 class Tail(Saved):
-    """One per run; without settings no engine turns, and nothing is followed."""
+    """The tail of one run; without settings no engine turns, and nothing is tracked."""
 
     settings: TailSettings | None
     _members: dict[str, _Member]
@@ -317,7 +313,7 @@ class Tail(Saved):
             price.total_s, price.count = price.total_s + seconds, price.count + 1
 
     def look(self) -> tuple[Turn, ...]:
-        """The turns to make now, which count as requested."""
+        """Role switches to make now, which count as requested."""
         if not self._due or self.settings is None:
             return ()
         self._due = False
@@ -342,7 +338,7 @@ class Tail(Saved):
         )
 
     def trajectories_per_gpu(self) -> float:
-        """Open trajectories per GPU that an engine should have, at least 1; the least of all."""
+        """Open trajectories per GPU that an engine should have, at least 1; least over engines."""
         held = list(self._open.tokens.values())
         context = sum(held) / len(held) if held else 0.0
         return max(1.0, min((_fits(spec, context) for spec in self._engines.values()), default=1.0))
@@ -358,7 +354,6 @@ class Tail(Saved):
         return found
 
     def engines(self) -> list[TurningEngine]:
-        """Engines that generate, and workers that train for the tail or change."""
         homes = list(self._open.home.values())
         found = []
         for name, member in self._members.items():
@@ -371,7 +366,7 @@ class Tail(Saved):
         return found + [TurningEngine(name, tp, Turned.ROLLOUT, homes.count(name), False) for name, tp in others]
 
     def step(self) -> OpenStep | None:
-        """The open step; None while its weights are applied and published, and before the first."""
+        """The open step; None before the first, and while its weights are applied and published."""
         assert self.settings is not None
         admission = self._admission
         batch, whole = admission.version, admission.groups_per_batch
@@ -397,7 +392,7 @@ class Tail(Saved):
         return {} if self.settings is None else super().snapshot()
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of ``snapshot``; an empty one turns it off. Errors as `Saved.restore`."""
+        """Take the state of ``snapshot``; empty turns the tail off. Errors as `Saved.restore`."""
         if snapshot:
             super().restore(snapshot)
         else:
@@ -405,7 +400,7 @@ class Tail(Saved):
 
 
 def price_s(stage_s: Mapping[str, float]) -> float:
-    """Seconds of a change in which its GPUs were idle: a draining engine still generates."""
+    """Seconds of a change during which its GPUs were idle; a draining engine still generates."""
     return sum(seconds for stage, seconds in stage_s.items() if stage != Stage.DRAINING)
 
 

@@ -1,16 +1,16 @@
-"""The number of tool workers: more where actions wait for long, fewer where workers idle.
+"""The number of tool workers: more if actions wait long, fewer if workers idle.
 
 `ordered` decides from the facts of one moment alone, so that a log replays the decision;
-`ToolFleet` collects them. A worker costs its start and `IDLE_S` of idling; it saves half the time
-by which the queue drains sooner, for each waiting action.
+`ToolFleet` collects these facts. A worker costs its start plus `IDLE_S` of idling. For each waiting
+action it saves half the time by which the queue drains sooner.
 
 Invariants
 ----------
 1. ``least <= wanted <= most``.
-2. More workers are requested only after actions have waited for `HOLD` starts, only while work
-   would still wait when they have started, and only as many as save more than their price.
-3. A worker is given up only after `IDLE_S` or `HOLD` starts without work, while nothing waits and
-   none starts; one at a time, never one of the first ``least``.
+2. More workers are requested only after actions have waited for `HOLD` starts, only if work would
+   still wait once they start, and only as many as save more than they cost.
+3. A worker is released only after `IDLE_S` or `HOLD` starts without work, while nothing waits and
+   no worker starts; one at a time, never one of the first ``least``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEWEST = 0.3
 
 
 def ordered(facts: ToolWorkersOrdered) -> ToolWorkersOrdered | None:
-    """``facts`` with another number of workers, or None."""
+    """``facts`` with another number of workers; None if it stays."""
     if facts.waiting and facts.wanted < facts.most:
         return _more(facts)
     if not facts.waiting and not facts.starting and facts.wanted > facts.least and facts.idle:
@@ -61,8 +61,6 @@ def _more(facts: ToolWorkersOrdered) -> ToolWorkersOrdered | None:
 
 
 class ToolFleet:
-    """The tool workers of a cluster, from moment to moment."""
-
     def __init__(self, least: int, most: int) -> None:
         self.least, self.most = least, most
         self.wanted = least
@@ -74,7 +72,7 @@ class ToolFleet:
     def facts(
         self, at_s: float, *, present: frozenset[str], idle: frozenset[str], units: int, waiting: int, waiting_s: float
     ) -> ToolWorkersOrdered:
-        """Facts of this moment; ``idle`` workers have nothing to do and may be given up."""
+        """Facts of this moment; ``idle`` workers have no work and may be released."""
         if self._asked_s is not None and len(present) >= self.wanted:
             self.start_s += NEWEST * (at_s - self._asked_s - self.start_s)
             self._asked_s = None

@@ -1,10 +1,10 @@
 """State that orderings share: the table of trajectories, and the starvation bound.
 
-Time is counted in parkings, without a clock: a slot comes free about as often as a trajectory
-parks. A trajectory that parks while W others wait in its phase becomes *overdue* after W +
-``patience`` further parkings of its phase, and overdue ones go first, as they parked. So at most 2
-W + ``patience`` dispatches of its iteration and phase pass it over. Earlier iterations always go
-first.
+Time is counted in parkings, without a clock: slots come free about as often as trajectories park. A
+trajectory that parks while W others wait in its phase becomes *overdue* after W + ``patience``
+further parkings of the phase. Overdue trajectories go first, in the order they parked. So at most 2
+W + ``patience`` dispatches of its iteration and phase pass a trajectory over. Earlier iterations
+always go first.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ def length_class(tokens: float) -> int:
 
 
 class TrajectoryStats(msgspec.Struct, array_like=True, gc=False):
-    """One trajectory between its first parking and its end."""
-
     arrival: int  # number of trajectories that parked before it
     iteration: int
     group: str
@@ -45,13 +43,11 @@ class TrajectoryStats(msgspec.Struct, array_like=True, gc=False):
 
 
 class TrajectoryTable(Saved):
-    """Trajectories that have not ended, by key."""
-
     _arrivals: int
     by_key: dict[str, TrajectoryStats]
 
     def handle(self, event: Fact) -> TrajectoryStats | None:
-        """Update from one event; returns its trajectory if known, also when it ends."""
+        """Update from one event; returns its trajectory if known, also when the trajectory ends."""
         # Type comparisons take a third of match's time, here and in other handlers of every event.
         if type(event) is TrajectoryParked:
             stats = self.by_key.get(event.key)
@@ -77,7 +73,7 @@ FEWEST_SORTED = 1_024  # entries of the heap, stale ones too, up to which it is 
 
 
 class StarvationGuard(Saved):
-    """Waiting trajectories of every phase, and the parking at which each is overdue."""
+    """Waiting trajectories of every phase, and the parking at which each becomes overdue."""
 
     patience: int
     _parkings: dict[Phase, int]
@@ -92,7 +88,7 @@ class StarvationGuard(Saved):
         self._due = {phase: [] for phase in Phase}
 
     def parked(self, key: str, phase: Phase) -> list[tuple[str, int]]:
-        """``key`` waits; returns who becomes overdue by this, with the number of its parking."""
+        """``key`` waits; returns newly overdue trajectories, each with its parking number."""
         self.left(key)
         due = self._due[phase]
         now = self._parkings[phase] = self._parkings[phase] + 1

@@ -1,21 +1,20 @@
 """Which groups of a batch go into which wave of its step, while other groups are generated.
 
-A batch of a streamed run is the groups of its own iteration, or the first complete ones
-(`first_come`). Its gradient is added up in waves: a wave takes all groups that are complete when
-the trainer is free, or only some where engines turn (`libra.policy.tail`).
+A streamed batch takes the groups of its own iteration, or the first complete groups (`first_come`).
+Its gradient is summed over waves: each takes all groups complete when the trainer is free, or only
+some if engines turn (`libra.policy.tail`).
 
 Invariants
 ----------
 1. Every group of a batch is in exactly one of its waves.
-2. A wave opens only once the wave before it was trained, and keeps its members.
-3. ``most`` waves are enough: with w waves left a wave takes at least a w-th of the groups left.
+2. A wave opens only once the wave before has been trained, and keeps its members.
+3. ``most`` waves are enough: with w waves left, a wave takes at least a w-th of the groups left.
    Further waves have no members.
-4. With `first_come`, the groups that a batch leaves behind can meet their deadlines: at most ``(i -
-   j) * B`` plus the places left are due at ``i`` or before, for each ``i``. A group that has not
-   begun needs no place: it begins with version ``j`` or later, or with ``j - 1`` while ``j`` is
-   being published, and then later batches have places. So **lag <= eta** for any order of arrival.
-5. Taking only some of the groups found keeps 4: the nearest deadline is first, then (iteration,
-   group).
+4. With `first_come`, groups that a batch leaves behind can meet their deadlines: for each ``i``, at
+   most ``(i - j) * B`` plus the places left are due by ``i``. A group that has not begun needs no
+   place: it begins with version ``j`` or later, or with ``j - 1`` while ``j`` is being published,
+   and then later batches have places. So **lag <= eta** for any order of arrival.
+5. Taking only some of the complete groups keeps 4: nearest deadline first, then (iteration, group).
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ Members = tuple[GroupId, ...]
 
 
 class Waves(Saved):
-    """The waves of a run's batches; ``most`` of each (0: steps are not streamed).
+    """The waves of a run's batches, ``most`` per batch (0: steps are not streamed).
 
-    A wave has ``least_groups`` to ``enough_groups`` (0: any number) unless fewer are left, or ``most``
-    waves would be too few. ``opened`` has the members of each wave, by batch.
+    A wave has ``least_groups`` to ``enough_groups`` (0: any number), unless fewer groups are left
+    or ``most`` waves would be too few. ``opened`` has the members of each wave, by batch.
     """
 
     most: int
@@ -69,11 +68,11 @@ class Waves(Saved):
         return tuple(group for wave in self.opened.get(batch, ()) for group in wave)
 
     def take_over(self, opened: Mapping[int, Iterable[Members]]) -> None:
-        """Take over waves of earlier starts, whose gradients are computed again."""
+        """Adopt waves of earlier starts, whose gradients are computed again."""
         self.opened = {batch: [tuple(wave) for wave in waves] for batch, waves in opened.items()}
 
     def next(self, batch: int, groups: int, committed: Iterable[GroupId], *, streams: bool = True) -> OpenWave | None:
-        """The next wave that opens now; without ``streams`` it needs all groups left."""
+        """The next wave that may open now; without ``streams`` it needs all groups left."""
         waves = self.opened.get(batch, [])
         wave, left = len(waves), groups - len(self.taken(batch))
         if (batch, wave) not in self._parked:
@@ -111,7 +110,10 @@ class Waves(Saved):
 def first_come(
     batch: int, places: int, groups_per_batch: int, eta: int, complete: Mapping[GroupId, int], in_flight: Iterable[int]
 ) -> list[GroupId]:
-    """The groups that ``batch`` may take for its ``places``; deadlines of ``complete`` and ``in_flight``."""
+    """Groups that ``batch`` may take for its ``places``.
+
+    ``complete`` and ``in_flight`` give deadlines of complete groups and of groups in flight.
+    """
     due = [0] * eta  # groups left with a deadline of batch + i or before
     for deadline in chain(complete.values(), in_flight):
         for later in range(max(0, deadline - batch), eta):

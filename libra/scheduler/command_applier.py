@@ -1,14 +1,12 @@
-"""Commands of policy objects become priorities, restrictions, released tasks and messages to
-workers.
+"""Turns commands of policy objects into priorities, restrictions, released tasks and messages.
 
-Messages go on the stream that also carries tasks, and only to workers whose host has reported: an
-unknown message would close a worker without one.
+Messages use the stream that also carries tasks, and go only to workers whose host has reported: an
+unknown message would disconnect a worker without a host.
 
 Invariants
 ----------
-1. Only this module writes ``ts.priority`` and releases parked tasks; every write has a line in its
-   run's event log.
-2. A task that runs keeps its priority until it parks; its worker gets the new rank.
+1. Only this module writes ``ts.priority`` and releases parked tasks, each with a line in the log.
+2. A running task keeps its priority until it parks; its worker gets the new rank.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ task_logger = logging.getLogger("libra.scheduler.tasks")
 
 
 class Applier:
-    """Carries out commands for all runs; calls ``kick`` when a dispatch may be due."""
-
     def __init__(self, scheduler: Scheduler, dispatcher: Dispatcher, kick: Callable[[], None]) -> None:
         self._scheduler, self._dispatcher, self._kick = scheduler, dispatcher, kick
         self.set_roles: Callable[..., dict[str, Any]] | None = None
@@ -101,7 +97,7 @@ class Applier:
 
 
 def announce_version(scheduler: Scheduler, state: RunState, version: int, only: str | None = None) -> None:
-    """Announce a version to every rollout worker, or ``only`` to one, for its running requests."""
+    """Announce a version to every rollout worker, or to ``only`` for its running requests."""
     message = {"op": "libra-version", "run": state.run, "epoch": state.epoch, "version": version}
     message |= {"digest": state.workers.holders.digest(version)}
     for worker, address in list(state.workers.engines.items()):
@@ -115,7 +111,7 @@ def announce_version(scheduler: Scheduler, state: RunState, version: int, only: 
 
 
 def announce_move(scheduler: Scheduler, state: RunState, worker: str, key: str, move: Move) -> None:
-    """Announce to ``worker`` that the task ``key`` changes its home, if it exchanges KV."""
+    """Announce to ``worker``, if it exchanges KV, that task ``key`` and its KV move there."""
     if worker not in state.workers.kv:
         return
     present = state.workers.engines.get(move.home) in scheduler.workers

@@ -1,23 +1,21 @@
-"""The training replicas of a run as one process group, formed, placed and supervised.
+"""The training replicas of a run as one process group: formed, placed and supervised.
 
 ::
 
     waiting --enough replicas--> forming --all joined--> ready --a member leaves--> waiting
     forming, ready --a member cannot reach the others--> doubtful --leaves, or RETRY_S--> waiting
 
-A group has a number, its *gang epoch*. To form one, rank 0 opens a rendezvous, then all ranks join
-it (`libra.worker.training.gang_member`). Its tasks wait for `libra.keys.GANG`, one per rank.
+A group has a number, its *gang epoch*. To form one, rank 0 opens a rendezvous and all ranks join it
+(`libra.worker.training.gang_member`). Its tasks wait for `libra.keys.GANG`, one per rank.
 
 Invariants
 ----------
 1. Tasks of one gang (a node of an iteration) are released together, each to the worker of its rank,
-   once the group is ready and the task of every rank is here or done. Two gangs never run at once.
-2. A member that leaves ends the group at once, with an event and a warning. Placed tasks return
-   here, for the next group.
-3. A task of a gang is parked again on every end, or a result lost with its worker would stay pinned
-   to it.
+   once the group is ready and every rank's task is parked or done. Two gangs never run at once.
+2. A member that leaves ends the group at once, with an event and a warning; its tasks park again.
+3. A gang task parks at every end; otherwise a result lost with its worker stays pinned there.
 4. Facts of another gang epoch are ignored.
-5. A rank stays with its worker's name if that returns; surplus workers are spares.
+5. A rank stays with its worker's name if the worker returns; surplus workers are spares.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class _Gang:
 
 
 class Gangs:
-    """One per scheduler, for the run that trains on several replicas."""
+    """The gangs of a scheduler, for the one run that trains on several replicas."""
 
     def __init__(self, scheduler: Scheduler, runs: Mapping[str, RunState]) -> None:
         self._scheduler, self._runs = scheduler, runs
@@ -78,7 +76,7 @@ class Gangs:
         return {facts.TrainerJoined: self._trainer_joined, **told}
 
     def register_gang(self, run: str, epoch: int, size: int) -> dict[str, Any]:
-        """Form groups of ``size`` for a run from now on; only one run at a time trains on replicas."""
+        """Form groups of ``size`` for a run from now on; only one run at a time may do so."""
         if self._gang is not None and self._gang.run != run:
             return {"error": f"run {self._gang.run!r} trains on several replicas here, and only one run at a time can"}
         self._gang = _Gang(run, epoch, size)
@@ -89,7 +87,7 @@ class Gangs:
             self._gang = None
 
     def transition(self, key: Any, start: str, finish: str) -> None:
-        """Follow the tasks of gangs; others cost one look-up."""
+        """Follow the tasks of gangs; any other task costs one look-up."""
         if (gang := self._gang) is None:
             return
         if start == "processing" and key in gang.on_worker:

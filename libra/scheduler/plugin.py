@@ -1,19 +1,15 @@
 """LibraPlugin: parked trajectories, gates and batches of every run on this scheduler.
 
-A trajectory is one Dask task that runs in quanta. Between quanta it is *parked*; the plugin gives
-it a slot of the phase it needs, in the order of ``ts.priority``, on the worker with its KV cache if
-that has a free slot. At the end of a quantum its worker sends facts (`libra.facts`) on its stream
-and the task raises ``Reschedule``; the facts arrive first.
-
-The plugin has the hooks and RPC handlers, and finds the run and the part that each concerns.
-`Trajectories` passes events of trajectories to the policy objects, `Applier` carries out their
-commands.
+A trajectory is one Dask task that runs in quanta and is *parked* between them. The plugin gives it
+a slot of the phase it needs, in the order of ``ts.priority``, preferably on the worker with its KV
+cache. At the end of a quantum its worker sends facts (`libra.facts`) on its stream; then the task
+raises ``Reschedule``. The plugin has the hooks and RPC handlers, `Trajectories` passes events to
+the policy objects, and `Applier` carries out their commands.
 
 Invariants
 ----------
 1. Only the applier writes priorities and releases tasks, each from a logged decision.
-2. A hook never raises for a worker's report: unknown runs and keys are ignored, and logged at
-   DEBUG.
+2. A worker's report never makes a hook raise: unknown runs and keys are logged at DEBUG.
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ SAMPLE_MS = 500
 
 
 class LibraPlugin(SchedulerPlugin):
-    """One per scheduler, shared by all runs; registered by every driver, kept from the first."""
+    """One per scheduler, shared by all runs; each driver registers it, the first instance stays."""
 
     name = "libra"
     idempotent = True
@@ -102,7 +98,6 @@ class LibraPlugin(SchedulerPlugin):
         sampler.start()
 
     async def _register(self, registration: Mapping[str, Any]) -> dict[str, Any]:
-        """A driver registers its run: `register_run` once nothing is left of an earlier start."""
         new = msgspec.convert(registration, RunRegistration)
         if (refusal := self._refusal(new)) is not None:
             return refusal
@@ -159,7 +154,7 @@ class LibraPlugin(SchedulerPlugin):
         return {} if state is None else state.numbers()
 
     def end_run(self, run: str, epoch: int | None = None) -> None:
-        """Close a run's event log, stop its watchdog and forget it; only this epoch."""
+        """Close a run's event log, stop its watchdog and forget the run, if it is in this epoch."""
         state = self.runs.get(run)
         if state is None or epoch not in (None, state.epoch):
             return
@@ -173,7 +168,6 @@ class LibraPlugin(SchedulerPlugin):
         self.ended.compressing(state.log.close())
 
     def notices(self, run: str, epoch: int, first: int) -> list[tuple[int, str]]:
-        """The notices of a run from number ``first`` on; see `Notices.since`."""
         return [] if (state := self._of(run, epoch)) is None else state.notices.since(first)
 
     def progress(self, run: str, epoch: int) -> tuple[int, int, str, str]:
@@ -191,7 +185,7 @@ class LibraPlugin(SchedulerPlugin):
         return self.concurrency.set(state, slots, reason)
 
     def engines(self, run: str, epoch: int) -> list[dict[str, Any]]:
-        """Rows of `Concurrency.rows`, with ``residents``: trajectories at home on the engine."""
+        """Rows of `Concurrency.rows`, with ``residents``: trajectories whose KV the engine owns."""
         rows = [] if (state := self._of(run, epoch)) is None else self.concurrency.rows(state)
         return [row | {"residents": self.trajectories.dispatcher.residents(row["worker"])} for row in rows]
 
@@ -216,7 +210,7 @@ class LibraPlugin(SchedulerPlugin):
             self.gangs.transition(key, start, finish)
 
     def told(self, run: str, epoch: int, packed: bytes, worker: str = "", client: str = "") -> None:
-        """Facts of a worker or the driver. It never raises: that would close the stream."""
+        """Handle facts of a worker or the driver. Never raises: an error would close the stream."""
         if (state := self._of(run, epoch)) is None:
             logger.debug("ignored: facts of %s, epoch %s, which is not on this scheduler", run, epoch)
             return
@@ -263,7 +257,7 @@ class LibraPlugin(SchedulerPlugin):
         self.roles.remove_worker(worker)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """A client has left: if it was a run's driver, the run is over."""
+        """If the client was a run's driver, the run is over."""
         for state in [state for state in self.runs.values() if state.registration.client == client]:
             logger.warning(
                 "run %s: its driver has left; type libra resume %s to continue the run", state.run, state.directory

@@ -1,4 +1,4 @@
-"""The event log of a run, as the scheduler writes it, and what is cleared after its end."""
+"""The event log of a run, as the scheduler writes it, and the cleanup after the run."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ MOST_PENDING = 2000  # lines kept as objects until someone looks or the sampler 
 
 
 class RunLog:
-    """Facts of a run with their times, and snapshots of its policy.
+    """Facts of a run, in seconds since ``started_s`` (Unix time), and snapshots of its policy.
 
-    Lines are encoded and counted in `flush`, or when someone reads `timeline`; without ``file`` only
-    counted. They count from ``started_s`` (Unix time).
+    Lines are encoded and counted in `flush` or when `timeline` is read; without ``file`` they are
+    only counted.
     """
 
     def __init__(self, run: str, file: EventLog | None, trainers: Sequence[str] = ()) -> None:
@@ -57,7 +57,6 @@ class RunLog:
 
     @property
     def timeline(self) -> Timeline:
-        """Counts, curves and worker time since the run's start."""
         self._take_in()
         return self._timeline
 
@@ -113,7 +112,7 @@ class RunLog:
 
 
 class EndedRuns:
-    """Ended runs that are being cleared: their parts on workers, and segments of their logs."""
+    """Ended runs whose parts on workers and log segments are being removed."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -121,7 +120,6 @@ class EndedRuns:
         self._compressions: set[asyncio.Task[None]] = set()
 
     def driver_left(self, run: str) -> None:
-        """Remove the run's part from every present and later worker."""
         task = asyncio.ensure_future(self._remove_hosts(run))
         self._removals[task] = run
         task.add_done_callback(self._removals.pop)

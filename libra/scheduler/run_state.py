@@ -56,8 +56,6 @@ KEPT_BLOCKS = 8192  # groups for which the worker that keeps their rows is recor
 
 
 class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """A driver's registration of its run."""
-
     run: str
     epoch: int
     directory: str
@@ -71,12 +69,12 @@ class RunRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, d
 
     @cached_property
     def settings(self) -> RunConfig:
-        """The run's configuration; ConfigError if it is not one."""
+        """The run's configuration; ConfigError if it is invalid."""
         # Dask's wire makes tuples of lists, and a configuration has lists.
         return config_from_dict(json.loads(json.dumps(self.config)))
 
     def admission(self) -> Admission:
-        """Its staleness bookkeeping, as earlier starts of the run left it."""
+        """The run's staleness bookkeeping, as earlier starts left it."""
         config = self.settings
         first_come = config.trainer.batches == "first_come"
         made = Admission(staleness_of(config), config.trainer.prompts, Waves.of(config), first_come=first_come)
@@ -100,7 +98,7 @@ class Notices:
         self._next = 0
 
     def warn(self, logger: logging.Logger, text: str, level: int = logging.WARNING) -> None:
-        """Write a line to a log of the scheduler's process, and to the driver's terminal."""
+        """Write a line to the log of the scheduler's process, and to the driver's terminal."""
         logger.log(level, "%s", text)
         self._kept.append((self._next, text))
         self._next += 1
@@ -110,10 +108,10 @@ class Notices:
 
 
 class Holders:
-    """Present workers that hold each version of a run's weights, as they reported it.
+    """Present workers that hold each version of a run's weights, as they reported.
 
     Nearest first: the worker's own host, then other rollout workers, then the trainer. Among equals
-    the least often named come first, so that a version spreads as a tree.
+    the least often named worker comes first, so that a version spreads as a tree.
     """
 
     def __init__(self) -> None:
@@ -165,7 +163,7 @@ class ParkedNodes:
 
 @dataclass(slots=True)
 class RunWorkers:
-    """The workers of a run, by name; ``blocks``: where rows are in memory, by (iteration, group)."""
+    """A run's workers by name; ``blocks``: where rows are in memory, by (iteration, group)."""
 
     served: dict[str, int] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)
@@ -182,8 +180,6 @@ class RunWorkers:
 
 @dataclass(slots=True)
 class RunState(RunPolicies):
-    """One run in the scheduler; a new one comes with each registration."""
-
     registration: RunRegistration
     log: RunLog
     parked: ParkedNodes = field(default_factory=ParkedNodes)
@@ -232,7 +228,7 @@ class RunState(RunPolicies):
         return Path(self.registration.directory)
 
     def members(self, batch: int) -> list[list[int]]:
-        """Groups of a batch that was opened, as [iteration, group]."""
+        """Groups of an opened batch, as [iteration, group]."""
         members = self.admission.opened.get(batch)
         if members is None:  # opened long before: it is committed
             ids = read_batch(self.directory / "batches", batch)
@@ -240,7 +236,7 @@ class RunState(RunPolicies):
         return [list(member) for member in members]
 
     def waves(self, batch: int) -> list[list[list[int]]]:
-        """Groups of each wave of a batch, as [iteration, group]; empty if that was long before."""
+        """Groups of each wave of a batch, as [iteration, group]; empty for batches long past."""
         return [[list(member) for member in wave] for wave in self.admission.waves.opened.get(batch, ())]
 
     def begin(self) -> None:
@@ -256,7 +252,7 @@ class RunState(RunPolicies):
             self.log.emit(facts.StepsPlanned(ways=choice.ways, way=choice.way, reason=choice.reason))
 
     def sample(self) -> None:
-        """Twice a second: rows of the dashboard's plots, and the log to the disk."""
+        """Called twice a second: sample the dashboard's plots, and write the log to disk."""
         self.log.timeline.sample(self.log.uptime_s)
         if self.log.snapshot_is_due:
             self.emit_snapshot()
@@ -274,7 +270,6 @@ class RunState(RunPolicies):
             self.log.emit(facts.PolicyLearned(seconds=round(time.perf_counter() - began_s, 6)))
 
     def dashboard_row(self, buckets: list[dict[str, Any]]) -> dict[str, Any]:
-        """The run as shown on the dashboard page; ``buckets``: `Dispatcher.buckets`."""
         nothing: dict[str, Any] = {"objective": "", "skill": None, "weights": {}, "outcomes": []}
         policy = self.policy.dashboard_row() if isinstance(self.policy, Inspectable) else nothing
         snapshot = self.log.timeline.snapshot(self.log.uptime_s)
@@ -283,8 +278,6 @@ class RunState(RunPolicies):
 
 @dataclass(slots=True)
 class Tracked:
-    """A trajectory key the plugin has seen parked."""
-
     key: str
     parsed: Key
     run: RunState
@@ -316,7 +309,7 @@ class Tracked:
         return self.end not in ("", str(EndReason.FAILURE))
 
     def end_attempt(self, address: str) -> bool:
-        """Record a ``worker`` failure: a quantum killed its workers; False if no record exists now."""
+        """Record a ``worker`` failure: a quantum killed its workers. False if it has no record."""
         iteration, group, sample = self.parsed.indices
         tid = TrajectoryId(iteration, group, sample, self.parsed.split)
         detail = f"quantum {self.quanta} was lost {self.lost} times, the last time with {address}"

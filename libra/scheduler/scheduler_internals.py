@@ -1,14 +1,13 @@
 """Everything Libra uses of the Dask scheduler that is not public API (distributed 2026.8).
 
-When Dask changes one of these, ``tests/scheduler/test_scheduler_internals.py`` fails, and only this
-module has to change.
+If Dask changes any of this, ``tests/scheduler/test_scheduler_internals.py`` fails.
 
 * A task whose ``resource_restrictions`` name a resource that no worker supplies waits in state
   ``no-worker``: it is *parked*.
 * Setting restrictions and ``priority`` and recommending ``processing`` releases it.
-* Restrictions must be restored on **every** exit from ``processing``, or a result lost with its
-  worker stays pinned to a dead address.
-* ``suspicious`` counts worker deaths over a task's whole life and is never reset by Dask.
+* Restrictions must be restored on **every** exit from ``processing``; otherwise a result lost with
+  its worker stays pinned to a dead address.
+* ``suspicious`` counts worker deaths over a task's whole life; Dask never resets it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Release(NamedTuple):
 
 
 def collect_rarely() -> None:
-    """Set the garbage collector's thresholds as ``dask scheduler`` does, unless others are set."""
+    """Set the garbage collector's thresholds as ``dask scheduler`` does, unless already set."""
     if gc.get_threshold() == _GC_DEFAULT:
         gc.set_threshold(*(3 * count for count in _GC_DEFAULT))
 
@@ -63,7 +62,7 @@ def tell_worker(scheduler: Scheduler, address: str, message: dict[str, Any]) -> 
 
 
 def release(scheduler: Scheduler, releases: Iterable[Release], stimulus_id: str) -> list[str]:
-    """Send parked tasks to their workers in order; returns the keys that were still waiting."""
+    """Send parked tasks to their workers in order; returns keys that were still waiting."""
     recommendations: dict[Any, Any] = {}
     for key, resources, address, quantum in releases:
         ts = scheduler.tasks.get(key)
@@ -120,7 +119,7 @@ async def remove_worker_plugin(scheduler: Scheduler, name: str) -> dict[str, str
 
 
 def set_supply(scheduler: Scheduler, address: str, resource: str, count: int) -> None:
-    """Set how many slots a worker supplies; deleting the key would break its running tasks."""
+    """Set a worker's slots; deleting the key instead would break its running tasks."""
     ws = scheduler.workers[address]
     ws.resources[resource] = count
     ws.used_resources.setdefault(resource, 0)
@@ -139,7 +138,7 @@ def hold_back(scheduler: Scheduler, address: str, resources: Iterable[str]) -> d
 
 
 def restore_supply(scheduler: Scheduler, address: str, held: Mapping[str, int], stimulus_id: str) -> None:
-    """Undo `hold_back` and send the tasks that waited for one of these."""
+    """Undo `hold_back`, and send the tasks that waited for these resources."""
     ws = scheduler.workers.get(address)
     if ws is None or not held:
         return
@@ -150,7 +149,6 @@ def restore_supply(scheduler: Scheduler, address: str, held: Mapping[str, int], 
 
 
 def worker_name(scheduler: Scheduler, address: str) -> str:
-    """Name of a worker; its address if it is gone."""
     ws = scheduler.workers.get(address)
     return str(ws.name) if ws is not None else address
 
@@ -163,7 +161,7 @@ def bucket(scheduler: Scheduler, address: str) -> str:
 
 
 def forgive(ts: TaskState | None) -> None:
-    """Reset a task's count of dead workers: it has committed a quantum since."""
+    """Reset a task's count of dead workers, because it has committed a quantum since."""
     if ts is not None:
         ts.suspicious = 0
 
@@ -174,7 +172,7 @@ def set_priority(ts: TaskState, priority: tuple[int, ...]) -> None:
 
 
 async def restart_worker(scheduler: Scheduler, address: str, stimulus_id: str) -> str:
-    """Restart a worker through its nanny, or remove it; returns the outcome that Dask reports."""
+    """Restart a worker through its nanny, or else remove it; returns Dask's outcome."""
     answers: Mapping[str, str] = await scheduler.restart_workers(
         [address], timeout=30, wait_for_workers=False, on_error="return", stimulus_id=stimulus_id
     )

@@ -1,7 +1,7 @@
-"""The watchdog of a run: detects a stall, writes the stacks of a worker, and may restart it.
+"""The watchdog of a run: detects a stall, writes a worker's stacks, and may restart the worker.
 
-`libra.policy.stall` decides. A restart is safe for quanta: committed ones are in the journal, the
-one in flight is dispatched again, and after three such losses its trajectory ends.
+`libra.policy.stall` decides. A restart is safe for quanta: committed quanta are in the journal, and
+the quantum in flight is dispatched again; after three such losses its trajectory ends.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ MIN_CHECK_S = 1.0
 
 
 class StallGuard:
-    """The watchdog of one run; ``since``: last activity of each task, by key."""
-
     def __init__(
         self,
         scheduler: Scheduler,
@@ -57,14 +55,14 @@ class StallGuard:
             task.cancel()
 
     def progressed(self, key: str | None, since_s: float | None) -> None:
-        """The run made progress; ``key`` ended or reported, ``since_s`` its last activity."""
+        """The run made progress; ``key`` ended or reported, and was last active at ``since_s``."""
         now_s = time.monotonic()
         if key is not None and since_s is not None:
             self.watchdog.limits.took(self._stage(key), now_s - since_s)
         self.watchdog.progressed(now_s)
 
     def granted(self) -> None:
-        """An event may end a stall, but is not progress yet: a worker joined."""
+        """An event that may end a stall but is not progress, such as a joining worker."""
         self.watchdog.granted(time.monotonic())
 
     def _check(self) -> None:

@@ -4,11 +4,11 @@ Invariants
 ----------
 1. ``ts.priority`` is the order: a free slot goes to the first trajectory that may have it
    (`libra.policy.dispatcher`).
-2. A worker never holds more quanta of a phase than it declares slots for. A trajectory keeps its
-   slot for its next generation unless one of an earlier iteration or a better level waits.
-3. On every end of a quantum (report, worker loss, cancel) its slot is free again and its task has
+2. A worker never runs more quanta of a phase than it declares slots. A trajectory keeps its slot
+   for its next generation unless a trajectory of an earlier iteration or a better level waits.
+3. At every end of a quantum (report, worker loss, cancel) its slot becomes free and its task gets
    the parked restrictions.
-4. Every event that policy objects receive is in the event log of the run first, in the same order.
+4. The run's event log gets every event before the policy objects do, in the same order.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ def _resources(place: Place) -> dict[str, float]:
 
 
 class Trajectories:
-    """One per scheduler; ``last_activity``: time of each task's last activity, by key."""
-
     def __init__(
         self, scheduler: Scheduler, runs: dict[str, RunState], last_activity: dict[Any, float], liveness: Liveness
     ) -> None:
@@ -76,7 +74,6 @@ class Trajectories:
         self._due: Any = None  # the timer of the next moment at which a quota may let an action go
 
     def _tell(self, state: RunState, fact: facts.Fact) -> None:
-        """Log a fact, pass it to dispatcher and policies, and carry out their commands."""
         state.log.emit(fact)
         self.dispatcher.handle(fact)
         self.applier.apply(state, state.tell(fact))
@@ -128,7 +125,7 @@ class Trajectories:
         self.workers_changed()
 
     def parked(self, key: str, state: RunState | None, parsed: keys.Key | None) -> None:
-        """A trajectory's task is parked; ``state`` and ``parsed`` are given for a new one."""
+        """A trajectory's task is parked; ``state`` and ``parsed`` come with a new trajectory."""
         if (tracked := self.tracked.get(key)) is None:
             assert state is not None and parsed is not None
             tracked = self.tracked[key] = Tracked(key, parsed, state)
@@ -160,7 +157,6 @@ class Trajectories:
             self._scheduler.loop.add_callback(tracked.run.learn)  # after the current callback
 
     def workers_changed(self) -> None:
-        """Look at all workers, and dispatch."""
         self._seen_running = -1
         self.kick()
 

@@ -10,10 +10,10 @@ their stages (`libra.worker.role_member`), and logs the outcome. Calls for clien
 
 Invariants
 ----------
-1. A worker's slots are zeroed before it drains, never deleted, and restored in its new role.
+1. Before a worker drains its slots are set to zero, not deleted; a serving role sets them again.
 2. A reconnecting worker supplies nothing until its role is assigned.
 3. At least one worker keeps generating: a request that would leave none is refused.
-4. Reports of another epoch of the run are ignored; `Roles` fences changes by their generation.
+4. Reports of another epoch of the run are ignored; `Roles` rejects reports of another generation.
 5. When the run ends, every worker supplies what it was started with.
 """
 
@@ -46,8 +46,6 @@ _STAGES = frozenset(str(stage) for stage in Stage)
 
 @dataclass(slots=True)
 class _Member:
-    """A worker that can change roles; kept while it is disconnected."""
-
     started_tp: int  # TP resource at its start; 0: none
     slots: int = 0  # ROLLOUT slots at its start
     share: dict[str, str] = field(default_factory=dict)  # of its machine, as its host reports it
@@ -73,8 +71,6 @@ class _Run:
 
 
 class WorkerRoles:
-    """One per scheduler, for the one run at a time whose workers can change roles."""
-
     def __init__(
         self, scheduler: Scheduler, registered: Mapping[str, RunState], trajectories: Trajectories, limits: Concurrency
     ) -> None:
@@ -87,7 +83,7 @@ class WorkerRoles:
         scheduler_internals.add_handlers(scheduler, {f"libra_{method.__name__}": method for method in called})
 
     def register_roles(self, run: str, epoch: int) -> dict[str, Any]:
-        """Let workers of a run change roles from now on; only one run at a time, as runs share them."""
+        """Let a run's workers change roles from now on; only one run at a time may."""
         if self._run is not None and self._run.run != run:
             return {"error": f"run {self._run.run!r} changes roles of workers here, and only one run at a time can"}
         self.end_roles(run)
@@ -114,7 +110,7 @@ class WorkerRoles:
     def set_roles(
         self, run: str, epoch: int, assignments: Mapping[str, Mapping[str, Any]], reason: str = "asked for"
     ) -> dict[str, Any]:
-        """Begin a change: ``role`` is "rollout", "train" or "lent", ``tp`` by default the worker's own."""
+        """Begin a change to ``role`` (rollout, train, lent) and ``tp`` (default: the worker's)."""
         if (state := self._of(run, epoch)) is None:
             return _unknown(run, epoch)
         try:
@@ -130,7 +126,7 @@ class WorkerRoles:
         return _unknown(run, epoch) if state is None else self._answer(state, state.roles.cancel(generation))
 
     def roles(self, run: str, epoch: int) -> list[dict[str, Any]]:
-        """Rows of `Roles.rows` with ``for_s``, and ``seconds`` and ``reason`` of the last change."""
+        """Rows of `Roles.rows` with ``for_s``, ``seconds`` and ``reason`` of the last change."""
         state = self._of(run, epoch)
         return [] if state is None else [self._row(state, row) for row in state.roles.rows()]
 
@@ -144,7 +140,7 @@ class WorkerRoles:
         return row | {"for_s": for_s, "seconds": member.took_s, "reason": member.reason}
 
     async def wait_roles(self, run: str, epoch: int, generation: int) -> dict[str, Any]:
-        """Return when a change has ended; ``changed``: it was not undone."""
+        """Return when a change has ended; ``changed`` is false if it was undone."""
         while (state := self._of(run, epoch)) is not None and any(
             generation in (change.generation, change.undoes) for change in state.roles.changes.values()
         ):
@@ -154,7 +150,7 @@ class WorkerRoles:
         return {"changed": generation not in state.undone}
 
     def role_known(self, run: str, epoch: int, worker: str) -> bool:
-        """Whether a worker of this name was here before; then it starts nothing by itself."""
+        """Whether a worker of this name was here before; if so it does not start a role itself."""
         state = self._of(run, epoch)
         return state is not None and worker in state.roles.members
 

@@ -2,15 +2,15 @@
 
 Invariants
 ----------
-1. A worker is reported as joined before anything is placed on it, once its setup for each run has
-   ended, and as left before it joins again.
-2. The policy has an engine's last declaration, or one within `UPDATE_FRAC`. Engines of a bucket
+1. A worker is reported as joined once its setup for each run has ended, before anything is placed
+   on it, and as left before it joins again.
+2. The policy knows an engine's last declaration, or one within `UPDATE_FRAC`. Engines of a bucket
    count as equally fast unless they differ by more than their errors (`as_its_bucket`).
-3. A worker supplies at most its limit, and at most the slots of its engine. A limit belongs to a
-   worker and a tensor-parallel degree, until it is replaced or the run ends.
+3. A worker supplies at most its limit and at most its engine's slots. A limit belongs to a worker
+   and a tensor-parallel degree, until it is replaced or the run ends.
 4. A limit below the slots in use aborts nothing: a slot is released when its turn ends
    (`Dispatcher.ahead`).
-5. A limit that does not fit is refused with all others of its request.
+5. If one limit of a request does not fit, the whole request is refused.
 """
 
 from __future__ import annotations
@@ -43,16 +43,12 @@ UPDATE_FRAC = 0.25  # an engine's seconds are reported again when they differ by
 
 @dataclass(slots=True)
 class _Declared:
-    """Declaration of an engine, and the one that the policy has."""
-
     bucket: str
     capacity: EngineCapacity
     reported: EngineCapacity | None = None
 
 
 class Workers:
-    """Workers by name; `changes` returns what is new."""
-
     def __init__(self, scheduler: Scheduler, liveness: Liveness) -> None:
         self._scheduler, self._liveness = scheduler, liveness
         self.known: dict[str, facts.WorkerCapacity] = {}
@@ -117,14 +113,13 @@ class _Limits:
 
 
 class Concurrency:
-    """Limits of all runs on a scheduler; ``kick`` is called when slots may have come free."""
+    """Limits of all runs on a scheduler; ``kick`` is called when slots may have become free."""
 
     def __init__(self, scheduler: Scheduler, kick: Callable[[], None]) -> None:
         self._scheduler, self._kick = scheduler, kick
         self._runs: dict[str, _Limits] = {}
 
     def ended(self, run: str) -> None:
-        """The run has ended: its workers supply all slots of their engines."""
         state = self._runs.pop(run, _Limits())
         for address, ws in list(self._scheduler.workers.items()):
             tp, slots = state.full.get(str(ws.name), (0, 0))
@@ -146,13 +141,13 @@ class Concurrency:
             scheduler_internals.set_supply(self._scheduler, address, keys.ROLLOUT, limit)
 
     def supplied(self, run: str, worker: str, tp: int, slots: int) -> int:
-        """Slots that a worker may supply, whose engine has this degree and slots from now on."""
+        """Slots that a worker may supply when its engine has this degree and these slots."""
         known = self._runs.setdefault(run, _Limits())
         known.full[worker] = (tp, slots)
         return min(slots, known.limits.get((worker, tp), slots))
 
     def declared(self, run: str, fact: facts.EngineDeclared) -> None:
-        """An engine has declared its capacity; kept by degree, also after the engine ended."""
+        """Keep an engine's declared capacity by degree, also after the engine has ended."""
         known = self._runs.setdefault(run, _Limits())
         fields = facts.fields_of(fact)
         del fields["worker"]
@@ -177,7 +172,7 @@ class Concurrency:
         return found
 
     def set(self, state: RunState, wanted: Mapping[str, Mapping[str, int]], reason: str) -> dict[str, Any]:
-        """Limit engines by worker: ``slots``, ``tp`` for another than the present one; {} or an error."""
+        """Limit engines by worker to ``slots``, at degree ``tp`` or the present; {} or an error."""
         others = [run for run, other in self._runs.items() if run != state.run and other.limits]
         if others:
             return {"error": f"run {others[0]!r} limits slots of workers here, and only one run at a time can"}
@@ -211,7 +206,7 @@ class Concurrency:
 
 
 class ToolWorkers:
-    """The tool workers of all runs; one per scheduler."""
+    """The tool workers of all runs on a scheduler."""
 
     def __init__(
         self, scheduler: Scheduler, dispatcher: Dispatcher, workers: Workers, runs: dict[str, RunState]
@@ -224,7 +219,6 @@ class ToolWorkers:
         self._action_s += NEWEST * (seconds - self._action_s)
 
     def look(self, least: int, most: int) -> facts.ToolWorkersOrdered | None:
-        """The change that is due now, for the caller to carry out."""
         fleet = self._fleet
         if fleet is None or (fleet.least, fleet.most) != (least, most):
             fleet = self._fleet = ToolFleet(least, most)

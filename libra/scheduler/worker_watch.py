@@ -1,8 +1,7 @@
-"""Feeds `libra.policy.liveness` with workers, carries out its commands, and words its reports.
+"""Gives workers' events to `libra.policy.liveness`, carries out its commands, words its reports.
 
-Dask reports a worker as running before its plugins are set up, and also if one of them fails, which
-only that worker's log shows. Here that is an event, a line in the driver's terminal, and a row of
-the dashboard.
+Dask reports a worker as running before its plugins are set up, and even if a plugin fails, which
+only the worker's log shows. Here the failure is an event, a terminal line and a dashboard row.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ WORK = {
     keys.COMMIT: "writes the store",
     keys.TEACHER: "holds the teacher",
 }
-"""Resources that a run needs, and the work of their workers."""
+"""Resources that a run needs, and the work of the workers that supply them."""
 
 
 SETUP = ("failed", "setting_up")
@@ -59,7 +58,7 @@ class _Present(NamedTuple):
 
 
 class WorkerWatch:
-    """One per scheduler, for all runs; call `look` for each run twice a second."""
+    """The worker watch of a scheduler, for all runs; call `look` for each run twice a second."""
 
     def __init__(self, scheduler: Scheduler, liveness: Liveness) -> None:
         self._scheduler, self._liveness = scheduler, liveness
@@ -86,7 +85,7 @@ class WorkerWatch:
         self._supply(self._liveness.ended(run))
 
     def failed(self, state: RunState, fact: SetupFailed, address: str) -> None:
-        """A worker's setup for a run failed; at the run's start that ends the run."""
+        """A worker's setup for a run failed; at the run's start this ends the run."""
         name, detail, ws = fact.worker, fact.detail, self._scheduler.workers.get(address)
         if ws is None or not self._liveness.joins(state.run, address):
             state.log.emit(WorkerSetupFailed(name, address, detail, None))

@@ -1,11 +1,10 @@
-"""Speed of an action with more cores, which actions get more, and which are stopped.
+"""Speed of an action with more cores, which actions get more cores, and which actions are stopped.
 
-An action on more cores ends sooner by ``T (1/v - 1/v')``, but holds ``T (c'/v' - c/v)``
-core-seconds more, because speeds ``v`` rise slower than cores ``c``. The first must exceed the
-second times the price (`Pressure`). Spare cores go to the action that gains most per core.
-
-Differs from ARL-Tangram (3.2): an action that fits is never held back, and a revocable action may
-be stopped so that a shorter one begins. ``python -m benchmarks actions`` measures the gain.
+An action on more cores ends sooner by ``T (1/v - 1/v')`` but uses ``T (c'/v' - c/v)`` more
+core-seconds, because speed ``v`` grows slower than cores ``c``. The time saved must exceed the
+extra core-seconds times their price (`Pressure`). Spare cores go to the action that gains most per
+core. Differs from ARL-Tangram (3.2): an action that fits is never held back, and a revocable action
+may be stopped so that a shorter action begins. ``python -m benchmarks actions`` measures the gain.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ LEAST_S = 1e-4  # shortest seconds of an action, whose logarithm is averaged
 
 
 class SpeedUp:
-    """A curve: (cores, speed) for every legal number of cores, the least first with speed 1.
+    """A speed curve: (cores, speed) for every legal number of cores; the smallest has speed 1.
 
-    ``declared`` has speeds of ``least`` to ``most`` cores, or of some sizes by cores, or "measure":
-    sizes are doubled and their speeds learned. ConfigError if a speed is not above 0, falls as
-    cores are added, is missing or out of range.
+    ``declared`` lists the speeds of ``least`` to ``most`` cores, or of some sizes by cores; with
+    "measure" sizes double and their speeds are learned. ConfigError for a speed that is not
+    positive, is missing, is out of range, or falls as cores are added.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class SpeedUp:
         return max((self._speeds[size] for size in self.known if size <= cores), default=1.0)
 
     def unmeasured(self, free_cores: int) -> int | None:
-        """The size of at most ``free_cores`` with the fewest samples, while they are too few."""
+        """The least-sampled size of at most ``free_cores``; None once all have enough samples."""
         if not self.measured:
             return None
         counts = [(self._logs.get(size, (0, 0.0))[0], size) for size in self.sizes if size <= free_cores]
@@ -67,7 +66,7 @@ class SpeedUp:
         return size if count < SAMPLES else None
 
     def ended(self, cores: int, seconds: float) -> None:
-        """An action with ``cores`` cores took ``seconds``; a declared curve does not change."""
+        """Record an action's ``seconds`` on ``cores`` cores; a declared curve does not change."""
         if not self.measured or cores not in self.sizes:
             return
         count, mean = self._logs.get(cores, (0, 0.0))
@@ -104,12 +103,12 @@ BUSIEST = 0.99  # upper bound of the busy share, so that the price is finite
 
 
 class Pressure:
-    """Load of the cores as actions come, and the price of a core-second.
+    """Load of the cores when actions arrive, and the price of a core-second.
 
-    With ``m`` servers, each busy for a share ``r`` of the time, a mean of ``L(r) = r^a / (1 - r)``
-    actions waits, with ``a = sqrt(2 (m + 1))`` (Sakasegawa, 1977: M/M/m). A core-second more costs
+    With ``m`` servers, each busy for a share ``r`` of the time, on average ``L(r) = r^a / (1 - r)``
+    actions wait, with ``a = sqrt(2 (m + 1))`` (Sakasegawa, 1977: M/M/m). One more core-second costs
     ``L'(r) / C`` seconds of waiting, with ``C`` cores; a server is the mean cores of an action.
-    Each action of a present line waits ``1 / C`` seconds longer.
+    Each action waiting now waits ``1 / C`` seconds longer.
     """
 
     def __init__(self) -> None:
@@ -125,7 +124,7 @@ class Pressure:
         self.cores = round(self.cores + FORGETTING * (cores - self.cores), 9)
 
     def price(self, waiting: int, held_cores: int, total_cores: int) -> float:
-        """Seconds of waiting for a core-second more, while ``waiting`` actions wait."""
+        """Seconds of waiting per extra core-second, while ``waiting`` actions wait."""
         if not total_cores:
             return 0.0
         busy = min(BUSIEST, max(self.busy_frac, held_cores / total_cores))
@@ -135,7 +134,7 @@ class Pressure:
 
 
 class Candidate(NamedTuple):
-    """A lease that begins now; ``seconds``: expected with its least cores."""
+    """A lease that begins now; ``seconds`` is its expected length with the fewest cores."""
 
     lease: Lease
     curve: SpeedUp
@@ -145,7 +144,7 @@ class Candidate(NamedTuple):
 def enlarged(
     candidates: list[Candidate], free_cores: dict[str, int], price: float, *, measures: bool
 ) -> list[tuple[str, int, str]]:
-    """(holder, cores, reason) of candidates that get more; ``measures``: also sizes of unknown speed."""
+    """(holder, cores, reason) of candidates that get more; ``measures`` allows unmeasured sizes."""
     given: dict[str, tuple[int, str]] = {}
     steps: list[_Step] = []
     for index, each in enumerate(candidates):
@@ -174,7 +173,6 @@ _Step = tuple[float, int, int, float]  # -gain per core, candidate, size, second
 
 
 def _step(each: Candidate, index: int, cores: int, free: int, price: float) -> _Step | None:
-    """The larger size that gains most per core, of at most ``free`` more."""
     best: _Step | None = None
     now_s = each.seconds / each.curve.speed(cores)
     for size in each.curve.known:
@@ -193,8 +191,6 @@ CORES = KINDS.index("cores")
 
 
 class Running(NamedTuple):
-    """An action that holds a lease."""
-
     holder: str
     worker: str
     has: tuple[int, ...]  # amounts of `KINDS` that it holds
@@ -204,7 +200,7 @@ class Running(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """``holders`` stop: one begins ``saved_s`` sooner, which costs others ``cost_s``."""
+    """``holders`` stop: an action begins ``saved_s`` sooner, at a cost of ``cost_s`` to others."""
 
     holders: tuple[str, ...]
     worker: str
@@ -215,10 +211,10 @@ class Stopped(NamedTuple):
 def stopped_for(
     need: Sequence[int], seconds: float, free: Mapping[str, Sequence[int]], running: Sequence[Running], price: float
 ) -> Stopped | None:
-    """Who makes room for an action that takes ``need`` for ``seconds``; None if it should wait.
+    """The actions to stop for one that needs ``need`` for ``seconds``; None if it should wait.
 
-    ``free``: amounts of `KINDS` of each worker that is large enough; it fits on none now.
-    ``price``: seconds of waiting for each core-second that is thrown away.
+    ``free`` has amounts by `KINDS` of each worker that is large enough but lacks room now.
+    ``price`` is seconds of waiting per core-second lost.
     """
     here = {worker: [each for each in running if each.worker == worker] for worker in free}
     waits_s = min((_fits_s(need, free[worker], here[worker]) for worker in free), default=0.0)
@@ -247,7 +243,6 @@ def _fits_s(need: Sequence[int], free: Sequence[int], running: Sequence[Running]
 
 
 def _fewest(need: Sequence[int], free: Sequence[int], running: Sequence[Running]) -> list[Running]:
-    """The actions that ran shortest and together make room, without superfluous ones."""
     missing, taken = plus(need, free, -1), list[Running]()
     able = [(each.again_s(each.has[CORES]) - each.left_s, each) for each in running if each.again_s is not None]
     for _, each in sorted(able, key=lambda pair: (pair[0], pair[1].holder)):

@@ -2,10 +2,10 @@
 
 Invariants
 ----------
-1. A rate of ``units`` per ``per_s``: grants in any window [t, t + per_s) hold at most ``units``
-   units. (A token bucket would let twice as many through.)
-2. A number at once: leases hold at most so many units.
-3. Querying a quota has no side effects; only a grant, a release and a later time have.
+1. At a rate of ``units`` per ``per_s``, grants in any window [t, t + per_s) total at most
+   ``units``. (A token bucket would let twice as many through.)
+2. Under a limit without a window, leases hold at most ``units`` at once.
+3. Querying a quota has no side effects; only a grant, a release or a later time changes it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ def quota_kind(name: str) -> str:
 
 
 def described(resources: Resources) -> str:
-    """In words, e.g. ``2 cores, 4 GiB``."""
     cores, gpus = resources.cores, resources.gpus
     words = [
         f"{cores} core{'s' if cores > 1 else ''}" if cores else "",
@@ -74,8 +73,6 @@ def described(resources: Resources) -> str:
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request; each holder has one lease or request."""
-
     holder: str
     least: Resources  # below which it does not run
     tool: str = ""  # whose curve and seconds apply
@@ -84,7 +81,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):
-    """Resources of a holder, until it releases them or its worker leaves."""
+    """Resources that a holder keeps until it releases them or its worker leaves."""
 
     holder: str
     worker: str
@@ -97,7 +94,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
 
 
 class Revoke(msgspec.Struct, frozen=True, gc=False):
-    """Have ``holder`` stop its action, ``ran_s`` after its grant; it holds the lease until then."""
+    """Stop ``holder``'s action ``ran_s`` after its grant; its lease stays until released."""
 
     holder: str
     worker: str
@@ -110,7 +107,7 @@ _QUOTA = re.compile(r"\s*(\d+)\s*(?:/\s*(s|min|h)\s*)?")
 
 
 class Quota:
-    """A limit: ``units`` per window of ``per_s``, or at once if that is None."""
+    """A limit of ``units`` per ``per_s`` seconds, or at once if ``per_s`` is None."""
 
     def __init__(self, units: int, per_s: float | None) -> None:
         self.units, self.per_s = units, per_s
@@ -124,7 +121,7 @@ class Quota:
         return self.next_s(at_s, units) <= at_s
 
     def next_s(self, at_s: float, units: int = 1) -> float:
-        """When time alone lets ``units`` be granted; infinite if it never does."""
+        """Earliest time at which ``units`` can be granted without a release; infinite if never."""
         if units > self.units:
             return float("inf")
         if self.per_s is None:
@@ -148,7 +145,7 @@ class Quota:
         self._in_window += units
 
     def give_back(self, units: int = 1) -> None:
-        """A lease of ``units`` has ended; of a rate its units stay in the window."""
+        """A lease of ``units`` has ended; the units of a rate stay in its window."""
         self.held -= units
 
 

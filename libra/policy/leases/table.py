@@ -1,22 +1,21 @@
-"""The lease table: who holds which resources of which worker, and who gets some next.
+"""The lease table: which action holds which resources of which worker, and which gets some next.
 
-One table for the actions of all trajectories. Time arrives with every call and never goes back.
+One table serves the actions of all trajectories. Each call passes the time, which never decreases.
 
 Invariants
 ----------
-1. Leases of a worker never hold more of any kind than it has, nor more of a quota than
-   `libra.policy.leases.resources` promises. No lease outlives its worker.
-2. A holder has at most one lease or request. A request is granted once: its least, or a larger
-   legal number of cores of its curve.
-3. Requests are considered in order (priority, then arrival). One that does not fit keeps the kinds
-   that it lacks: no later request gets any of them. Of requests for the same kinds, the longest
-   prefix whose minima fit is granted. So each kind goes to the first of its line; a request larger
-   than every worker keeps nothing (`LeaseTable.stranded`).
-4. Enlargement takes only cores that are free after the prefix: without it the same requests are
-   granted.
-5. Only revocable leases are revoked, for the first request that does not fit, which then goes
-   before all others. A revoked lease is held until it is released.
-6. An empty `admit` has no side effects, so that a replay needs grants only.
+1. A worker's leases never exceed its amount of any kind, and leases never exceed a quota
+   (`libra.policy.leases.resources`). No lease outlives its worker.
+2. A holder has at most one lease or request. A request is granted once: with its fewest cores, or
+   with a larger size of its curve.
+3. Requests are served by priority, then arrival. A request that does not fit reserves the kinds
+   that it lacks, so no later request gets any of them. Among requests for the same kinds, the
+   longest prefix that fits at minimum size is granted. A request larger than every worker reserves
+   nothing (`LeaseTable.stranded`).
+4. Enlargement uses only cores that the granted prefix leaves free, so grants do not change.
+5. Only revocable leases are revoked, and only for the first request that does not fit, which then
+   goes before all others. A revoked lease is held until released.
+6. An `admit` without grants has no side effects, so a replay needs only the grants.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ Kinds = frozenset[str]
 
 
 class WaitingRequests:
-    """Every request with its place; requests of the same kinds form a sorted line."""
+    """All requests in order; requests for the same kinds form a sorted line."""
 
     def __init__(self) -> None:
         self.requests: dict[str, tuple[Place, LeaseRequest]] = {}
@@ -90,8 +89,6 @@ class WaitingRequests:
 
 
 class LeaseTable:
-    """One per scheduler."""
-
     def __init__(self) -> None:
         self._capacity: dict[str, Sequence[int]] = {}
         self._free: dict[str, list[int]] = {}
@@ -115,7 +112,7 @@ class LeaseTable:
         self._stranded.clear()
 
     def withdraw(self, worker: str) -> tuple[Lease, ...]:
-        """``worker`` is gone; returns the leases that ended with it."""
+        """Remove ``worker``; returns the leases that ended with it."""
         self._capacity.pop(worker, None)
         self._free.pop(worker, None)
         ended = tuple(lease for lease in self._leases.values() if lease.worker == worker)
@@ -124,7 +121,7 @@ class LeaseTable:
         return ended
 
     def limit(self, name: str, quota: Quota) -> None:
-        """Limit units of ``name``; the same limit again changes nothing."""
+        """Limit the units of quota ``name``; the same limit again changes nothing."""
         known = self._quotas.setdefault(name, quota)
         if (known.units, known.per_s) != (quota.units, quota.per_s):
             quota.held = known.held
@@ -134,7 +131,7 @@ class LeaseTable:
         self._curves.setdefault(tool, curve)
 
     def request(self, request: LeaseRequest, priority: Priority) -> None:
-        """``request`` waits, instead of an earlier one of its holder, which has no lease."""
+        """Queue ``request`` in place of an earlier one of its holder, which must hold no lease."""
         holder = request.holder
         assert holder not in self._leases, f"{holder} requests a lease and holds one"
         assert all(name in self._quotas for name, _ in request.least.quotas), request
@@ -148,7 +145,7 @@ class LeaseTable:
         self._waiting.join((priority, self._serial), request)
 
     def adopt(self, lease: Lease) -> None:
-        """A lease granted elsewhere is held, even beyond the capacity of its worker."""
+        """Hold a lease that was granted elsewhere, even beyond its worker's capacity."""
         assert lease.holder not in self._leases, f"{lease.holder} holds a lease"
         self.cancel(lease.holder)
         self._capacity.setdefault(lease.worker, NOTHING)
@@ -160,7 +157,7 @@ class LeaseTable:
         self._first.discard(holder)
 
     def release(self, holder: str, seconds: float | None = None, status: str = ToolStatus.OK) -> Lease | None:
-        """The lease of ``holder`` has ended; ``seconds`` of its action, if it ended by itself."""
+        """End the lease of ``holder``; ``seconds`` of its action if it ended by itself."""
         lease = self._leases.get(holder)
         if lease is None:
             return None
@@ -179,7 +176,7 @@ class LeaseTable:
         return holder in self._waiting.requests or holder in self._stranded
 
     def waiting_work(self) -> tuple[int, float]:
-        """Requests that more workers would help, and their core-seconds (slot-seconds without cores)."""
+        """Requests that more workers would help, and their core-seconds (or slot-seconds)."""
         helped = [request for _, request in self._waiting.requests.values() if not request.least.quotas]
         units = (max(1, each.least.cores) * (self.expected_s(each.tool) or 1.0) for each in helped)
         return len(helped), sum(units)
@@ -194,7 +191,7 @@ class LeaseTable:
         return {worker: Resources.of(amounts) for worker, amounts in self._capacity.items()}
 
     def stranded(self) -> tuple[LeaseRequest, ...]:
-        """Requests larger than every present worker, by holder; as of the last `admit`."""
+        """Requests larger than every present worker at the last `admit`, by holder."""
         return tuple(self._stranded[holder][1] for holder in sorted(self._stranded))
 
     def next_s(self, at_s: float) -> float | None:
@@ -204,11 +201,11 @@ class LeaseTable:
         return min((each for each in times if at_s < each < float("inf")), default=None)
 
     def expected_s(self, tool: str) -> float | None:
-        """Mean seconds of an action of ``tool`` with its least cores, once one has ended."""
+        """Mean seconds of an action of ``tool`` with its fewest cores; None before one ended."""
         return self._seconds.get(tool)
 
     def admit(self, at_s: float) -> tuple[Lease | Revoke, ...]:
-        """Grant what fits, in order, and enlarge; then revoke for the first that does not fit."""
+        """Grant and enlarge what fits, in order; then revoke for the first that does not fit."""
         granted: list[str] = []
         passed: list[tuple[LeaseRequest, Kinds]] = []
         lines = self._waiting.firsts()
@@ -240,7 +237,7 @@ class LeaseTable:
         return (*grants, *self._revocations(*passed[0], at_s)) if passed else grants
 
     def _find(self, request: LeaseRequest, at_s: float) -> tuple[str | None, Kinds]:
-        """The worker for a request, or the kinds that it lacks; neither if none is large enough."""
+        """Worker for a request, or the kinds it lacks; neither if no worker is large enough."""
         need = request.least.local
         short = {
             worker: [kind for kind, has, want in zip(KINDS, self._free[worker], need, strict=True) if has < want]
@@ -296,7 +293,6 @@ class LeaseTable:
         return sum(capacity[CORES] for capacity in self._capacity.values())
 
     def _revocations(self, request: LeaseRequest, lacks: Kinds, at_s: float) -> tuple[Revoke, ...]:
-        """Leases to revoke for the first request that does not fit, once, not for a quota."""
         seconds = self.expected_s(request.tool) if request.tool else None
         if seconds is None or not lacks <= set(KINDS) or request.holder in self._first:
             return ()
@@ -318,7 +314,6 @@ class LeaseTable:
         return tuple(Revoke(holder, found.worker, seconds, reason) for holder, seconds in ran_s.items())
 
     def _running(self, lease: Lease, at_s: float) -> Running:
-        """A lease as far as it can be forecast; one that is revoked already is about to end."""
         has, seconds = lease.resources.local, self.expected_s(lease.tool) if lease.tool else None
         if seconds is None or lease.holder in self._revoking:
             return Running(lease.holder, lease.worker, has, has, 0.0, None)
@@ -358,11 +353,11 @@ SLOT = Resources(slots=1)
 
 
 class ActionLeases:
-    """The leases of trajectories' actions; the calls of one turn are one action.
+    """Leases of the trajectories' actions; all calls of a turn form one action.
 
-    It is elastic if it is a single call of an elastic tool. An action of tools that declare nothing
-    takes a slot, and shares the cores that no lease has. A single call of a revocable tool may be
-    stopped once; then it runs to its end, so that none starves.
+    An action is elastic only if it is a single call of an elastic tool. An action whose tools
+    declare no resources takes a slot and shares the cores that no lease holds. A single call of a
+    revocable tool may be stopped once and then runs to its end, so it does not starve.
     """
 
     def __init__(self) -> None:
@@ -415,7 +410,7 @@ class ActionLeases:
         self.table.release(key)
 
     def adopt(self, key: str, worker: str) -> None:
-        """An action that began before leases holds its slot."""
+        """Hold a slot for an action that began before leases were used."""
         self.table.adopt(Lease(key, worker, SLOT, 0, "", 0.0, reason="began before"))
 
     def admit(self, at_s: float) -> tuple[Lease, ...]:
@@ -449,7 +444,7 @@ class ActionLeases:
 
 
 def curve_of(name: str, needs: ToolNeeds) -> SpeedUp | None:
-    """The curve of an elastic tool; ConfigError for a curve that makes no sense."""
+    """The curve of an elastic tool, else None; ConfigError for an invalid curve."""
     if needs.elastic is None:
         return None
     return SpeedUp(needs.least_cores, needs.most_cores, needs.elastic, f"tool {name!r}")
@@ -458,7 +453,7 @@ def curve_of(name: str, needs: ToolNeeds) -> SpeedUp | None:
 def check_declared(
     tools: Mapping[str, ToolNeeds], quotas: Mapping[str, str], largest: tuple[str, Resources] | None
 ) -> None:
-    """ConfigError for a senseless curve or quota, and a call that ``largest``, a worker, cannot run."""
+    """ConfigError for an invalid curve or quota, or a call that worker ``largest`` cannot run."""
     for name, text in quotas.items():
         read_quota(name, text)
     for name, needs in tools.items():

@@ -1,10 +1,9 @@
-"""Lengths of the trajectories of one group (or family), running ones and earlier iterations
-included.
+"""Lengths of the trajectories of one group or family, running and earlier ones included.
 
-An ended member counts fully. A running one is right-censored: it counts with its expected total,
-with a weight that grows with the share of trajectories that it has outlasted. `History` counts as
-further members: a prompt that was long is long again (RhymeRL, arXiv:2508.18588); lengths drift, so
-it measures their `persistence`. Differs from Seer, where one member's length predicts the group's.
+An ended member counts fully. A running member is right-censored: its expected total counts, with a
+weight that grows with the share of trajectories that it has outlasted. `History` adds further
+members: a prompt that was long is long again (RhymeRL, arXiv:2508.18588), and a measured
+`persistence` accounts for drift. Differs from Seer, where one member's length predicts its group's.
 """
 
 from __future__ import annotations
@@ -47,14 +46,13 @@ class Cohort(msgspec.Struct, array_like=True, gc=False):
 
 
 class Cohorts(msgspec.Struct, array_like=True):
-    """All groups by name, the ``idle`` ones by last use."""
+    """All groups by name; ``idle`` groups are ordered by last use."""
 
     prior: float  # weight of the prior that a group is like all others, in members
     by_name: dict[str, Cohort] = {}
     idle: dict[str, None] = {}
 
     def join(self, name: str, key: str) -> Cohort:
-        """A member joins; the first one of a new group becomes its probe."""
         cohort = self.by_name.setdefault(name, Cohort(probe=key))
         self.idle.pop(name, None)
         cohort.live += 1
@@ -75,7 +73,7 @@ class Cohorts(msgspec.Struct, array_like=True):
         return cohort
 
     def shift(self, name: str, centre: float, weight: float, value: float) -> tuple[float, float]:
-        """Log tokens by which a member should exceed ``centre``, and the certainty of that (0..1)."""
+        """Log tokens by which a member should exceed ``centre``, and the certainty (0 to 1)."""
         cohort = self.by_name[name]
         others = cohort.weight + cohort.running - weight
         known = others + cohort.past
@@ -91,7 +89,7 @@ class Cohorts(msgspec.Struct, array_like=True):
 
 
 def lognormal_remaining(centre: float, spread: float, log_done: float) -> float:
-    """Log of the expected rest of a lognormal total beyond ``log_done``."""
+    """Log of the expected remainder of a lognormal total beyond ``log_done``."""
     upper = (log_done - centre) / (spread * 1.4142135623730951)
     survival = math.erfc(upper)
     if survival < 1e-6:  # far in the tail: the inverse of the hazard rate
@@ -111,14 +109,14 @@ CENTRE_GROUPS = 8.0  # weight, in groups, of the previous version's centre in th
 
 
 class Past(NamedTuple):
-    """Log tokens by which a prompt's trajectories departed from others, and their number."""
+    """Log tokens by which a prompt's trajectories differed from others, and their number."""
 
     departure: float
     members: float
 
 
 class History(msgspec.Struct):
-    """The history of all prompts; ended groups are compared with others of the same version."""
+    """History of all prompts; ended groups are compared with others of the same version."""
 
     past: dict[str, Past] = {}
     pending: dict[str, tuple[float, float, float]] = {}  # mean log total, members, recalled
@@ -128,7 +126,7 @@ class History(msgspec.Struct):
 
     @property
     def persistence(self) -> float:
-        """Measured share of a departure that persists until the prompt returns, 0 to 0.95."""
+        """Measured share of a prompt's difference that lasts until it returns, 0 to 0.95."""
         first = FIRST_GROUPS * 0.5
         share = (self.products + first * FIRST_PERSISTENCE) / (self.squares + first)
         return min(max(share, 0.0), LARGEST_PERSISTENCE)
@@ -138,16 +136,16 @@ class History(msgspec.Struct):
         return self.persistence if self.squares else 0.0
 
     def recall(self, prompt: str, prior: float) -> float | None:
-        """Log tokens by which members of ``prompt`` are expected to depart; None for a new one."""
+        """Log tokens by which members of ``prompt`` should differ; None for a new prompt."""
         past = self.past.get(prompt)
         return None if past is None else past.departure * past.members / (past.members + prior)
 
     def ended(self, prompt: str, mean_log: float, members: float, recalled: float | None) -> None:
-        """A group of ``prompt`` has ended; ``recalled`` was its history. The last call counts."""
+        """A group of ``prompt`` has ended; ``recalled`` was its forecast. The last call counts."""
         self.pending[prompt] = (mean_log, members, 0.0 if recalled is None else recalled)
 
     def published(self) -> None:
-        """A new version: compare and keep what has ended since the last one."""
+        """A new version: compare and keep the groups that ended since the last version."""
         ended, self.pending = self.pending, {}
         if not ended:
             return

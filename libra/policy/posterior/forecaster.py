@@ -1,16 +1,15 @@
-"""Forecasts of a trajectory's remaining tokens, learned online from ended and running ones.
+"""Forecasts of a trajectory's remaining tokens, learned online from ended and running trajectories.
 
 One ridge regression on progress and every signal, mixed with the totals of siblings
 (`libra.policy.posterior.regression`). Trajectories that end early are short (right censoring), so
-running ones count with their expected totals (Buckley and James 1979), replaced at every `learn`.
+running trajectories count with expected totals (Buckley and James 1979), updated at each `learn`.
 
 Promises
 --------
-1. Deterministic in the sequence of events and of calls of `learn`, for any hash seed.
+1. Forecasts depend only on the sequence of events and `learn` calls, for any hash seed.
 2. ``restore(snapshot())`` changes no later forecast.
-3. Without measured gain over progress (`Forecast.skill` is 0) the forecast is the progress-only
-   one.
-4. Memory is bounded by the number of running trajectories, and by constants.
+3. Without a measured gain over progress (`Forecast.skill` is 0) the forecast uses progress only.
+4. Memory is bounded by the number of running trajectories plus constants.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class ForecastOutcome(NamedTuple):
 
 
 class CalibrationLog:
-    """Forecasts of trajectories that ended, made before their end; no decision reads it."""
+    """Forecasts of ended trajectories, made before their end; no decision reads them."""
 
     def __init__(self) -> None:
         self.outcomes: deque[ForecastOutcome] = deque(maxlen=KEPT)
@@ -79,7 +78,7 @@ class CalibrationLog:
             self._forecasts.setdefault(key, {})[generated_tokens] = total_tokens
 
     def ended(self, key: str, tokens: int, *, completed: bool) -> None:
-        """``key`` has ended after this many tokens; failures do not count."""
+        """``key`` has ended after ``tokens`` tokens; failures do not count."""
         forecasts = self._forecasts.pop(key, None)
         if forecasts and completed and tokens:
             half = [total for generated, total in forecasts.items() if 2 * generated <= tokens]
@@ -154,7 +153,6 @@ class Posterior(Saved):
             self._history.published()
 
     def _begins(self, key: str) -> None:
-        """A trajectory leaves the queue: the row of its start has what siblings have shown by now."""
         live = self._live.get(key)
         if live is not None and not live.tokens and not live.returns:
             if live.rows is not None:
@@ -279,7 +277,7 @@ class Posterior(Saved):
         return Forecast(mean, order, self._regression.stage(live.returns).order.skill)
 
     def reconsidered(self, key: str) -> Forecast:
-        """`remaining` of a waiting one, updated by its siblings."""
+        """`remaining` of a waiting trajectory, updated by its siblings."""
         live = self._live[key]
         if live.tokens or live.returns:
             return self.remaining(key)
@@ -325,12 +323,12 @@ class Posterior(Saved):
 
     @property
     def skill(self) -> float:
-        """Share of the progress-only squared error (of logarithms) that the forecast saved."""
+        """Share of progress-only squared error (of log tokens) that forecasts saved."""
         return self._regression.later.order.skill
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight in the order of all signals, of siblings' totals, and of a prompt's history."""
+        """Weights of regression, siblings' totals and a prompt's history, in the forecast order."""
         order = self._regression.later.order
         joint, totals = (order.factor * share for share in order.shares)
         return {"regression": joint, "totals": totals, "history": self._history.measured}

@@ -1,15 +1,15 @@
 """Ridge regression of the remaining length on all features, with a guard on its gain over progress.
 
 A row of features is ``NUM_ROW`` 32-bit numbers: the columns, the tokens generated so far, and the
-forecasts as made then (progress alone: log order, mean; all columns: log order, mean). Two targets
-share one Gram matrix: the logarithm of the remaining tokens (for ranking) and the tokens (for sums
-of loads). `Blend` decides how far to depart from progress alone.
+forecasts at that time (progress alone: log order, mean; all columns: log order, mean). Two targets
+share one Gram matrix: log remaining tokens (for ranking) and remaining tokens (for sums of loads).
+`Blend` decides how far to depart from progress alone.
 
 Invariants
 ----------
-1. With nothing measured, or nothing gained, the forecast is the progress-only one and skill is 0.
+1. Without a measured gain the forecast uses progress only, and skill is 0.
 2. ``skill <= 1``.
-3. Weights and guard are fitted to forecasts of trajectories that were not learned from.
+3. Weights and guard are fitted to forecasts of trajectories that had not been learned from.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ def counted(counts: bytes, slot: int, status: str, payload_tokens: int) -> bytes
 
 
 class Live(msgspec.Struct, array_like=True, gc=False):
-    """A running trajectory."""
-
     group: str
     family: str
     rows: bytes | None  # to learn from, if it is followed
@@ -76,7 +74,7 @@ Floats = NDArray[np.float64]
 
 FORGET = 0.998  # weight of an ended trajectory after each later one
 PROGRESS_SHRINK, SIGNAL_SHRINK, STACK_SHRINK = 1.0, 10.0, 3.0
-"""Prior that a progress column, a signal column, a share has no effect, in trajectories."""
+"""Prior that a progress column, a signal column or a share has no effect, in trajectories."""
 FIRST_MEAN_TOKENS = 1000.0  # mean forecast before anything has ended
 SWEEPS = 60  # sweeps of the coordinate descent that fits the shares
 KNOWN_STARTS = 8.0  # starts with known siblings, by certainty, from which their own blends are used
@@ -87,8 +85,8 @@ GROUPS = 1024  # latest groups whose gain is kept, so that siblings count as one
 class Blend(msgspec.Struct, array_like=True):
     """Departure of one target's forecast from progress alone, and a guard on it.
 
-    ``sums``: normal equations of the shares (5); sums of error x served departure, of squared
-    departures and errors, and of groups' squared gains.
+    ``sums`` has nine entries: five normal equations of the shares, then error x served departure,
+    squared departure, squared error, and squared gains of groups.
     """
 
     sigmas: float  # standard errors by which a gain must stand out
@@ -99,9 +97,10 @@ class Blend(msgspec.Struct, array_like=True):
     groups: dict[str, float] = {}  # gain of the latest groups
 
     def add(self, joint: Floats, totals: Floats, error: Floats, served: Floats, then: Floats, group: str) -> None:
-        """Add a trajectory: differences to its present forecast by progress alone, (N,) each.
+        """Add a trajectory; all arrays are (N,) differences from a forecast by progress alone.
 
-        ``served`` and ``then`` are differences to the one at that time.
+        ``joint``, ``totals`` and ``error`` differ from the present forecast by progress alone,
+        ``served`` and ``then`` from the one made at that time.
         """
         gain = float(served @ then)
         before = self.groups.pop(group, 0.0)
@@ -146,8 +145,8 @@ def _clipped(pull: float, step: float) -> float:
 class Stage(msgspec.Struct, array_like=True):
     """The blends of rows before the first return, or after it.
 
-    Before it only siblings tell lengths apart; after it a trajectory's own tools may say more.
-    ``excess``: log of the siblings' mean total minus their mean log.
+    Before the first return only siblings tell lengths apart; later a trajectory's own tools may
+    tell more. ``excess``: log of the siblings' mean total minus their mean log.
     """
 
     order: Blend
@@ -161,7 +160,7 @@ class Stage(msgspec.Struct, array_like=True):
         return cls(Blend(order), Blend(mean))
 
     def add(self, x: Floats, y: Floats, base: Floats, joint: Floats, then: Floats, group: str) -> None:
-        """Add a trajectory's rows (N,) of this stage: columns, truth, both forecasts now, and those made then."""
+        """Add a trajectory's rows (N,): columns, truth, both forecasts now, and those made then."""
         if not len(x):
             return
         sure = x[:, SURE]
@@ -207,7 +206,6 @@ class Regression(Saved):
         self.first, self.later = Stage.new(), Stage.new()
 
     def stage(self, returns: int) -> Stage:
-        """The blends for a forecast after so many returns."""
         return self.first if not returns and self.first.gaps[0] > KNOWN_STARTS else self.later
 
     def scale(self, factor: float) -> None:
@@ -234,7 +232,7 @@ class Regression(Saved):
         self._trajectories += 1.0
 
     def solve(self, running: list[tuple[bytes, int, float, float]], weight: float) -> None:
-        """Fit to ended trajectories and to running ones, each of these with ``weight``."""
+        """Fit to ended trajectories and to ``running`` ones, each of the latter with ``weight``."""
         gram, cross, trajectories = self._gram, self._cross, self._trajectories
         for rows, tokens, order, mean in running:
             table = table_of(rows)
