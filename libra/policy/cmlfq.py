@@ -1,20 +1,11 @@
 """C-MLFQ: a multi-level feedback queue over trajectories, by forecasts of their remaining length.
 
-<<<<<<< HEAD
-The order is (iteration deadline, level, order); levels are classes of remaining length. The
-objective *makespan* ends the iteration soon: running trajectories first, by arrival, then one probe
-of each group (Seer), then the longest forecast; without skill, by arrival (`docs/adr/0008`). Where
-engines exchange KV, everybody begins, then most tokens left in octaves, then fewest generated.
-*stream* completes groups one after the other: fewest tokens left in the group first; without skill,
-least attained service.
-=======
 The order is (iteration deadline, level, order); levels are classes of remaining length. *makespan*
-shortens the iteration. Begun trajectories go first, by arrival; then the longest forecast, where
-one probe per unknown group (Seer) counts as four times as long. If engines exchange KV, unbegun
-trajectories go first, then most tokens left in octaves, then fewest generated. *stream* completes
-groups one by one: fewest tokens left in the group first. Forecasts without skill are replaced by
-arrival (makespan) or least attained service (stream). See `docs/adr/0008`.
->>>>>>> h_w1
+shortens the iteration: running trajectories go first, by arrival, then one probe of each unknown
+group (Seer), then the longest forecast. If engines exchange KV, probes go first, then most tokens
+left in octaves, then fewest generated. *stream* completes groups one by one: fewest tokens left in
+the group first. Forecasts without skill are replaced by arrival (makespan) or least attained service
+(stream). See `docs/adr/0008`.
 
 Invariants
 ----------
@@ -52,11 +43,6 @@ Answers = tuple[facts.SetPriority | facts.Prefer, ...]
 Objective = Literal["makespan", "stream"]
 UNTRUSTED = 0.0  # skill up to which forecasts are not used for the order
 RECONSIDERED_AT_END = 16  # waiting ones, besides siblings, re-evaluated when one ends
-<<<<<<< HEAD
-=======
-PROBE_FACTOR = 4.0
-"""Assumed length of an unknown group over its forecast: only longer trajectories go first."""
->>>>>>> h_w1
 UNDER_WAY, UNBEGUN = 1, 1 + NUM_CLASSES  # level of running ones, first level of waiting ones
 
 
