@@ -1,7 +1,7 @@
-"""A hybrid replica: outside the core's process group, it computes slices with the weights of each step.
+"""A hybrid replica: outside the core's process group, it computes slices of each step.
 
-It has no optimizer. It may join and leave between any two steps, or die during one: the core then
-computes its slice (`libra.train.hybrid_pool`).
+A hybrid has no optimizer. It may join and leave between any two steps, or die during a step: then
+the core computes its slice (`libra.train.hybrid_pool`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class HybridReplica:
     """Computes slices for the core at ``address``, until it leaves or the core releases it.
 
-    ``replica`` has the core's model and settings; its weights are replaced. TransferError if no core
-    that knows ``token`` listens at ``address``.
+    ``replica`` has the core's model and settings; its weights are replaced. TransferError if no
+    core with ``token`` listens at ``address``.
     """
 
     def __init__(self, replica: Replica, address: tuple[str, int], token: str, *, name: str = "hybrid") -> None:
@@ -41,7 +41,7 @@ class HybridReplica:
         self._wire.send("hello", {"name": name, "description": replica.description()})
 
     def run(self) -> int:
-        """Serve until it has left or the core has ended; returns the number of slices computed.
+        """Serve until `leave` or the core's end; returns the number of slices computed.
 
         TrainError if the core has another model or other settings.
         """
@@ -69,7 +69,7 @@ class HybridReplica:
         return self.slices_done
 
     def leave(self) -> None:
-        """Request to leave, from any thread: a slice in progress counts, and no other one follows."""
+        """Request to leave, from any thread; a slice in progress counts and is the last."""
         self._leaving.set()
         self._wire.send("leave")
 

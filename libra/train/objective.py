@@ -88,8 +88,9 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of each token (N,), with gradient, and sums for a report (scalars).
 
-        ``columns_NK`` and ``rest_N`` are log-probabilities, with gradient, of ``batch.taught.columns_NK`` and
-        of all other tokens. Without ``batch.proximal_logp_N``, ``logp_N`` itself is proximal.
+        ``columns_NK`` and ``rest_N`` are log-probabilities, with gradient, of
+        ``batch.taught.columns_NK`` and of all other tokens. Without ``batch.proximal_logp_N``,
+        ``logp_N`` replaces it.
         """
         settings = self.settings
         sequences = batch.sequences
@@ -155,7 +156,6 @@ class Objective:
 
     @torch.no_grad()
     def _old(self, batch: MicroBatch, logp_N: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """Log p_old, the weight, and whether p_old is the trainer's under the weights that sampled the token."""
         settings, engine_N = self.settings, batch.behaviour_logp_N
         if settings.old_logp == "behaviour":
             return engine_N, torch.ones_like(engine_N), torch.zeros_like(batch.current_N)
@@ -193,7 +193,6 @@ class Objective:
 
     @torch.no_grad()
     def _corrected(self, batch: MicroBatch, old_N: Tensor, weight_N: Tensor) -> dict[str, Tensor]:
-        """The number of tokens whose weight its bounds changed."""
         if self.settings.correction == "none":
             return {}
         free_N = importance_weights(
@@ -223,5 +222,4 @@ class Objective:
 
 
 def _once(term_N: Tensor, batch: MicroBatch) -> Tensor:
-    """A term that each trajectory has in one step: 0 in corrections of those that were trained before."""
     return term_N if batch.counted_N is None else term_N * batch.counted_N

@@ -1,12 +1,10 @@
-"""The part of a trajectory that a training step computes with, and batches fetched from other workers.
+"""The part of a trajectory that a training step reads, and batches fetched from other workers.
 
 A `LazyBatch` has lengths and advantages at once; tokens are fetched slice by slice.
 
-Invariants
-----------
 1. A step on a lazy batch is the step on its trajectories, bit for bit: slices are computed from the
    announced lengths; a sample that arrives with another length is a TrainError.
-2. A row is fetched once at most, and only for a slice of this replica or of a hybrid that it feeds.
+2. A row is fetched at most once, and only for a slice of this replica or of a hybrid that it feeds.
 
 Shape legend: T tokens of a trajectory, A actions of it, L layers, K columns (tokens of the
 vocabulary) or experts of each token, N action tokens of a micro-batch.
@@ -61,7 +59,7 @@ class Sample:
 
     @property
     def has_advantage(self) -> bool:
-        """Whether any action has one other than 0."""
+        """Whether the advantage of any action differs from 0."""
         return self.advantage != 0 if self.token_advantage is None else bool(self.token_advantage.any())
 
     @property
@@ -93,8 +91,8 @@ class Sample:
 def sample_of(trajectory: Trajectory, version: int) -> Sample:
     """The sample of ``trajectory`` for the step that trains weights ``version``.
 
-    TrainError if the advantage or a behaviour log-probability is not finite, nothing was generated, the
-    first token is an action, or arrays differ in length.
+    TrainError if the advantage or a behaviour log-probability is not finite, nothing was generated,
+    the first token is an action, or arrays differ in length.
     """
     name = f"trajectory {trajectory.trajectory_id}"
     where = np.flatnonzero(trajectory.is_action)
@@ -149,9 +147,10 @@ def _taught(trajectory: Trajectory, num_actions: int) -> Taught | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaughtTokens:
-    """Columns int64 with their log-probabilities, as in `libra.types.Taught`.
+    """Teacher scores of action tokens: columns int64 and log-probabilities, as in
+    `libra.types.Taught`.
 
-    ``known_N``: whether the teacher scored the token's sequence.
+    ``known_N`` is whether the teacher scored the token's sequence.
     """
 
     columns_NK: Tensor
@@ -166,7 +165,7 @@ class TaughtTokens:
 
 
 def taught_tokens(samples: Sequence[Sample], dtype: torch.dtype) -> TaughtTokens | None:
-    """Teacher log-probabilities of all actions of ``samples``; None if it scored none.
+    """Teacher log-probabilities of all actions of ``samples``; None if no sample has them.
 
     TrainError if samples differ in the number of columns.
     """
@@ -194,7 +193,8 @@ def taught_tokens(samples: Sequence[Sample], dtype: torch.dtype) -> TaughtTokens
 
 
 Fetch = Callable[[Sequence[str]], Sequence[Trajectory]]
-"""Trajectories of rows by name, in that order, without their advantages. Raises TrainError if one cannot be fetched."""
+"""Trajectories of rows by name, in that order, without advantages; TrainError if a row cannot be
+fetched."""
 _NONE, _NO_LOGP, _NO_FLAGS = np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.bool_)
 
 
@@ -245,8 +245,6 @@ class LazyBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Absent(Sample):
-    """A sample that was not fetched: lengths and advantage are right, arrays are empty."""
-
     fact: RowFacts = RowFacts("", 0, 0, 0.0)
     batch: LazyBatch | None = None
     step: int = -1
@@ -276,7 +274,7 @@ class _Absent(Sample):
 
 
 def samples_of(batch: Sequence[Trajectory] | LazyBatch, step: int, *, whole: bool) -> list[Sample]:
-    """The samples of a batch for step ``step``; placeholders of a lazy one unless ``whole``."""
+    """The samples of a batch for step ``step``; placeholders of a lazy batch unless ``whole``."""
     if isinstance(batch, LazyBatch):
         samples = batch.samples(step)
         return present(samples) if whole else samples
