@@ -67,8 +67,8 @@ def project_layer(
 ) -> tuple[float, ...]:
     """The numbers of one layer as ``apply`` computes it.
 
-    ``apply`` maps (1, ``inputs``) in ``dtype`` to (1, outputs); for an embedding of ``inputs`` rows,
-    int64 ids (64,) to their rows.
+    ``apply`` maps (1, ``inputs``) in ``dtype`` to (1, outputs); for an embedding of ``inputs``
+    rows, int64 ids (64,) to their rows.
     """
     generator = generator_of(seed, name)
     if is_embedding(name):
@@ -82,7 +82,7 @@ def _apply(operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor, x: Ten
 
 
 def project_tensors(tensors: Mapping[str, Tensor], seed: int) -> dict[str, tuple[float, ...]]:
-    """The numbers of every matrix of a state dict with tied weights under all their names."""
+    """The numbers of every matrix of a state dict that has tied weights under all their names."""
     found = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and name.endswith(".weight"):

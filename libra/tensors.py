@@ -1,4 +1,4 @@
-"""Named tensors: shared storage, and the content digest that trainer, registry and engines agree on."""
+"""Named tensors: shared storage, and the digest that trainer, registry and engines agree on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from libra.tensor_files import hash_parts
 
 
 def compute_device(wanted: str) -> torch.device:
-    """The device of this process: ``auto`` is its first visible GPU, else the CPU; ConfigError without the GPU."""
+    """The device of this process; ``auto`` is the first visible GPU, else the CPU. ConfigError
+    without it."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if wanted not in ("auto", "cuda"):
@@ -44,7 +45,8 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """`libra.tensor_files.hash_parts` over names, dtypes, shapes and elements, in the order of the names.
+    """`libra.tensor_files.hash_parts` over names, dtypes, shapes and elements, in the order of the
+    names.
 
     Tied names are hashed once (see `untied`), so a tied model has the digest of its file.
     """

@@ -3,9 +3,8 @@
 Callers are coroutines of any event loop. Their requests go into one mailbox, which the thread
 empties between two steps.
 
-Invariants
-1. Only the engine's thread touches model and batch. Others use the mailbox and read ``version`` and
-   ``stats``.
+1. Only the engine's thread touches model and batch. Other threads use the mailbox and read
+   ``version`` and ``stats``.
 2. Every future is resolved exactly once: with a result, or an error; on ``close`` with EngineError.
 3. A fault inside a step fails the requests in the engine and drops all KV; the thread continues.
 """
@@ -49,8 +48,8 @@ Reply = Future[Any]
 class TransformersSettings(EngineSettings):
     """Settings of a `TransformersEngine`.
 
-    With ``kv_cache_gib``, requests wait until their context fits with all tokens that they may
-    generate; contexts retained between turns are evicted for them.
+    With ``kv_cache_gib``, a request waits until its context and all tokens that it may generate
+    fit; contexts retained between turns are evicted for it.
     """
 
     exact_logprobs: bool = False  # of turns scored alone and uncached (`libra.heads`): one more pass per turn
@@ -164,7 +163,7 @@ class TransformersEngine:
         )  # fmt: skip
 
     async def close(self) -> None:
-        """Fail what is pending and join the thread; may be called twice."""
+        """Fail pending requests and join the thread; may be called twice."""
         if self._thread is None:
             return
         self._closing = True

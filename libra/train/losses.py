@@ -27,8 +27,7 @@ from libra.config.task_sections import KLDirection
 from libra.errors import TrainError
 
 LOG_RATIO_BOUND = 20.0
-"""Largest |log ratio| exponentiated (verl's value; e^89 overflows float32). The gradient beyond it
-is 0."""
+"""Largest |log ratio| exponentiated (verl's value); beyond it the gradient is 0."""
 SEQUENCE_LOG_RATIO_BOUND = 10.0
 """Largest mean log ratio of a sequence that is exponentiated (verl's value)."""
 KL_BOUND = 10.0
@@ -50,8 +49,7 @@ def check_option(where: str, got: str, allowed: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """S sequences without padding; ``sequence`` int64 (N,) is the number of each token's
-    sequence."""
+    """S sequences without padding; ``sequence`` int64 (N,) is each token's sequence."""
 
     sequence: Tensor
     num_sequences: int
@@ -67,7 +65,7 @@ class Sequences:
         return self.sequence.new_zeros(self.num_sequences).index_add(0, self.sequence, torch.ones_like(self.sequence))
 
     def only(self, value_N: Tensor) -> Tensor:
-        """``value_N`` unchanged; subclasses with masks set 0 in masked places."""
+        """``value_N``; with padding (in tests only), 0 in masked places."""
         return value_N
 
     def sum(self, value_N: Tensor) -> Tensor:

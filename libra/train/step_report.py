@@ -109,7 +109,7 @@ class Tally:
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     stepped: bool = False
-    """Whether the weights have moved since the step began."""
+    """Whether the weights have changed since the step began."""
     worst: list[dict[str, Any]] = field(default_factory=list)
     """Tokens with the largest gaps between engine and trainer."""
 
@@ -118,7 +118,7 @@ class Tally:
         return Tally(stepped=self.stepped)
 
     def take(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> None:
-        """Add the tally of another replica, without seconds (names in ``_s``), because replicas run at once."""
+        """Add another replica's tally, without seconds (``_s``), because replicas run at once."""
         self.add(**{name: amount for name, amount in sums.items() if not name.endswith("_s")})
         self.at_least(**maxima)
 
@@ -169,18 +169,21 @@ class Tally:
 
 
 MAPPED_FROM_BYTES = 2**18
-"""Tensors of at least this size are mapped separately in a process that trains a large model on a CPU."""
+"""Size from which tensors are mapped separately, if a CPU trains a large model."""
 LARGE_MODEL_BYTES = 2**26
-"""Bytes of weights from which on a model is large: for a smaller one, fresh pages would cost more than they save."""
+"""Bytes of weights of a large model; for smaller models, mapping would cost more time than it
+saves."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @cache
 def map_large_tensors() -> bool:
-    """Make glibc map large tensors separately, so that freeing one returns its memory; False without glibc.
+    """Make glibc map large tensors separately, so that their memory is returned; False without
+    glibc.
 
-    By default glibc keeps tensors of up to 32 MB in one heap, which their different lifetimes fragment.
+    By default glibc keeps tensors of up to 32 MB in one heap, which their different lifetimes
+    fragment.
     """
     mallopt = _of_glibc("mallopt")
     if mallopt is None:
@@ -193,13 +196,12 @@ def _of_glibc(name: str) -> Any:
 
 
 def _trim() -> None:
-    """Make glibc return the memory of freed small tensors; takes milliseconds."""
     if (trim := _of_glibc("malloc_trim")) is not None:
         trim(0)
 
 
 def resident_bytes(name: str = "VmRSS") -> int:
-    """Resident memory of this process, now or (``VmHWM``) at its peak; 0 if the system does not report it."""
+    """Resident memory of this process, now or (``VmHWM``) at its peak; 0 if unknown."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
@@ -208,9 +210,9 @@ def resident_bytes(name: str = "VmRSS") -> int:
 
 
 class StepMemory:
-    """Peak memory of this process in a step, above its memory at the creation of this object.
+    """Peak memory of this process in a step, above its memory when this object was created.
 
-    ``device`` is the model's, which is loaded later.
+    ``device`` is the device of the model, which is loaded later.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -2,17 +2,17 @@
 
 Callers are coroutines of any event loop; their requests run in the engine's loop, in one order.
 
-Invariants
 1. Every ``generate`` ends once: with its output, or with EngineError; a dead process fails all its
    requests.
-2. A dead process is replaced before the next request is served, with the weights it had.
+2. A dead process is replaced before the next request is served, with the same weights.
 3. Requests wait here, in order of priority and arrival, until one of ``slots`` is free. vLLM never
-   has more, so no started request is preempted, not even when an update makes vLLM compute it
+   has more requests, so no started request is preempted, even if an update makes vLLM compute it
    again.
 4. Between ``pause`` and ``resume``, and while weights are loaded, only probes take a step
    (`probe_scheduler`).
 5. A version is served completely or not at all: a file that does not fit is refused before anything
-   changes; if loading fails half way, the process is replaced by one with the previous weights.
+   changes; if loading fails half way, the process is replaced by a process with the previous
+   weights.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one."""
+"""vLLM raises lower temperatures to this value."""
 
 
 class VLLMEngine:
-    """Continuous batching by vLLM, in a process of its own per engine (and one per tensor-parallel rank).
+    """Continuous batching by vLLM, in one process per engine and tensor-parallel rank.
 
-    ``version`` is the number of the weights in ``model_dir``; ``options`` are fields of `VLLMSettings`.
+    ``version`` is the number of the weights in ``model_dir``; ``options`` are fields of
+    `VLLMSettings`.
     """
 
     continues_turns = True
@@ -95,7 +96,7 @@ class VLLMEngine:
         await self._loop.ask(self._abort(trajectory_id))
 
     def forget(self, trajectory_id: str) -> None:
-        """vLLM drops the KV of finished requests when others need the memory."""
+        """Do nothing: vLLM drops the KV of finished requests when others need the memory."""
         self._loop.check_open()
 
     async def pause(self) -> None:
@@ -107,7 +108,7 @@ class VLLMEngine:
         await self._loop.ask(self._resume())
 
     async def load_version(self, version: int, directory: Path) -> None:
-        """See RolloutEngine. With ``keep_kv`` running requests continue from the KV they have."""
+        """See RolloutEngine. With ``keep_kv`` running requests keep their KV."""
         await self._loop.ask(self._load(version, Path(directory)))
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -151,7 +152,7 @@ class VLLMEngine:
         return self._core.process_ids if self._core is not None else []
 
     async def close(self) -> None:
-        """Fail what is pending, end the process, and join the thread; may be called twice."""
+        """Fail pending requests, end the process, and join the thread; may be called twice."""
         await self._loop.close()
 
     def _check(self, request: TurnRequest) -> None:
@@ -190,7 +191,6 @@ class VLLMEngine:
             raise
 
     def _admit(self) -> None:
-        """Start the requests that have a slot, unless paused; replace a dead process."""
         core = self._core
         if self._queue.waiting and (core is None or core.dead):
             self._recover_soon()
@@ -234,7 +234,6 @@ class VLLMEngine:
             await self._end_job(job)
 
     async def _end_job(self, job: VLLMJob) -> None:
-        """End one job with the tokens it has, and wait until its place is free."""
         if self._queue.find(job.name) is not job:
             return
         if job.started_s is None:
@@ -327,7 +326,6 @@ class VLLMEngine:
         self._admit()
 
     async def _living(self) -> Core:
-        """The engine process, a new one if it died; the caller holds the lock."""
         if self._core is not None and self._core.dead:
             self._died(self._core, EngineGone("the vLLM engine process died"))
         if self._core is None:
