@@ -40,10 +40,7 @@ def routers_of(model: Any) -> list[Any]:
 
 class Routers:
     """The routers of a qwen3_moe model, by hooks: recording while it serves, replaying while it
-    trains.
-
-    With ``listen``, the experts of each pass are kept for `take`.
-    """
+    trains. With ``listen``, the experts of each pass are kept for `take`."""
 
     def __init__(self, model: Any, *, listen: bool = False) -> None:
         self.modules = routers_of(model)

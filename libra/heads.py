@@ -126,10 +126,8 @@ alike."""
 def score_alone(
     model: Any, token_ids: NDArray[np.integer], first: int = 1, temperature: float = 1.0
 ) -> NDArray[np.float32]:
-    """Log-probability in nats of each token from ``first`` on (T - first,), float32.
-
-    ``model`` is a transformers causal LM in evaluation mode with "sdpa"; ``first`` is at least 1.
-    """
+    """Log-probability in nats of each token from ``first`` on (T - first,), float32. ``model`` is a
+    transformers causal LM in evaluation mode with "sdpa"; ``first`` is at least 1."""
     ids = torch.from_numpy(np.asarray(token_ids, np.int64))
     ids = ids.to(next(model.parameters()).device)
     targets, head, after = ids[first:], head_of(model), after_head(model)

@@ -22,10 +22,8 @@ _CALLS = {
 
 class ModelLoader(Protocol):
     """A user's ``model.loader``: an object with these methods, or a class without arguments.
-
     ``directory`` has ``config.json``, weights in safetensors and a tokenizer's files, which travel
-    with each checkpoint. `libra.testing.parts.LoaderContract` tests a loader.
-    """
+    with each checkpoint. `libra.testing.parts.LoaderContract` tests a loader."""
 
     def model(self, directory: Path, /, *, dtype: Any, attention: str) -> Any:
         """A causal language model, a torch module with the interface of transformers.
@@ -90,9 +88,8 @@ def plain_attention(config: Any) -> str:
 
 def check_lengths(config: Mapping[str, Any], max_context_tokens: int, where: str) -> None:
     """ConfigError if a model's rotary embedding may depend on the longest context in a batch.
-
-    ``config`` is ``config.json``. Up to the original length embeddings are the same in every batch.
-    """
+    ``config`` is ``config.json``. Up to the original length embeddings are the same in every
+    batch."""
     ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
     for kind in ropes + [each for rope in ropes for each in rope.values() if isinstance(each, dict)]:
         name = str(kind.get("rope_type") or kind.get("type"))

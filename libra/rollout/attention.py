@@ -44,11 +44,9 @@ def reads_before(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
 
 
 def reads_of(model: Any, max_context_tokens: int, heads: tuple[int, int]) -> list[Reads]:
-    """The positions that each layer reads; ModelError if slots cannot serve the model.
-
-    ``heads`` is the number of key-value heads and their size. Empty for a model on "meta" whose
-    code needs weights.
-    """
+    """The positions that each layer reads; ModelError if slots cannot serve the model. ``heads`` is
+    the number of key-value heads and their size. Empty for a model on "meta" whose code needs
+    weights."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function
 
@@ -115,10 +113,8 @@ faster."""
 
 
 class SlotKV:
-    """Keys and values: per layer one tensor (2, slots, K, context_tokens, D).
-
-    The tensor is only as long as the longest context: closer rows are faster to read.
-    """
+    """Keys and values: per layer one tensor (2, slots, K, context_tokens, D). The tensor is only as
+    long as the longest context: closer rows are faster to read."""
 
     def __init__(
         self, config: Any, slots: int, max_context_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -238,10 +234,8 @@ def masked(reads: Reads, queries_Q: Tensor, keys_C: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Step:
-    """The tokens of one forward pass: where each is written, and which positions it reads.
-
-    The first ``num_rows`` tokens decode (one per slot, ascending); the rest are chunks.
-    """
+    """The tokens of one forward pass: where each is written, and which positions it reads. The
+    first ``num_rows`` tokens decode (one per slot, ascending); the rest are chunks."""
 
     kv: SlotKV
     slot_T: Tensor
@@ -288,10 +282,7 @@ def slot_attention(
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: (1, H, T, D) in, (1, T, H, D) out; writes the KV of its
-    Step.
-
-    `reads_of` has checked all further arguments.
-    """
+    Step. `reads_of` has checked all further arguments."""
     if step is None:
         raise TypeError("its layers do not hand keywords on to their attention")
     kv, layer = step.kv, module.layer_idx

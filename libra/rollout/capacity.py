@@ -62,10 +62,8 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
 
 
 def kv_token_bytes(config: Mapping[str, Any], dtype: str, tp: int = 1) -> int:
-    """Bytes of one token's keys and values, over all layers and ranks.
-
-    Key-value heads that ``tp`` does not divide are copied: every rank has at least one.
-    """
+    """Bytes of one token's keys and values, over all layers and ranks. Key-value heads that ``tp``
+    does not divide are copied: every rank has at least one."""
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"dtype: got {dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
     heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])

@@ -194,10 +194,8 @@ class ChatFormat:
 
     def observation_ids(self, contents: Sequence[str], *, ended: bool = True) -> NDArray[np.int32]:
         """Tool messages and generation prompt, to append after an assistant turn, int32 (T,).
-
         Unless ``ended`` (the turn's last token `ends` the turn), the end-of-turn token comes first.
-        ValueError if a content still yields a special token.
-        """
+        ValueError if a content still yields a special token."""
         if not contents:
             raise ValueError("observation_ids: got no contents; there must be at least one tool message")
         texts = [self.special.broken(content) for content in contents]
@@ -333,12 +331,9 @@ _ANSWER_SHARE = 4
 def fitted(
     chat: ChatFormat, contents: Sequence[str], left_tokens: int, max_new_tokens: int, *, ended: bool, role: str = "tool"
 ) -> tuple[list[str], NDArray[np.int32]]:
-    """The returns of a turn's calls, cut to the context, and their token ids.
-
-    The context has room for ``left_tokens``; the ids exceed it only if not even the notes fit.
-    ``ended`` is as in `ChatFormat.observation_ids`. Role "user" has one message, the environment's
-    answer.
-    """
+    """The returns of a turn's calls, cut to the context, and their token ids. The context has room
+    for ``left_tokens``; the ids exceed it only if not even the notes fit. ``ended`` is as in
+    `ChatFormat.observation_ids`. Role "user" has one message, the environment's answer."""
 
     def rendered(texts: Sequence[str]) -> NDArray[np.int32]:
         return chat.user_ids(texts[0], ended=ended) if role == "user" else chat.observation_ids(texts, ended=ended)

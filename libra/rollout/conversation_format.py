@@ -25,11 +25,9 @@ _KEEP_ALL = {"Sequence", "ByteLevel", "Split", "Digits"}
 
 
 def most_bytes_of_a_token(tokenizer: Any) -> int | None:
-    """Most bytes of UTF-8 text that one token stands for; None if there is no known bound.
-
-    Known for BPE over bytes without a normalizer or with NFC, with a token for every byte (GPT-2,
-    Qwen, Llama 3).
-    """
+    """Most bytes of UTF-8 text that one token stands for; None if there is no known bound. Known
+    for BPE over bytes without a normalizer or with NFC, with a token for every byte (GPT-2, Qwen,
+    Llama 3)."""
     from tokenizers import pre_tokenizers
     from tokenizers.models import BPE
     from tokenizers.normalizers import NFC
@@ -72,10 +70,8 @@ _NAME = "libra_stands_in"
 
 class ConversationFormat:
     """The tokens of agents' messages, with tokenizer and stop ids of the run's own format ``chat``.
-
     A text that must have more than ``most_tokens`` tokens raises ContextOverflow before it is
-    tokenised. Several threads may call this object at once.
-    """
+    tokenised. Several threads may call this object at once."""
 
     def __init__(self, chat: ChatFormat, most_tokens: int | None = None) -> None:
         self.chat = chat
@@ -86,20 +82,16 @@ class ConversationFormat:
 
     def prompt_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), **args: Any) -> NDArray[np.int32]:
         """A conversation with its generation prompt, int32 (T,); ``args`` are template variables.
-
         ModelError if the template cannot show the messages, ValueError if a text yields a special
-        token.
-        """
+        token."""
         return self._of(tools, args).prompt_ids(messages)
 
     def tail_ids(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, last: int, **args: Any
     ) -> NDArray[np.int32]:
-        """The ids of messages after a generated turn, and of the next generation prompt.
-
-        ``last`` is the turn's last token; unless it is the template's marker, the marker comes
-        first. Raises as `prompt_ids`.
-        """
+        """The ids of messages after a generated turn, and of the next generation prompt. ``last``
+        is the turn's last token; unless it is the template's marker, the marker comes first. Raises
+        as `prompt_ids`."""
         return self.chat.rest(self._of(tools, args).tail_ids(messages), last)
 
     def _of(self, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> _Format:

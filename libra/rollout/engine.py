@@ -99,25 +99,18 @@ class RolloutEngine(Protocol):
         """Continue after ``pause``."""
 
     async def load_version(self, version: int, directory: Path) -> None:
-        """Serve ``directory/model.safetensors`` as ``version`` from the next token on.
-
-        Running requests are computed again and retained KV is dropped. WeightsError if tensors are
-        missing, unknown, of another shape or unreadable; the old version then remains in use.
-        """
+        """Serve ``directory/model.safetensors`` as ``version`` from the next token on. Running
+        requests are computed again and retained KV is dropped. WeightsError if tensors are missing,
+        unknown, of another shape or unreadable; the old version then remains in use."""
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probability in nats of each token but the first (T - 1,), at temperature 1.
-
-        Computed by the weights and the pass that serve requests; may be called while requests run.
-        """
+        """Log-probability in nats of each token but the first (T - 1,), at temperature 1. Computed
+        by the weights and the pass that serve requests; may be called while requests run."""
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
         """Eight numbers for each linear layer and embedding, by the Hugging Face name of its
-        weight.
-
-        Computed by the matrices as used (packed, tied, joined), by the convention of
-        `libra.projections`.
-        """
+        weight. Computed by the matrices as used (packed, tied, joined), by the convention of
+        `libra.projections`."""
 
     def stats(self) -> EngineStats:
         """Counters as of the last step."""
@@ -149,16 +142,12 @@ class EngineFactory(Protocol):
 @runtime_checkable
 class ReadsColumns(Protocol):
     """An engine that returns single columns of its layers, so that one changed bit is detected.
-
-    Only for engines that multiply with the weights as published: no quantisation, no TF32.
-    """
+    Only for engines that multiply with the weights as published: no quantisation, no TF32."""
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
         """The requested columns (K, outputs) of each named matrix: its layer's outputs for one-hot
-        inputs.
-
-        For an embedding the requested rows (K, width), for a norm or bias the whole vector (1, n).
-        """
+        inputs. For an embedding the requested rows (K, width), for a norm or bias the whole vector
+        (1, n)."""
 
 
 @runtime_checkable
@@ -174,10 +163,8 @@ class MovesKV(Protocol):
         engine."""
 
     async def import_kv(self, kv: KVObject) -> bool:
-        """Keep an object for the trajectory's next request; False without room.
-
-        The request uses the object only if `KVObject.check` allows it.
-        """
+        """Keep an object for the trajectory's next request; False without room. The request uses
+        the object only if `KVObject.check` allows it."""
 
 
 PRIORITY_BITS = (20, 10, 30)
@@ -212,10 +199,7 @@ def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: 
 
 def packed_priority(priority: tuple[int, ...]) -> int:
     """One number from 0 to 2**60 - 1 in the order of the tuples; EngineError beyond
-    `PRIORITY_BITS`.
-
-    An entry is at least -1 (overdue).
-    """
+    `PRIORITY_BITS`. An entry is at least -1 (overdue)."""
     if len(priority) > len(PRIORITY_BITS) or any(
         not -1 <= part <= 2**bits - 3 for part, bits in zip(priority, PRIORITY_BITS, strict=False)
     ):

@@ -155,10 +155,8 @@ class UsedLayer:
 
 
 class Forward:
-    """From the token ids of a step to hidden states, and from hidden states to logits.
-
-    ``model`` is a transformers causal LM; ``fused=False`` replaces only its attention.
-    """
+    """From the token ids of a step to hidden states, and from hidden states to logits. ``model`` is
+    a transformers causal LM; ``fused=False`` replaces only its attention."""
 
     def __init__(self, model: Any, kv: SlotKV, *, fused: bool = True) -> None:
         self.model, self.kv = model, kv

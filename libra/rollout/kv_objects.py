@@ -112,9 +112,7 @@ class HostKV:
 
     def put(self, kv: KVObject, waiting: Container[str] = ()) -> bool:
         """Keep an object, replacing less valuable objects; False if it is larger than the pool.
-
-        ``waiting`` has the trajectories with requests here.
-        """
+        ``waiting`` has the trajectories with requests here."""
         with self._lock:
             self._drop(kv.trajectory_id)
             if kv.num_bytes > self.limit_bytes:

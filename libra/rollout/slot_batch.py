@@ -134,11 +134,9 @@ class SlotBatch:
             self._free(slot)
 
     def export_kv(self, trajectory_id: str) -> KVObject | None:
-        """See MovesKV."""
         return self.parked.export(trajectory_id, self.version, self.queue.waiting)
 
     def park_kv(self) -> None:
-        """See MovesKV."""
         for slot in self.table.of_state(RETAINED):
             self._evict(slot)
 

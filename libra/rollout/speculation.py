@@ -68,10 +68,8 @@ class GroupDrafts:
         self._latest[name] = tokens
 
     def propose(self, tail: Sequence[int], count: int) -> list[int]:
-        """Up to ``count`` tokens after ``tail``.
-
-        Each is the most frequent token (least id of equals) after the longest known suffix.
-        """
+        """Up to ``count`` tokens after ``tail``. Each is the most frequent token (least id of
+        equals) after the longest known suffix."""
         for name, tokens in self._latest.items():
             self._count(name, tokens)
         self._latest.clear()
@@ -207,11 +205,9 @@ def _power(num_rows: int) -> int:
 
 
 class DraftedStep:
-    """The slots of a step, ascending, and the drafts of each.
-
-    ``length`` is the number of tokens requested, ``rows`` and ``begins`` (R,) the tokens fed to
-    each slot and the place of the first, and ``offsets`` (T,) each token's place in its slot.
-    """
+    """The slots of a step, ascending, and the drafts of each. ``length`` is the number of tokens
+    requested, ``rows`` and ``begins`` (R,) the tokens fed to each slot and the place of the first,
+    and ``offsets`` (T,) each token's place in its slot."""
 
     def __init__(self, slots: NDArray[np.int64], drafts: list[list[int]], length: int) -> None:
         self.slots, self.drafts, self.length = slots, drafts, length

@@ -89,9 +89,7 @@ class ExpectedWeights:
 
 def copy_weights(model: nn.Module, directory: Path) -> None:
     """Copy ``directory/model.safetensors`` into the model, tensor by tensor, casting to its dtype.
-
-    WeightsError, before any copy, if the file is unreadable, or its names or shapes do not fit.
-    """
+    WeightsError, before any copy, if the file is unreadable, or its names or shapes do not fit."""
     expected, own, path = ExpectedWeights.of_model(model), model.state_dict(), Path(directory) / WEIGHTS_FILE
     with _opened(path) as file, torch.no_grad():  # once: a version may be dropped at any time, an open file stays
         expected._check(file, path)

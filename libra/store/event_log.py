@@ -85,11 +85,9 @@ class Segment(NamedTuple):
             return gzip.open(self.packed, "rb")  # type: ignore[return-value]
 
     def compress(self) -> None:
-        """Replace the plain file by the compressed file, without lines beyond ``last``.
-
-        Raises OSError if the file cannot be written, StoreError if lines are missing; the plain
-        file stays.
-        """
+        """Replace the plain file by the compressed file, without lines beyond ``last``. Raises
+        OSError if the file cannot be written, StoreError if lines are missing; the plain file
+        stays."""
         if not self.packed.exists():
             with self.plain.open("rb") as source:
                 lines = list(islice(source, self.last - self.first + 1))
@@ -133,10 +131,8 @@ def check_whole(log: Path, segments: Sequence[Segment]) -> None:
 
 class EventLog(LineLog):
     """A buffered appender of events to ``path``; it also compresses segments left by an earlier
-    writer.
-
-    Raises StoreError if the file cannot be opened or written; the message names a full disk.
-    """
+    writer. Raises StoreError if the file cannot be opened or written; the message names a full
+    disk."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
@@ -280,9 +276,7 @@ def read_events(path: str | Path) -> LoggedEvents:
 
 def from_last_snapshot(path: str | Path) -> EventReader | None:
     """A reader that starts at the last whole ``policy_snapshot`` of a log; None without a snapshot.
-
-    Raises StoreError if the file is missing.
-    """
+    Raises StoreError if the file is missing."""
     segments, file = _opened(Path(path))
     begin = segments[-1].last + 1 if segments else 1
     with file:

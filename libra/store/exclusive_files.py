@@ -126,11 +126,8 @@ LOOKS_S = (0.01, 0.1, None)
 
 
 class CommitterLock:
-    """An advisory lock on ``<store>.lock``, held from creation to `release`.
-
-    Raises StoreError if another process holds the lock (the message names it), or the file system
-    has no locks.
-    """
+    """An advisory lock on ``<store>.lock``, held from creation to `release`. Raises StoreError if
+    another process holds the lock (the message names it), or the file system has no locks."""
 
     def __init__(self, store: Path) -> None:
         self.path = store.with_name(f"{store.name}.lock")

@@ -25,11 +25,9 @@ _TAIL_BYTES = 65536
 
 
 class LineLog:
-    """A buffered appender to ``path``; a missing directory is created.
-
-    Each ``buffer_lines`` lines cause a `flush`; 1 writes every line at once.
-    Raises StoreError if the file cannot be opened or written; the message names a full disk.
-    """
+    """A buffered appender to ``path``; a missing directory is created. Each ``buffer_lines`` lines
+    cause a `flush`; 1 writes every line at once. Raises StoreError if the file cannot be opened or
+    written; the message names a full disk."""
 
     def __init__(self, path: str | Path, *, buffer_lines: int = 512) -> None:
         self.path = Path(path)
@@ -140,10 +138,8 @@ class LineReader:
             raise StoreError(f"{self.path}: cannot read this log: {error.strerror}") from error
 
     def whole_lines(self, file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
-        """Number and bytes of each whole line of ``file``, from `line` on; sets `torn`.
-
-        ``first`` is the number of the file's first line.
-        """
+        """Number and bytes of each whole line of ``file``, from `line` on; sets `torn`. ``first``
+        is the number of the file's first line."""
         self.torn = None
         for number, line in enumerate(file, first):
             if not line.endswith(b"\n"):

@@ -49,9 +49,7 @@ class StoredObservation:
 
 def keep_observation(run_dir: Path, trajectory: str, draw: int, turn: int, call: int, text: str) -> str:
     """Write the return of a call and give its reference; empty if the return is small or too large.
-
-    Raises StoreError if the disk is full.
-    """
+    Raises StoreError if the disk is full."""
     if 4 * len(text) <= REFERENCE_BYTES:
         return ""
     data = text.encode(errors="surrogatepass")
@@ -85,11 +83,9 @@ def read_observation(run_dir: Path, reference: str) -> str:
 
 
 def observation(returned: ToolReturn, run: str | Path | None = None) -> str:
-    """The full output of a tool, read from its file if the record has only a reference.
-
-    ``run`` is the run directory, None for the runs of this process. Raises StoreError as
-    `read_observation`, or if no run has the file.
-    """
+    """The full output of a tool, read from its file if the record has only a reference. ``run`` is
+    the run directory, None for the runs of this process. Raises StoreError as `read_observation`,
+    or if no run has the file."""
     if not returned.reference:
         return returned.content
     places = runs_here() if run is None else [Path(run)]

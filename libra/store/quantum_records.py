@@ -72,11 +72,9 @@ class GenerationRecord(QuantumStamp, kw_only=True, tag="generation"):
 
 
 class ActionRecord(QuantumStamp, kw_only=True, tag="action"):
-    """The returns of a turn's calls, and the tokens appended for the model to read.
-
-    ``lease`` is worker and name of the trajectory's session. ``ends`` is whether the environment's
-    ``step`` ended the trajectory.
-    """
+    """The returns of a turn's calls, and the tokens appended for the model to read. ``lease`` is
+    worker and name of the trajectory's session. ``ends`` is whether the environment's ``step``
+    ended the trajectory."""
 
     turn: int
     returns: tuple[ToolReturn, ...] = ()

@@ -119,11 +119,8 @@ def unpack_all(data: bytes, decoder: msgspec.msgpack.Decoder[Any], *, source: st
 
 
 def unpack(data: bytes, *, source: str | Path) -> dict[str, Any]:
-    """The mapping in ``data``; arrays are writable copies.
-
-    Raises StoreError, which names ``source``, if the bytes are torn, corrupt, not a record, or of
-    another schema.
-    """
+    """The mapping in ``data``; arrays are writable copies. Raises StoreError, which names
+    ``source``, if the bytes are torn, corrupt, not a record, or of another schema."""
     body = _checked(data, source)
     try:
         return _MAPPINGS.decode(body)  # type: ignore[no-any-return]

@@ -61,11 +61,8 @@ def column_digest(values: NDArray[Any]) -> str:
 @dataclass(frozen=True, slots=True)
 class AppendedRows:
     """One append: its rows by level, ``first`` to ``stop`` - 1, and their digests by column path.
-
     ``batch`` is the batch that trained on the rows, -1 if none did; ``version`` is the iteration of
-    the
-    first trajectory.
-    """
+    the first trajectory."""
 
     first: dict[Level, int]
     stop: dict[Level, int]
@@ -159,10 +156,8 @@ def begin_record(store: Path) -> None:
 
 
 class DigestLog:
-    """The digests of a store that is open for appending.
-
-    Raises StoreError if the file is missing or altered, or does not cover the committed rows.
-    """
+    """The digests of a store that is open for appending. Raises StoreError if the file is missing
+    or altered, or does not cover the committed rows."""
 
     def __init__(self, store: Path, committed: Mapping[Level, int]) -> None:
         self._path = digests_path(store)
@@ -208,10 +203,8 @@ class StoreFault(NamedTuple):
 
 
 def store_faults(store: Path, limit_bytes: int | None = None) -> list[StoreFault]:
-    """The damage of a store; rows are checked only if the metadata is sound.
-
-    ``limit_bytes`` is how much of the newest rows to read, about; None for all rows.
-    """
+    """The damage of a store; rows are checked only if the metadata is sound. ``limit_bytes`` is how
+    much of the newest rows to read, about; None for all rows."""
     before = committed_if_readable(store)  # before the digests: a commit in between adds to both
     try:
         record = read_record(store)

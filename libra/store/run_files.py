@@ -117,11 +117,8 @@ def existing_run(typed: Path) -> Path:
 
 
 def check_run(directory: Path, limit_bytes: int | None = None) -> RunCheck:
-    """Check every file of a run; RunDirectoryError if ``directory`` has no run.
-
-    ``limit_bytes`` is about how many bytes of each kind of file to read, the newest files first;
-    None for all.
-    """
+    """Check every file of a run; RunDirectoryError if ``directory`` has no run. ``limit_bytes`` is
+    about how many bytes of each kind of file to read, the newest files first; None for all."""
     check = RunCheck(existing_run(directory), limit_bytes)
     for kind in KINDS:
         left = limit_bytes
@@ -288,10 +285,8 @@ def _journal(check: RunCheck, path: Path, contents: bool) -> None:
 
 
 def journal_faults(directory: Path, check: RunCheck) -> Iterator[tuple[str, int, str]]:
-    """Trajectory, first missing or unreadable quantum, and the reason.
-
-    Raises ``check.epoch`` to the highest epoch of the records.
-    """
+    """Trajectory, first missing or unreadable quantum, and the reason. Raises ``check.epoch`` to
+    the highest epoch of the records."""
     quanta: dict[str, set[int]] = {}
     for path in directory.iterdir():
         if match := _RECORD.fullmatch(path.name):

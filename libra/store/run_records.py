@@ -153,12 +153,9 @@ def batch_path(root: str | Path, batch: int) -> Path:
 
 
 def commit_batch(root: str | Path, batch: int, members: Sequence[TrajectoryId], **facts: Any) -> Path:
-    """Create the record of one batch, members in the order of the step, and return its path.
-
-    Raises RecordExists if the batch was already committed (the caller then reads and uses that
-    batch);
-    StoreError without members, if a member appears twice, or if the file cannot be written.
-    """
+    """Create the record of one batch, members in the order of the step, and return its path. Raises
+    RecordExists if the batch was already committed (the caller then reads and uses that batch);
+    StoreError without members, if a member appears twice, or if the file cannot be written."""
     if not members or len(set(members)) != len(members):
         raise StoreError(
             f"{batch_path(root, batch)}: got {len(members)} members, {len(set(members))} different; each must appear once"
@@ -334,12 +331,8 @@ def write_group(
     root: str | Path, iteration: int, group: int, trajectories: Sequence[Trajectory], *, fsync: bool = False
 ) -> Path:
     """Create the record of one group, all its samples in order; ``fsync`` makes it survive a power
-    failure.
-
-    Raises RecordExists if the group was already committed; StoreError if a trajectory is of another
-    group
-    or appears twice, or the file cannot be written.
-    """
+    failure. Raises RecordExists if the group was already committed; StoreError if a trajectory is
+    of another group or appears twice, or the file cannot be written."""
     ids = [trajectory.trajectory_id for trajectory in trajectories]
     if not ids:
         raise StoreError(f"group {iteration}-{group} in {root}: got no trajectories; a group has at least one sample")

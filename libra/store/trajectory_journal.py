@@ -180,9 +180,7 @@ class Journal:
 
     def read(self, trajectory_id: str, start: int = 0, until: int = 0) -> list[QuantumRecord]:
         """Records from quantum ``start`` to the last before a gap; StoreError names a torn record.
-
-        ``until`` is the number of quanta if the caller knows it, else 0.
-        """
+        ``until`` is the number of quanta if the caller knows it, else 0."""
         records: list[QuantumRecord] = []
         path, stem = self._path(trajectory_id, start), f"{self.root}/{trajectory_id}"
         while (data := self._load(path)) is not None:
@@ -310,11 +308,8 @@ def _record(descriptor: int, name: str, index: _Index) -> bytes:
 
 def _found(data: bytes, name: str, index: _Index) -> tuple[int, int] | None:
     """Place of record ``name`` in ``data``, the log from ``index.end`` on; None if it is not there.
-
     A linked record is committed, and so are the records before it: they are indexed. Bytes after it
-    may
-    still be overwritten.
-    """
+    may still be overwritten."""
     seen: dict[str, tuple[int, int]] = {}
     at = 0
     while at + _FRAME.size <= len(data):

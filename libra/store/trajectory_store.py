@@ -59,10 +59,8 @@ Arrays = dict[Level, dict[str, AsyncArray[Any]]]
 
 
 class TrajectoryStore:
-    """A store, made by `create` or `open`, for reading or for its committer.
-
-    Indices count trajectories in the order in which they were appended.
-    """
+    """A store, made by `create` or `open`, for reading or for its committer. Indices count
+    trajectories in the order in which they were appended."""
 
     def __init__(self, path: Path, lock: CommitterLock | None) -> None:
         self.path = path
@@ -78,10 +76,7 @@ class TrajectoryStore:
     @classmethod
     def create(cls, path: str | Path, attributes: Mapping[str, Any] | None = None) -> Self:
         """A new, empty store, open for appending; ``attributes`` are JSON-able facts of the root
-        group.
-
-        Raises StoreError if ``path`` exists, or the disk is full.
-        """
+        group. Raises StoreError if ``path`` exists, or the disk is full."""
         path = Path(path)
         lock = CommitterLock(path)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -106,11 +101,9 @@ class TrajectoryStore:
 
     @classmethod
     def open(cls, path: str | Path, mode: Literal["r", "a"] = "r") -> Self:
-        """An existing store, for reading (``"r"``) or for its one committer (``"a"``).
-
-        Raises StoreError without a store at ``path``, for another schema, or if it has another
-        committer.
-        """
+        """An existing store, for reading (``"r"``) or for its one committer (``"a"``). Raises
+        StoreError without a store at ``path``, for another schema, or if it has another
+        committer."""
         path = Path(path)
         if mode not in ("r", "a"):
             raise StoreError(f"{path}: got mode {mode!r}; allowed are 'r' (read) and 'a' (the one committer)")
@@ -161,9 +154,7 @@ class TrajectoryStore:
 
     def note_isolation(self, level: str) -> None:
         """Add a level of the sandbox for the model's programs to the attribute ``isolation``.
-
-        Raises StoreError if the attribute cannot be written.
-        """
+        Raises StoreError if the attribute cannot be written."""
         self._check_writable()
         noted = self._group.attrs.get(ISOLATION, [])
         assert isinstance(noted, list)

@@ -264,10 +264,8 @@ def is_compressed(level: Level, column: Column) -> bool:
 
 
 def create_arrays(group: zarr.Group) -> None:
-    """Create every array, empty, in an empty group.
-
-    Numeric columns of turns and trajectories are small; without compression an append costs half.
-    """
+    """Create every array, empty, in an empty group. Numeric columns of turns and trajectories are
+    small; without compression an append costs half."""
     for level in LEVELS:
         for column in COLUMNS[level]:
             group.create_array(
@@ -283,11 +281,9 @@ def create_arrays(group: zarr.Group) -> None:
 
 
 def rows_of(trajectories: Sequence[Trajectory], *, first: Mapping[Level, int], batch: int) -> Rows:
-    """Trajectories as columns, to be appended after the ``first`` rows of each level.
-
-    Raises StoreError if arrays of a trajectory differ in length or kind, or a turn has an unknown
-    field.
-    """
+    """Trajectories as columns, to be appended after the ``first`` rows of each level. Raises
+    StoreError if arrays of a trajectory differ in length or kind, or a turn has an unknown
+    field."""
     tokens: dict[str, NDArray[Any]] = {
         column.name: np.concatenate([_tokens(trajectory, column) for trajectory in trajectories])
         if trajectories

@@ -110,10 +110,7 @@ def rloo(
     reward_S: Tensor, group_S: Tensor, *, valid_S: Tensor | None = None, singleton: Singleton = "reward"
 ) -> Tensor:
     """Reward minus the mean reward of the siblings (S,), as `grpo`. RLOO, arXiv:2402.14740; verl
-    0.9.1.
-
-    ``singleton`` is verl's ``rloo`` ("reward") or ``rloo_vectorized`` ("zero").
-    """
+    0.9.1. ``singleton`` is verl's ``rloo`` ("reward") or ``rloo_vectorized`` ("zero")."""
     groups = Groups.of(reward_S, group_S, valid_S)
     factor_S = (groups.count_K / (groups.count_K - 1).clamp(min=1))[groups.slot_S]
     advantage_S = (groups.reward_S - groups.mean_S) * factor_S
@@ -128,11 +125,9 @@ def opo(
     valid_S: Tensor | None = None,
     singleton: Singleton = "reward",
 ) -> Tensor:
-    """Reward minus the length-weighted mean reward of the group (S,), as `grpo`.
-
-    OPO, arXiv:2505.23585, eq. 9; verl 0.9.1. ``length_S`` counts generated tokens; a group without
-    tokens has baseline 0.
-    """
+    """Reward minus the length-weighted mean reward of the group (S,), as `grpo`. OPO,
+    arXiv:2505.23585, eq. 9; verl 0.9.1. ``length_S`` counts generated tokens; a group without
+    tokens has baseline 0."""
     groups = Groups.of(reward_S, group_S, valid_S)
     weight_S = length_S.to(reward_S.dtype)
     total_K = groups.sum(weight_S)
@@ -160,10 +155,8 @@ def whiten(value_N: Tensor, weight_N: Tensor) -> Tensor:
 
 
 def reinforce_pp(reward_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (B, T) of REINFORCE++, arXiv:2501.03262, as in verl 0.9.1.
-
-    Masked places have return 0; their rewards are ignored, and they add no discount.
-    """
+    """Advantages and returns (B, T) of REINFORCE++, arXiv:2501.03262, as in verl 0.9.1. Masked
+    places have return 0; their rewards are ignored, and they add no discount."""
     mask_BT = mask_BT.to(reward_BT.dtype)
     return_BT = torch.zeros_like(reward_BT)
     running_B = reward_BT.new_zeros(len(reward_BT))
@@ -178,9 +171,7 @@ def reinforce_pp_baseline(
     reward_S: Tensor, length_S: Tensor, group_S: Tensor, *, valid_S: Tensor | None = None
 ) -> Tensor:
     """Reward minus the group's mean, whitened over the batch's tokens (S,); as in verl 0.9.1.
-
-    ``length_S`` counts tokens. A group's only valid sample keeps its reward before whitening.
-    """
+    ``length_S`` counts tokens. A group's only valid sample keeps its reward before whitening."""
     centred_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=False)
     if valid_S is None:
         return whiten(centred_S, length_S)
@@ -189,10 +180,8 @@ def reinforce_pp_baseline(
 
 def remax(reward_BT: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Advantages and returns (B, T) of ReMax, arXiv:2310.10505; agrees with verl 0.9.1.
-
     ``reward_BT`` is the reward of each token (an outcome reward is on the last token),
-    ``baseline_B`` the reward of the greedy answer, and ``mask_BT`` is 1 for generated tokens.
-    """
+    ``baseline_B`` the reward of the greedy answer, and ``mask_BT`` is 1 for generated tokens."""
     return_BT = (reward_BT * mask_BT).flip(-1).cumsum(-1).flip(-1)
     return return_BT - baseline_B[:, None] * mask_BT, return_BT
 

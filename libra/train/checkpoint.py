@@ -70,12 +70,9 @@ def step_of(directory: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
-    """A replica's state at one step, to be written.
-
-    ``weights`` and ``optimizer`` are copies in host memory (views with ``copy=False``), ``facts``
-    is ``trainer.json`` without digests, and ``adapter`` is the JSON configuration of adapters, or
-    empty.
-    """
+    """A replica's state at one step, to be written. ``weights`` and ``optimizer`` are copies in
+    host memory (views with ``copy=False``), ``facts`` is ``trainer.json`` without digests, and
+    ``adapter`` is the JSON configuration of adapters, or empty."""
 
     model: Any
     weights: dict[str, Tensor]
@@ -122,9 +119,7 @@ class ReplicaSnapshot:
 
 def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
     """Write ``snapshot`` as ``directory``, whole or not at all; does nothing if it exists.
-
-    CheckpointError if ``directory`` has other content, or cannot be written.
-    """
+    CheckpointError if ``directory`` has other content, or cannot be written."""
     content = {"digest": digest(snapshot.weights), "optimizer_digest": digest(snapshot.optimizer)}
     if _is_there(directory, content):
         return
@@ -180,9 +175,7 @@ def load_checkpoint(directory: Path, replica: ReplicaState) -> None:
 
 def load_optimizer(directory: Path, replica: ReplicaState) -> None:
     """Load only the optimizer's state into ``replica``, which has the weights of ``directory``.
-
-    CheckpointError if the directory is torn, or the replica has other weights.
-    """
+    CheckpointError if the directory is torn, or the replica has other weights."""
     facts, _, optimizer = _read(directory)
     own = digest(replica.weights())
     if own != facts["digest"]:

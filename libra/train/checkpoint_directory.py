@@ -117,11 +117,8 @@ _HEAD = "lm_head.weight"
 
 def checked_start(given: Path, model_dir: str | Path, dtype: str) -> Path:
     """The absolute directory ``given``, if a run of ``model_dir`` can start there; else
-    CheckpointError.
-
-    The directory is a checkpoint of the same names, shapes and dtype, or a Hugging Face model; then
-    a warning says that the optimizer starts from zero.
-    """
+    CheckpointError. The directory is a checkpoint of the same names, shapes and dtype, or a Hugging
+    Face model; then a warning says that the optimizer starts from zero."""
     directory = given.expanduser().resolve()
     if not directory.is_dir():
         raise CheckpointError(f"{_FIELD}: there is no directory {str(given)!r}; type --from RUN/checkpoints/best")

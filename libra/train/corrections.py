@@ -136,10 +136,8 @@ def off_policy_sequence_mask(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, sequences: Sequences, *, threshold: float
 ) -> Tensor:
     """Tokens with A >= 0, or whose sequence has a mean log p_old - log p up to ``threshold``.
-
     DeepSeek-V3.2, arXiv:2512.02556; TRL's ``off_policy_mask_threshold``, where rejected tokens
-    still count in the denominator.
-    """
+    still count in the denominator."""
     gap_N = torch.nan_to_num(old_logp_N - logp_N, nan=0.0)
     close_N = sequences.spread(sequence_mean(gap_N, sequences) <= threshold)
     return sequences.mask_N & ((advantage_N >= 0) | close_N)

@@ -63,10 +63,8 @@ class StepGradient:
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Add the undivided sum of weight x gradient of ``samples`` to the parameters' ``grad``.
-
         Unless sharded, ``grad`` is this replica's part, on rank 0 with the hybrids' parts.
-        TrainError if a loss is not finite, GroupLost if a replica of the core is lost.
-        """
+        TrainError if a loss is not finite, GroupLost if a replica of the core is lost."""
         weight = self.state.gradient.weight_of(samples)
         self.expected += weight
         if not self.state.gradient.useful(samples):

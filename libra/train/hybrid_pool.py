@@ -235,9 +235,7 @@ class HybridPool:
 
     def publish(self, weights: Mapping[str, Tensor], *, gives_way: bool = False) -> None:
         """Copy weights into host memory and announce them to every hybrid, which then pulls them.
-
-        With ``gives_way``, stop if a step is about to begin, which will publish its result.
-        """
+        With ``gives_way``, stop if a step is about to begin, which will publish its result."""
         started = time.perf_counter()
         copied: dict[str, Tensor] = {}
         for name, tensor in weights.items():
@@ -266,11 +264,9 @@ class HybridPool:
                 self._working[number] = hybrid
 
     def collect(self) -> list[Message | None]:
-        """Wait for the contributions, in the order of `assign`; None if a slice is lost.
-
-        A contribution has undivided sums by parameter in ``tensors``, and ``weight_sum`` and a
-        tally's ``sums`` and ``maxima`` in ``fields``.
-        """
+        """Wait for the contributions, in the order of `assign`; None if a slice is lost. A
+        contribution has undivided sums by parameter in ``tensors``, and ``weight_sum`` and a
+        tally's ``sums`` and ``maxima`` in ``fields``."""
         until_s = time.monotonic() + self._timeout_s
         with self._changed:
             working = [hybrid for hybrid in self._working if hybrid is not None]

@@ -22,10 +22,8 @@ logger = logging.getLogger(__name__)
 
 class HybridReplica:
     """Computes slices for the core at ``address``, until it leaves or the core releases it.
-
     ``replica`` has the core's model and settings; its weights are replaced. TransferError if no
-    core with ``token`` listens at ``address``.
-    """
+    core with ``token`` listens at ``address``."""
 
     def __init__(self, replica: Replica, address: tuple[str, int], token: str, *, name: str = "hybrid") -> None:
         self.replica = replica
@@ -41,10 +39,8 @@ class HybridReplica:
         self._wire.send("hello", {"name": name, "description": replica.description()})
 
     def run(self) -> int:
-        """Serve until `leave` or the core's end; returns the number of slices computed.
-
-        TrainError if the core has another model or other settings.
-        """
+        """Serve until `leave` or the core's end; returns the number of slices computed. TrainError
+        if the core has another model or other settings."""
         try:
             while True:
                 message = self._wire.receive()

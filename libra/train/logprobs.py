@@ -58,9 +58,7 @@ def _keep_double(model: Any) -> None:
 
 class Scorer:
     """A causal language model that scores given tokens, with logits of ``chunk_tokens`` at a time.
-
-    The model's head must be a linear map; a transformation of its logits is applied.
-    """
+    The model's head must be a linear map; a transformation of its logits is applied."""
 
     def __init__(self, model: Any, temperature: float = 1.0, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.model = model

@@ -84,10 +84,8 @@ class Sequences:
 
 
 def sequence_mean(value_N: Tensor, sequences: Sequences, *, eps: float | None = None) -> Tensor:
-    """Mean over the tokens of each sequence (S,); 0 for an empty sequence.
-
-    The divisor is max(tokens, 1) (TRL, AReaL, verl's GSPO), or tokens + eps (verl's GMPO).
-    """
+    """Mean over the tokens of each sequence (S,); 0 for an empty sequence. The divisor is
+    max(tokens, 1) (TRL, AReaL, verl's GSPO), or tokens + eps (verl's GMPO)."""
     total_S = sequences.sum(value_N)
     if eps is None:
         return total_S / sequences.count_S.clamp(min=1)
@@ -252,10 +250,8 @@ def cispo_loss(
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
     """``-stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p``. CISPO, arXiv:2506.13585, eq. 4, 5.
-
     ``clip_low=1`` means no lower bound, as in the paper, which gives no upper bound; TRL and AReaL
-    recommend 5.
-    """
+    recommend 5."""
     ratio_N = token_ratio(logp_N, old_logp_N, bound=bound)
     return weighted_logp_loss(ratio_N, logp_N, advantage_N, clip_low=clip_low, clip_high=clip_high)
 
@@ -333,11 +329,8 @@ def dppo_loss(
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
     """``-A r`` where `dppo_keep`, plus ``log_ratio_coef * (log r)^2`` at every token (prime-rl:
-    1e-3).
-
-    With ``ratio_max`` the loss is ``-A stop(min(r, ratio_max)) log p`` (verl: 20); without it the
-    gradient goes through r (prime-rl).
-    """
+    1e-3). With ``ratio_max`` the loss is ``-A stop(min(r, ratio_max)) log p`` (verl: 20); without
+    it the gradient goes through r (prime-rl)."""
     keep_N = dppo_keep(logp_N, old_logp_N, advantage_N, low=clip_low, high=clip_high, divergence=divergence)
     ratio_N = token_ratio(logp_N, old_logp_N, bound=bound)
     if ratio_max is not None:
@@ -350,10 +343,7 @@ def dppo_loss(
 
 def reinforce_loss(logp_N: Tensor, advantage_N: Tensor, *, weight_N: Tensor | None = None) -> Tensor:
     """``-A log p``, times ``weight_N`` without gradient (Williams 1992; verl: ``gpg``,
-    ``reinforce``).
-
-    Unbiased only on samples of the current policy, or with importance weights.
-    """
+    ``reinforce``). Unbiased only on samples of the current policy, or with importance weights."""
     loss_N = -advantage_N * logp_N
     return loss_N if weight_N is None else loss_N * weight_N.detach()
 
@@ -443,19 +433,15 @@ def kl_estimate(
 @dataclass(slots=True)
 class KLCoefficient:
     """The coefficient of a KL penalty, adapted per batch (arXiv:1909.08593, sec. 2.2; as in verl).
-
     ``seen`` is the sum, over the batch's trajectories, of mean KL per token in nats, and their
-    number.
-    """
+    number."""
 
     value: float
     seen: tuple[float, int] = (0.0, 0)
 
     def adapt(self, target: float, horizon: float) -> None:
-        """Adapt ``value`` so that the mean KL approaches ``target`` nats.
-
-        One batch changes the value by a share of at most 0.2 x trajectories / ``horizon``.
-        """
+        """Adapt ``value`` so that the mean KL approaches ``target`` nats. One batch changes the
+        value by a share of at most 0.2 x trajectories / ``horizon``."""
         total, count = self.seen
         if count:
             error = min(max(total / count / target - 1, -_MOST_CHANGE), _MOST_CHANGE)

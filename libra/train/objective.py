@@ -86,12 +86,9 @@ class Objective:
         columns_NK: Tensor | None = None,
         rest_N: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of each token (N,), with gradient, and sums for a report (scalars).
-
-        ``columns_NK`` and ``rest_N`` are log-probabilities, with gradient, of
-        ``batch.taught.columns_NK`` and of all other tokens. Without ``batch.proximal_logp_N``,
-        ``logp_N`` replaces it.
-        """
+        """Loss of each token (N,), with gradient, and sums for a report (scalars). ``columns_NK``
+        and ``rest_N`` are log-probabilities, with gradient, of ``batch.taught.columns_NK`` and of
+        all other tokens. Without ``batch.proximal_logp_N``, ``logp_N`` replaces it."""
         settings = self.settings
         sequences = batch.sequences
         old_N, weight_N, exact_N = self._old(batch, logp_N.detach(), sequences)

@@ -58,21 +58,17 @@ class AdvantageEstimator(Protocol):
     """``trainer.advantage``: how much better than expected each sample of a batch was."""
 
     def __call__(self, groups: Sequence[GroupRewards], /, *, settings: TrainerSection) -> Sequence[ArrayLike]:
-        """For each group one finite number per sample (G,), ignored for invalid samples.
-
-        Called once per batch.
-        """
+        """For each group one finite number per sample (G,), ignored for invalid samples. Called
+        once per batch."""
 
 
 class LRSchedule(Protocol):
     """``trainer.lr_schedule``: the learning rate over the steps of a run."""
 
     def __call__(self, step: int, /, *, settings: TrainSettings) -> float:
-        """Factor of ``trainer.lr`` at step ``step`` (from 0), finite and at least 0.
-
-        Warm-up multiplies the rate, too. A step must have the same rate on every replica and after
-        a resume.
-        """
+        """Factor of ``trainer.lr`` at step ``step`` (from 0), finite and at least 0. Warm-up
+        multiplies the rate, too. A step must have the same rate on every replica and after a
+        resume."""
 
 
 # -------------------------------------------------------------------- use

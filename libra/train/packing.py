@@ -94,10 +94,8 @@ Row = list[Sample]
 
 def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
     """Indices of ``lengths`` in rows of up to ``max_row_tokens``, first-fit decreasing, longest row
-    first.
-
-    A longer sequence has its own row. At most 11/9 OPT + 6/9 rows (Johnson 1973; Dosa 2007).
-    """
+    first. A longer sequence has its own row. At most 11/9 OPT + 6/9 rows (Johnson 1973; Dosa
+    2007)."""
     rows: list[list[int]] = []
     used: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -244,11 +242,9 @@ def pack(
     logp_dtype: torch.dtype = torch.float32,
     share_prompts: bool = False,
 ) -> list[MicroBatch]:
-    """``samples`` as micro-batches of rows of similar length, widest first.
-
-    ``share_prompts`` puts samples of one prompt into rows that have the prompt once, for models
-    that `can_share`. TrainError if one sequence is longer than ``micro_batch_tokens``.
-    """
+    """``samples`` as micro-batches of rows of similar length, widest first. ``share_prompts`` puts
+    samples of one prompt into rows that have the prompt once, for models that `can_share`.
+    TrainError if one sequence is longer than ``micro_batch_tokens``."""
     lengths = [sample.num_tokens for sample in samples]
     if lengths and max(lengths) > micro_batch_tokens:
         raise TrainError(

@@ -117,11 +117,9 @@ class Replica(ReplicaState):
         load_optimizer(Path(directory), self)
 
     def step(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> StepReport:
-        """Train weights ``step`` on a batch whose trajectories carry their advantages.
-
-        Without any gradient the step counts as taken, with loss 0 and optimizer_steps 0. TrainError
-        for a step out of order, a bad trajectory, or a loss or gradient that is not finite.
-        """
+        """Train weights ``step`` on a batch whose trajectories carry their advantages. Without any
+        gradient the step counts as taken, with loss 0 and optimizer_steps 0. TrainError for a step
+        out of order, a bad trajectory, or a loss or gradient that is not finite."""
         if (done := self._done(step)) is not None:
             return done
         self.abandon()
@@ -130,9 +128,7 @@ class Replica(ReplicaState):
 
     def accumulate(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> int:
         """Add the next wave's gradient, a collective; returns the number of waves so far.
-
-        TrainError as in `step`; the earlier waves are then dropped, too.
-        """
+        TrainError as in `step`; the earlier waves are then dropped, too."""
         self._check_next(step)
         opened = self.open_step = self.open_step or StepGradient(self, step)
         try:

@@ -235,9 +235,7 @@ class TrainGroup:
 
     def sum_(self, tensors: Sequence[Tensor]) -> int:
         """Replace tensors by sums over the members, bitwise equal on all; returns bytes reduced.
-
-        Sums are in at least float32.
-        """
+        Sums are in at least float32."""
         return self._in_buckets(tensors, lambda flat: dist.all_reduce(flat))
 
     def send_(self, tensors: Sequence[Tensor], source: int = 0) -> int:
@@ -342,9 +340,7 @@ def is_sharded(settings: TrainSettings, group: TrainGroup) -> bool:
 
 def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
     """Shard ``model`` over the group in place, by decoder layer; with ``offload`` into host memory.
-
-    TrainError if the architecture has no list of layers to shard by.
-    """
+    TrainError if the architecture has no list of layers to shard by."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -378,9 +374,7 @@ def release(model: Any) -> None:
 
 def checkpoint_activations(model: Any) -> None:
     """Make every decoder layer keep only its input and recompute the rest, with the same result.
-
-    transformers reads the layer's own training flag; dropout below remains off.
-    """
+    transformers reads the layer's own training flag; dropout below remains off."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise TrainError(
             f"trainer.gradient_checkpointing: {type(model).__name__} does not support it; type "

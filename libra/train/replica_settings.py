@@ -39,9 +39,8 @@ class DistilTerm(Section):
 
 class TrainSettings(TrainerSection):
     """Settings of one replica, fixed for its lifetime, with the presets of ``trainer:``.
-
-    ConfigError for a value outside its range or an unknown name; a configuration checks combinations.
-    """
+    ConfigError for a value outside its range or an unknown name; a configuration checks
+    combinations."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """``rollout.temperature``, which divides logits; greedy samples (0) have no log-probability to learn from."""
@@ -97,10 +96,7 @@ class TrainSettings(TrainerSection):
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step ``step`` (0-based); with a warm-up the first is ``lr /
-        warmup_steps``.
-
-        TrainError if a user's schedule gives no finite factor of at least 0.
-        """
+        warmup_steps``. TrainError if a user's schedule gives no finite factor of at least 0."""
         risen = self.lr if step >= self.warmup_steps else self.lr * (step + 1) / self.warmup_steps
         if not is_named(self.lr_schedule):
             return risen

@@ -139,10 +139,8 @@ class ReplicaState:
         return self.parameters() if self.master is None else self.master.tensors
 
     def weights(self) -> dict[str, Tensor]:
-        """The state dict to publish, tied tensors once: views that the next step changes.
-
-        If the model is sharded: copies in host memory, and a collective of the group.
-        """
+        """The state dict to publish, tied tensors once: views that the next step changes. If the
+        model is sharded: copies in host memory, and a collective of the group."""
         if not self.is_sharded:
             return self.tensors()
         # One at a time: a device that holds shards may not have room for the whole model.
@@ -159,10 +157,8 @@ class ReplicaState:
         return own | {alias: own[name] for alias, name in self._aliases.items()}
 
     def score(self, token_ids: NDArray[np.integer]) -> NDArray[np.float32]:
-        """Log-probability in nats of each token but the first (T - 1,), at temperature 1.
-
-        May run beside the passes of a step only after `score_beside`.
-        """
+        """Log-probability in nats of each token but the first (T - 1,), at temperature 1. May run
+        beside the passes of a step only after `score_beside`."""
         return score_alone(self._scored or self.model, token_ids)
 
     def hashed(self) -> str:
@@ -172,10 +168,9 @@ class ReplicaState:
         return self.content
 
     def score_beside(self) -> bool:
-        """Allow `score` beside the passes of later steps; False if the model cannot be copied.
-
-        A copy of the modules then scores with the same weights, and with its own hooks and buffers.
-        """
+        """Allow `score` beside the passes of later steps; False if the model cannot be copied. A
+        copy of the modules then scores with the same weights, and with its own hooks and
+        buffers."""
         saved = self.model.state_dict().keys()
         buffers = (buffer for name, buffer in self.model.named_buffers() if name in saved)
         try:
@@ -270,11 +265,9 @@ class ReplicaState:
         release(self.model)
 
     def synchronise(self) -> int:
-        """Give every replica of a new group the state with most steps; returns the steps taken.
-
-        A collective, for replicas that hold the whole model; it sends nothing if all states are
-        equal.
-        """
+        """Give every replica of a new group the state with most steps; returns the steps taken. A
+        collective, for replicas that hold the whole model; it sends nothing if all states are
+        equal."""
         assert not self.is_sharded, "no other rank has a shard that was lost"
         group, parameters = self.group, self.optimized()
         facts = group.gather([self.steps_done, digest(self.weights())])

@@ -89,11 +89,9 @@ class Sample:
 
 
 def sample_of(trajectory: Trajectory, version: int) -> Sample:
-    """The sample of ``trajectory`` for the step that trains weights ``version``.
-
-    TrainError if the advantage or a behaviour log-probability is not finite, nothing was generated,
-    the first token is an action, or arrays differ in length.
-    """
+    """The sample of ``trajectory`` for the step that trains weights ``version``. TrainError if the
+    advantage or a behaviour log-probability is not finite, nothing was generated, the first token
+    is an action, or arrays differ in length."""
     name = f"trajectory {trajectory.trajectory_id}"
     where = np.flatnonzero(trajectory.is_action)
     columns = ("token_ids", "is_action", "behaviour_logprob", "weight_version", "kv_version", "routes")
@@ -148,10 +146,7 @@ def _taught(trajectory: Trajectory, num_actions: int) -> Taught | None:
 @dataclass(frozen=True, slots=True, eq=False)
 class TaughtTokens:
     """Teacher scores of action tokens: columns int64 and log-probabilities, as in
-    `libra.types.Taught`.
-
-    ``known_N`` is whether the teacher scored the token's sequence.
-    """
+    `libra.types.Taught`. ``known_N`` is whether the teacher scored the token's sequence."""
 
     columns_NK: Tensor
     logp_NK: Tensor
@@ -166,9 +161,7 @@ class TaughtTokens:
 
 def taught_tokens(samples: Sequence[Sample], dtype: torch.dtype) -> TaughtTokens | None:
     """Teacher log-probabilities of all actions of ``samples``; None if no sample has them.
-
-    TrainError if samples differ in the number of columns.
-    """
+    TrainError if samples differ in the number of columns."""
     known = [sample.taught for sample in samples if sample.taught is not None]
     if not known:
         return None
@@ -210,10 +203,8 @@ class RowFacts:
 
 
 class LazyBatch:
-    """A batch's trajectories for `Replica.step`, fetched on demand.
-
-    ``facts`` are of trajectories that train, in batch order; ``num_trajectories`` counts all.
-    """
+    """A batch's trajectories for `Replica.step`, fetched on demand. ``facts`` are of trajectories
+    that train, in batch order; ``num_trajectories`` counts all."""
 
     def __init__(self, facts: Sequence[RowFacts], num_trajectories: int, fetch: Fetch) -> None:
         self.facts = facts

@@ -38,11 +38,9 @@ _PACKING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # nats; 0.1 for
 
 
 class SliceGradient:
-    """Forward and backward passes of one replica.
-
-    ``model`` is on ``device`` and not sharded yet; ``reference`` is the frozen model of the KL
-    term; ``kl`` is the coefficient of the penalty of ``trainer.kl_args.in_reward``.
-    """
+    """Forward and backward passes of one replica. ``model`` is on ``device`` and not sharded yet;
+    ``reference`` is the frozen model of the KL term; ``kl`` is the coefficient of the penalty of
+    ``trainer.kl_args.in_reward``."""
 
     def __init__(
         self, model: Any, settings: TrainSettings, group: TrainGroup, device: torch.device, reference: Any | None
@@ -63,10 +61,8 @@ class SliceGradient:
             self._check_packing()  # later it would be a collective that only some replicas enter
 
     def accumulate(self, samples: Sequence[Sample], step: int, tally: Tally) -> float:
-        """Add the slice's sum of weight x gradient; returns its sum of weights.
-
-        TrainError if the loss is not finite.
-        """
+        """Add the slice's sum of weight x gradient; returns its sum of weights. TrainError if the
+        loss is not finite."""
         began = time.perf_counter()
         batches = self._pack(self.useful(samples))
         tally.add(slice_pack_s=time.perf_counter() - began)
@@ -159,11 +155,9 @@ class SliceGradient:
         return [replace(sample, proximal_logp=one) for sample, one in zip(samples, self.scored(samples), strict=True)]
 
     def with_token_advantages(self, samples: Sequence[Sample], tally: Tally) -> list[Sample]:
-        """``samples``, a batch or a wave of whole groups, with an advantage for each token.
-
-        A token's reward is ``-kl_coef x KL estimate`` (``trainer.kl_args.in_reward``); the last
-        token also has the reward of its trajectory.
-        """
+        """``samples``, a batch or a wave of whole groups, with an advantage for each token. A
+        token's reward is ``-kl_coef x KL estimate`` (``trainer.kl_args.in_reward``); the last token
+        also has the reward of its trajectory."""
         settings = self.settings
         if not samples:
             return []
@@ -195,11 +189,8 @@ class SliceGradient:
 
     def with_kept(self, samples: Sequence[Sample], *, fresh: bool) -> list[Sample]:
         """``samples``, a whole minibatch, with the tokens that M2PO keeps; the same on every
-        replica.
-
-        ``fresh`` is whether weights have changed since `with_proximal`, so that samples are scored
-        again.
-        """
+        replica. ``fresh`` is whether weights have changed since `with_proximal`, so that samples
+        are scored again."""
         threshold = self.settings.reject_args["m2po"]
         if threshold is None or not samples:
             return list(samples)

@@ -180,11 +180,8 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 @cache
 def map_large_tensors() -> bool:
     """Make glibc map large tensors separately, so that their memory is returned; False without
-    glibc.
-
-    By default glibc keeps tensors of up to 32 MB in one heap, which their different lifetimes
-    fragment.
-    """
+    glibc. By default glibc keeps tensors of up to 32 MB in one heap, which their different
+    lifetimes fragment."""
     mallopt = _of_glibc("mallopt")
     if mallopt is None:
         return False
@@ -211,9 +208,7 @@ def resident_bytes(name: str = "VmRSS") -> int:
 
 class StepMemory:
     """Peak memory of this process in a step, above its memory when this object was created.
-
-    ``device`` is the device of the model, which is loaded later.
-    """
+    ``device`` is the device of the model, which is loaded later."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

@@ -55,10 +55,8 @@ class TeacherModel:
 
     @torch.no_grad()
     def score(self, trajectory: Trajectory, rng: np.random.Generator) -> Taught | None:
-        """Scores of the generated tokens; None without generated tokens or necessary draws.
-
-        ``rng`` draws the teacher's own tokens. TrainError if a log-probability is not finite.
-        """
+        """Scores of the generated tokens; None without generated tokens or necessary draws. ``rng``
+        draws the teacher's own tokens. TrainError if a log-probability is not finite."""
         where = np.flatnonzero(trajectory.is_action)
         distil = self.scoring.distil
         of_student = (distil.estimator, distil.divergence) == ("sampled", "reverse")

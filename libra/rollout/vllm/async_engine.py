@@ -48,11 +48,8 @@ MIN_TEMPERATURE = 0.01
 
 
 class VLLMEngine:
-    """Continuous batching by vLLM, in one process per engine and tensor-parallel rank.
-
-    ``version`` is the number of the weights in ``model_dir``; ``options`` are fields of
-    `VLLMSettings`.
-    """
+    """Continuous batching by vLLM, in one process per engine and tensor-parallel rank. ``version``
+    is the number of the weights in ``model_dir``; ``options`` are fields of `VLLMSettings`."""
 
     continues_turns = True
 
@@ -92,7 +89,6 @@ class VLLMEngine:
         return await self._loop.ask(self._generate(request))
 
     async def abort(self, trajectory_id: str) -> None:
-        """See RolloutEngine."""
         await self._loop.ask(self._abort(trajectory_id))
 
     def forget(self, trajectory_id: str) -> None:
@@ -118,11 +114,9 @@ class VLLMEngine:
         return await self._loop.ask(self._probe("score", token_ids))
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """See RolloutEngine."""
         return await self._loop.ask(self._probe("project", seed))
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """See ReadsColumns."""
         return await self._loop.ask(self._probe("columns", wanted))
 
     def stats(self) -> EngineStats:
@@ -371,11 +365,9 @@ class _Model:
 
 
 class EngineLoop:
-    """An event loop on a thread of its own, in which coroutines of other loops run.
-
-    Every coroutine given to `ask` ends: with its result, its error, or EngineError once the loop is
-    closed. ``at_end`` runs in the loop when it closes, before tasks are cancelled.
-    """
+    """An event loop on a thread of its own, in which coroutines of other loops run. Every coroutine
+    given to `ask` ends: with its result, its error, or EngineError once the loop is closed.
+    ``at_end`` runs in the loop when it closes, before tasks are cancelled."""
 
     def __init__(self, name: str, at_end: Callable[[], None]) -> None:
         self._name, self._at_end = name, at_end

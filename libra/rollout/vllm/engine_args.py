@@ -37,12 +37,9 @@ BIND, DEVICES = "VLLM_CPU_OMP_THREADS_BIND", "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings(EngineSettings):
-    """Settings of a `VLLMEngine`.
-
-    ``threads`` and ``kv_cache_gib`` are per rank. By default the ranks divide the cores of this
-    process, and the KV cache has room for all slots at full length (CPU) or what
-    ``gpu_memory_utilization`` leaves (GPU).
-    """
+    """Settings of a `VLLMEngine`. ``threads`` and ``kv_cache_gib`` are per rank. By default the
+    ranks divide the cores of this process, and the KV cache has room for all slots at full length
+    (CPU) or what ``gpu_memory_utilization`` leaves (GPU)."""
 
     tp: int = 1  # tensor-parallel degree: one process and one GPU, or ``threads`` cores, per rank
     keep_kv: bool = False  # whether an update in flight keeps the KV that older weights computed
@@ -143,10 +140,8 @@ def _kv_transfer(given: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
-    """Within this context, the environment for the start of an engine process.
-
-    By default threads are not bound to cores, which two engines of one machine would share.
-    """
+    """Within this context, the environment for the start of an engine process. By default threads
+    are not bound to cores, which two engines of one machine would share."""
     before = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = settings.threads or max(1, cores // settings.tp)

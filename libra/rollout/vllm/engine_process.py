@@ -198,7 +198,6 @@ class Core:
         return found
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """See ReadsColumns."""
         found = await self._outputs(None, {name: [int(i) for i in places] for name, places in wanted.items()})
         unknown = sorted(set(wanted) - set(found))
         if unknown:
@@ -288,11 +287,9 @@ def _shared_memory(process_ids: Iterable[int]) -> set[Path]:
 
 
 class PassWatch:
-    """Seconds of passes, from the time stamps of an engine process's messages.
-
-    While the process has requests, the time between two messages is one pass. A pass after idle
-    time or a pause, or with a probe, does not count.
-    """
+    """Seconds of passes, from the time stamps of an engine process's messages. While the process
+    has requests, the time between two messages is one pass. A pass after idle time or a pause, or
+    with a probe, does not count."""
 
     def __init__(self, meter: PassMeter) -> None:
         self.meter = meter

@@ -27,12 +27,9 @@ from libra.rollout.weight_loading import HEAD
 
 
 class Part(NamedTuple):
-    """Rows of a layer's output that one rank computed; msgpack-able.
-
-    ``data`` is float32 (num_rows, num_here) as bytes: entries ``offset`` onwards of outputs with
-    ``whole`` entries. ``inputs`` is the layer's total number of inputs, or of rows for an
-    embedding.
-    """
+    """Rows of a layer's output that one rank computed; msgpack-able. ``data`` is float32 (num_rows,
+    num_here) as bytes: entries ``offset`` onwards of outputs with ``whole`` entries. ``inputs`` is
+    the layer's total number of inputs, or of rows for an embedding."""
 
     num_rows: int
     num_here: int
@@ -53,10 +50,8 @@ class LibraWorker:
             _pack_embeddings_again(worker.model_runner.get_model())
 
     def libra_continue_turns(self) -> None:
-        """Let a request that continues a turn skip the random numbers of its earlier tokens.
-
-        vLLM's model runner V1 draws from a generator per request; runner V2 by seed and position.
-        """
+        """Let a request that continues a turn skip the random numbers of its earlier tokens. vLLM's
+        model runner V1 draws from a generator per request; runner V2 by seed and position."""
         worker: Any = self
         runner = worker.model_runner
         if not hasattr(runner, "requests"):
@@ -87,11 +82,8 @@ class LibraWorker:
 
 def skip_draws(generator: torch.Generator, tokens: int, runner: Any) -> None:
     """Draw the numbers of ``tokens`` sampled tokens from a request's generator in vLLM's model
-    runner V1.
-
-    One number per token for the CPU's kernel, else an exponential number per entry of the
-    vocabulary.
-    """
+    runner V1. One number per token for the CPU's kernel, else an exponential number per entry of
+    the vocabulary."""
     sampler, vocab = runner.sampler.topk_topp_sampler, runner.input_batch.vocab_size
     fp64 = bool(getattr(sampler, "use_fp64_gumbel", False))
     if sampler.forward.__name__ == "forward_cpu" and not fp64:
