@@ -58,8 +58,7 @@ class Routers:
         return len(self.modules), self.top_k
 
     def replay(self, routes_PLK: Tensor | None) -> None:
-        """Choose these experts in all later passes, recomputed passes included; None: routers
-        choose."""
+        """Choose these experts in all later passes, also recomputed ones; None ends that."""
         if routes_PLK is not None and tuple(routes_PLK.shape[1:]) != self.shape:
             raise ModelError(
                 f"trainer.routes: routes of {tuple(routes_PLK.shape[1:])} (layers, experts per token) were recorded where the "
@@ -68,8 +67,7 @@ class Routers:
         self._wanted, self._equal = routes_PLK, []
 
     def compared(self) -> tuple[int, int]:
-        """Places and layers replayed by the last pass, and how many the routers had chosen
-        equally."""
+        """Places and layers replayed by the last pass, and how many agreed with the routers."""
         if not self._equal:
             return 0, 0
         replayed, equal = torch.stack(self._equal[: len(self.modules)]).sum(0).tolist()

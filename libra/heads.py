@@ -118,8 +118,7 @@ def _forward(module: Any, instead: Callable[..., Any]) -> Iterator[None]:
 
 
 CHUNK_TOKENS = 1024
-"""Tokens whose logits are in memory at once; a constant, because trainer and engine must cut
-alike."""
+"""Tokens whose logits are in memory at once; constant, as trainer and engine must agree."""
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ class PretrainedLoader:
 
 
 def build_model(loader: str | None, directory: Path, *, dtype: Any, attention: str) -> Any:
-    """The model of a directory by ``model.loader`` or transformers; ModelError with the cause."""
+    """The model of a directory by ``model.loader`` or transformers; or ModelError."""
     if not (directory / "config.json").is_file():
         raise ModelError(f"model: {directory} holds no config.json; type model.path=DIR of a Hugging Face model")
     own = loader_of(loader)
@@ -72,8 +72,7 @@ def build_model(loader: str | None, directory: Path, *, dtype: Any, attention: s
 
 
 def build_tokenizer(loader: str | None, directory: Path) -> Any:
-    """The tokenizer of a directory by ``model.loader`` or transformers; ModelError with the
-    cause."""
+    """The tokenizer of a directory by ``model.loader`` or transformers; or ModelError."""
     own = loader_of(loader)
     try:
         return own.tokenizer(directory)

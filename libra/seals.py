@@ -34,8 +34,7 @@ def parsed_json(text: str | bytes) -> Any:
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:
-    """The object in ``text``, without its digest; ValueError if it is not a JSON object or was
-    changed."""
+    """The object in ``text``, without its digest; ValueError if not a JSON object, or changed."""
     values = parsed_json(text)
     if not isinstance(values, dict):
         raise ValueError(f"got {type(values).__name__}, not a JSON object")

@@ -89,8 +89,7 @@ def tensors_digest(paths: Iterable[Path]) -> str:
 
 
 def version_fault(directory: Path, *, contents: bool = True) -> str | None:
-    """The damage of a published version, if any; without ``contents``, of headers and sizes
-    only."""
+    """The damage of a published version, if any; of headers and sizes without ``contents``."""
     try:
         manifest = unseal((directory / MANIFEST_FILE).read_bytes())
         announced = manifest["digest"]

@@ -108,8 +108,7 @@ CONTEXT_STEP_TOKENS = 16
 GROWTH_TOKENS = 32
 """The cache holds a multiple of this many positions per slot."""
 WHOLE_FRAC = 0.75
-"""Share of the cache's length from which decoding reads all of it, as contiguous memory is
-faster."""
+"""Share of the cache's length from which decoding reads all of it (contiguous memory)."""
 
 
 class SlotKV:
@@ -194,8 +193,7 @@ class SlotKV:
             layer[:, slot, :, :num_tokens] = held[:, :, :num_tokens].to(layer.device)
 
     def clear(self) -> None:
-        """Set all to zero: after a fault, old NaN must not reach a masked position (0 * NaN is
-        NaN)."""
+        """Set all to zero: after a fault, NaN must not reach a masked position (0 * NaN is NaN)."""
         self._rebind([torch.zeros_like(layer) for layer in self.data])
 
 
@@ -294,8 +292,7 @@ def slot_attention(
 
 
 def attend(query_THD: Tensor, step: Step, layer: int, scale: float, softcap: float | None = None) -> Tensor:
-    """Attention of each token over its slot (T, H, D), whose keys and values are already
-    written."""
+    """Attention of each token over its slot (T, H, D); keys and values are already written."""
     kv = step.kv
     parts = [_decode(query_THD[: step.num_rows], step, layer, scale, softcap)] if step.num_rows else []
     keys, values = kv.layers[layer]

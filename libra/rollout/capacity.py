@@ -28,11 +28,9 @@ FEWEST_PASSES = 32
 REFIT_FRAC = 0.125
 """Share of new passes, relative to the passes of the last fit, that causes a new fit."""
 BLOCK = 8
-"""Most consecutive passes that are summed before the fit, because the time of a single pass is
-noisy."""
+"""Most consecutive passes summed before the fit, because single passes are noisy."""
 OUTLIER = 3.0
-"""Error, as a multiple of the median error, above which a pass counts less (first passes
-compile)."""
+"""Multiple of the median error above which a pass counts less: first passes compile."""
 ROUNDS = 6
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
@@ -43,8 +41,7 @@ _USUAL_NAMES = {
 
 
 def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's ``config.json``, with sizes of older families (``n_head``) also under usual
-    names."""
+    """``config.json`` with sizes of older families (``n_head``) also under usual names."""
     return {usual: config[name] for name, usual in _USUAL_NAMES.items() if name in config} | dict(config)
 
 
@@ -123,8 +120,7 @@ class PassMeter:
 
 
 def fit_steps(rows: Array) -> StepSeconds:
-    """`StepSeconds` of passes (n, 5): 1, sequences, context tokens, prefilled tokens, seconds (>
-    0)."""
+    """`StepSeconds` of passes (n, 5): 1, sequences, context and prefilled tokens, seconds."""
     size = max(1, min(BLOCK, len(rows) // FEWEST_PASSES))
     blocks = np.add.reduceat(rows, np.arange(0, len(rows), size), axis=0)
     held_out = blocks[1::2]

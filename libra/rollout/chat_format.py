@@ -139,8 +139,7 @@ class ChatFormat:
         return token_id == self._ends.get(role)
 
     def rest(self, ids: NDArray[np.int32], last: int | None = None) -> NDArray[np.int32]:
-        """``ids`` after a turn, without their marker if it is the turn's ``last`` token (the
-        default)."""
+        """``ids`` after a turn, without their marker if it is ``last`` (default: always)."""
         marked = self._marker(ids)
         return ids[marked + 1 :] if marked < len(ids) and last in (None, ids[marked]) else ids
 
@@ -215,8 +214,7 @@ class ChatFormat:
         return self.rest(ids) if ended else ids
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
-        """Text of generated ids, with special tokens such as ``<tool_call>``, without final stop
-        ids."""
+        """Text of generated ids, special tokens included, without final stop ids."""
         ids = [int(i) for i in ids]
         while ids and ids[-1] in self.stop_ids:
             ids.pop()

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from libra.rollout.chat_format import ChatFormat
 
 NFC_SHRINKS = 4
-"""Bound of the factor by which NFC shortens UTF-8: seven bytes of U+1FBE U+0308 U+0301 become
-two."""
+"""Bound of the factor by which NFC shortens UTF-8 (U+1FBE U+0308 U+0301: 7 to 2)."""
 _KEEP_ALL = {"Sequence", "ByteLevel", "Split", "Digits"}
 """Pre-tokenizer steps that lose no character, as long as splits are not "Removed"."""
 

@@ -155,12 +155,10 @@ class MovesKV(Protocol):
     """An engine that exchanges the KV of trajectories with other engines."""
 
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
-        """The KV of a trajectory between two turns, kept until `forget`; None if the engine has
-        none."""
+        """The KV of a trajectory between two turns, if any; kept until `forget`."""
 
     async def park_kv(self) -> None:
-        """Move all KV between two turns to host memory; `export_kv` then works on a closed
-        engine."""
+        """Move all KV between two turns to host memory, for `export_kv` after `close`."""
 
     async def import_kv(self, kv: KVObject) -> bool:
         """Keep an object for the trajectory's next request; False without room. The request uses
@@ -172,8 +170,7 @@ PRIORITY_BITS = (20, 10, 30)
 
 
 def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: int) -> None:
-    """Raise ContextOverflow if a request is too long, EngineError if it cannot be served
-    otherwise."""
+    """Raise ContextOverflow if a request is too long, EngineError if it is invalid."""
     name, context, new = request.trajectory_id, len(request.context_ids), request.max_new_tokens
     if context < 1 or new < 1:
         raise EngineError(f"{name}: got {context} context tokens and max_new_tokens={new}; both must be at least 1")
@@ -198,8 +195,8 @@ def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: 
 
 
 def packed_priority(priority: tuple[int, ...]) -> int:
-    """One number from 0 to 2**60 - 1 in the order of the tuples; EngineError beyond
-    `PRIORITY_BITS`. An entry is at least -1 (overdue)."""
+    """One number, 0 to 2**60 - 1, in the order of the tuples (entries >= -1, overdue). EngineError
+    beyond `PRIORITY_BITS`."""
     if len(priority) > len(PRIORITY_BITS) or any(
         not -1 <= part <= 2**bits - 3 for part, bits in zip(priority, PRIORITY_BITS, strict=False)
     ):

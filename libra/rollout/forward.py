@@ -4,10 +4,9 @@ The pass is fused for Llama-shaped decoders; other models run their own modules 
 attention. The fused pass has fewer, larger operations. It computes what the stock modules compute,
 from the same storage: their projections become views into one joint matrix per layer.
 
-Invariants
 1. The stock modules remain whole, and no weight is stored twice.
 2. Before the first request, the log-probabilities of a short probe, prefilled and decoded through
-   the slots, were compared with transformers' own.
+   the slots, are compared with transformers' own.
 
 Shapes: T tokens, E hidden size, H heads, K KV heads, D head size, C positions.
 """
@@ -147,8 +146,7 @@ Apply = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class UsedLayer:
-    """One layer: its number of inputs (rows of an embedding), and its map of (N, inputs), without
-    bias."""
+    """One layer: number of inputs (rows of an embedding), and map of (N, inputs), without bias."""
 
     inputs: int
     apply: Apply
@@ -194,8 +192,7 @@ class Forward:
             self.fused.refresh()
 
     def score_alone(self, token_ids: NDArray[np.int64], first: int, temperature: float) -> NDArray[np.float32]:
-        """Log-probabilities from token ``first`` on by `libra.heads.score_alone`, without slots or
-        batch."""
+        """Log-probabilities from token ``first`` on by `libra.heads.score_alone`."""
         with self._stock():
             return score_alone(self.model, token_ids, first, temperature)
 

@@ -40,8 +40,7 @@ _HEADER = {"trajectory_id": str, "version": int, "num_tokens": int, "digest": st
 
 @dataclass(frozen=True, slots=True)
 class KVObject:
-    """Keys and values of a trajectory's first ``num_tokens`` tokens, all layers and all KV
-    heads."""
+    """Keys and values of a trajectory's first ``num_tokens`` tokens, all layers and KV heads."""
 
     trajectory_id: str
     version: int  # of the weights that computed it; of several, the oldest
@@ -86,8 +85,7 @@ class KVObject:
         return found
 
     def check(self, version: int, layout: str, context_ids: NDArray[Any]) -> None:
-        """KVRefused unless an engine of ``layout`` that serves ``version`` may use it for this
-        context."""
+        """KVRefused unless an engine with these weights and layout may use it for this context."""
         for what, own, wanted in (("weights of version", self.version, version), ("layout", self.layout, layout)):
             if own != wanted:
                 raise KVRefused(f"KV of {self.trajectory_id}: it has {what} {own}, and the engine has {wanted}")
@@ -168,8 +166,8 @@ class ParkedKV:
             self.pool.put(self._read(slot, version), waiting)
 
     def export(self, trajectory_id: str, version: int, waiting: Container[str]) -> KVObject | None:
-        """The KV of a trajectory, now in the pool; None without KV or room, or if a request
-        runs."""
+        """The KV of a trajectory, now in the pool; None without KV, without room, or while a
+        request runs."""
         slot = self.table.slot_of.get(trajectory_id)
         if self.pool is None or slot is None:
             return None if self.pool is None else self.pool.get(trajectory_id)
@@ -179,8 +177,7 @@ class ParkedKV:
         return found if self.pool.put(found, waiting) else None
 
     def restore(self, job: Job, version: int) -> int:
-        """Fill a starting request's slot from the pool if the pool has more tokens; returns cached
-        tokens."""
+        """Fill a starting request's slot from the pool if that has more; returns cached tokens."""
         slot, context = job.slot, job.request.context_ids
         reuse = int(self.table.cached[slot])
         kv = None if self.pool is None else self.pool.get(job.name)

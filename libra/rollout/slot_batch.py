@@ -97,8 +97,7 @@ class SlotBatch:
         return self.table.tokens.shape[1]
 
     def check(self, request: TurnRequest) -> None:
-        """Raise if a request cannot be served at all; changes no state, so any thread may call
-        it."""
+        """Raise if a request cannot be served at all; any thread may call it."""
         vocab_size = self.model.config.vocab_size
         check_request(request, max_context_tokens=self.max_context_tokens, vocab_size=vocab_size)
 
@@ -203,8 +202,7 @@ class SlotBatch:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Job, TurnOutput]]:
-        """Admit requests that fit, run one forward pass, sample; returns the requests that
-        ended."""
+        """Admit requests, run one forward pass, sample; returns the requests that ended."""
         begun_s = time.perf_counter()
         self._admit(begun_s)
         if self.table.changed:

@@ -37,8 +37,7 @@ from libra.types import Drawn, TurnRequest
 
 @dataclass(slots=True)
 class QueuedJob:
-    """A request with its times. ``ticket`` is its arrival number; times are perf_counter
-    seconds."""
+    """A request, its arrival number ``ticket``, and its times in perf_counter seconds."""
 
     ticket: int
     request: TurnRequest
@@ -113,8 +112,7 @@ Slots = NDArray[np.int64]
 
 
 def draw_uniforms(seed: int, num_tokens: int, first: int = 0) -> NDArray[np.float32]:
-    """The uniform numbers in [0, 1) of tokens ``first``, ``first + 1``, ... of a turn
-    (num_tokens,)."""
+    """The uniform numbers in [0, 1) of a turn's tokens from ``first`` on (num_tokens,)."""
     return np.random.default_rng(seed).random(first + num_tokens, dtype=np.float32)[first:]
 
 
@@ -222,8 +220,7 @@ class SamplingColumns:
 
 
 class SlotTable:
-    """Columns of all slots, for one thread. ``routes``: layers and experts per token, if
-    recorded."""
+    """Columns of all slots, for one thread. ``routes``: layers and experts per token, or ()."""
 
     def __init__(self, slots: int, max_context_tokens: int, routes: tuple[int, ...] = ()) -> None:
         self.state = np.zeros(slots, np.int8)
@@ -371,8 +368,7 @@ def drawn_of(job: Job) -> Drawn | None:
 
 
 class SharedContexts:
-    """For each context, the trajectory that computes it (leader) and those that wait
-    (followers)."""
+    """For each context, the trajectory that computes it (leader) and its followers."""
 
     def __init__(self) -> None:
         self.following: dict[str, str] = {}  # follower -> leader
@@ -380,8 +376,7 @@ class SharedContexts:
         self._context_of: dict[str, bytes] = {}  # the inverse
 
     def begin(self, name: str, context: bytes, goes_on: bool) -> None:
-        """Start a trajectory's turn. With cached KV (``goes_on``) it leads only the start of its
-        context."""
+        """Start a turn. With cached KV (``goes_on``) it leads only its context's start."""
         if not goes_on:
             self.join(name, context)
         elif not context.startswith(self._context_of.get(name, b"")):

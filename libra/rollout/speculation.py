@@ -3,13 +3,12 @@
 Samples of one prompt repeat each other's phrases, and their own. Seer (arXiv:2511.14617 v3) drafts
 from a tree of a group's suffixes; here it is a table of the tokens after each 2, 4 and 8 tokens.
 
-Invariants
 1. A draft never changes the tokens: the engine keeps a drafted token only if it samples the same.
 2. Each token of each sequence is counted once, and a prompt that sequences share once for all.
 3. Lengths are 0 or one of `LENGTHS`, and 0 for batches of more than `MOST_ROWS`.
 4. Every length is tried, first after `FIRST_TRIED_AFTER` steps each, then half as often after each
-   time that it was not the best; all other steps use the best one, which is a draft only if it gives
-   `MARGIN` times the tokens per second of steps without.
+   time that it was not the best. All other steps use the best length; drafts count as best only
+   with `MARGIN` times the tokens per second of steps without drafts.
 
 Shapes: T tokens, R slots.
 """
@@ -36,11 +35,9 @@ MAX_GROUPS = 256
 """Groups whose tokens are kept; the least recently used group is dropped first."""
 LENGTHS = (0, 2, 4, 8)
 MOST_ROWS = 8
-"""Largest batch for which drafts are made: large batches are bound by arithmetic, and drafts add to
-it."""
+"""Largest batch with drafts: large batches are bound by arithmetic, and drafts add to it."""
 TRIED_AFTER, TRIED_AFTER_MOST = 16, 4096
-"""Steps of a batch size until a length that was not the best is tried again: at first, and at
-most."""
+"""Steps until a length that was not the best is tried again: at first, and at most."""
 FIRST_TRIED_AFTER = 8
 """Steps of a batch size before each first try of a length, so that rare sizes try little."""
 MARGIN = 1.05
@@ -68,8 +65,8 @@ class GroupDrafts:
         self._latest[name] = tokens
 
     def propose(self, tail: Sequence[int], count: int) -> list[int]:
-        """Up to ``count`` tokens after ``tail``. Each is the most frequent token (least id of
-        equals) after the longest known suffix."""
+        """Up to ``count`` tokens after ``tail``, each the most frequent after the longest known
+        suffix; the least id of equals."""
         for name, tokens in self._latest.items():
             self._count(name, tokens)
         self._latest.clear()
@@ -117,8 +114,7 @@ class Drafts:
 
 @dataclass(slots=True)
 class Drafted:
-    """Counters of one batch size; ``drafted`` to ``seconds`` are of steps with drafts, ``plain``
-    without."""
+    """Counters of one batch size; names in ``plain`` are of steps without drafts."""
 
     steps: int = 0
     drafted: int = 0
@@ -180,8 +176,7 @@ class DraftLength:
         return due[0]
 
     def measured(self, num_rows: int, length: int, drafted: int, generated: int, seconds: float) -> None:
-        """Count a step of ``num_rows`` sequences with chosen ``length`` and ``drafted`` tokens
-        found."""
+        """Count a step for which ``length`` was chosen and ``drafted`` tokens were found."""
         if num_rows > MOST_ROWS:
             return
         rows, seconds = _power(num_rows), max(seconds, 1e-9)
@@ -265,7 +260,6 @@ class GroupSpeculation:
 
 
 def accepted(draft: Sequence[int], sampled: Sequence[int], stops: Collection[int]) -> int:
-    """Number of sampled tokens that count: up to the first that differs from its draft, or stops
-    the turn."""
+    """Number of sampled tokens kept: up to the first that is a stop or differs from its draft."""
     kept = takewhile(lambda place: sampled[place] == draft[place] not in stops, range(len(draft)))
     return sum(1 for _ in kept) + 1

@@ -44,8 +44,7 @@ class ExpectedWeights:
 
     @classmethod
     def of_directory(cls, model_dir: Path, *, tied: bool) -> ExpectedWeights:
-        """Tensors of a model directory, whose head may be ``tied`` to its embedding; or
-        ModelError."""
+        """Tensors of a model directory, with ``tied`` head or not; or ModelError."""
         shapes: dict[str, tuple[int, ...]] = {}
         try:
             for path in sorted(Path(model_dir).glob("*.safetensors")):
@@ -115,8 +114,7 @@ def _first(items: list[str], count: int = 4) -> str:
 
 
 def check_served(directory: Path, max_context_tokens: int) -> None:
-    """ModelError or ConfigError if slots cannot serve the model of a directory, found without
-    weights."""
+    """ModelError or ConfigError if slots cannot serve a model; reads no weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 

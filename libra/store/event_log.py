@@ -39,8 +39,7 @@ from libra.store.line_log import LineLog, LineReader
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 1 << 20
-"""Least size of a segment, uncompressed. A run closes a segment before a snapshot and at its
-end."""
+"""Least uncompressed size of a segment. A run closes a segment before a snapshot and at its end."""
 _NAME = re.compile(r"(?P<first>\d+)-(?P<last>\d+)\.jsonl(?:\.gz)?")
 _ADVICE = "libra replay --from-snapshot begins after it, and a resumed run needs only the newest part"
 _SNAPSHOT = f'"name":"{name_of(PolicySnapshot)}"'.encode()
@@ -48,8 +47,7 @@ _COMPRESSOR = ThreadPoolExecutor(1, "libra-log-segments")
 
 
 class Segment(NamedTuple):
-    """Lines ``first`` to ``last`` of a log, in ``plain`` until the compressed file ``packed``
-    exists."""
+    """Lines ``first`` to ``last`` of a log, in file ``plain`` or compressed in ``packed``."""
 
     first: int
     last: int
@@ -151,8 +149,7 @@ class EventLog(LineLog):
             self._compressing = _compressing(self.path)
 
     def close(self, *, wait: bool = True) -> None:
-        """Flush and close; with ``wait``, return after the compression. A second call does
-        nothing."""
+        """Flush and close; ``wait`` for the compression. A second call does nothing."""
         super().close()
         if wait:
             self.wait_compressed()
@@ -266,8 +263,7 @@ class LoggedEvents(NamedTuple):
 
 
 def read_events(path: str | Path) -> LoggedEvents:
-    """All events of a log in order, as dicts for `libra.facts.from_dict`. Raises as
-    `LineReader`."""
+    """All events of a log in order, for `libra.facts.from_dict`. Raises as `LineReader`."""
     reader = EventReader(path)
     found = [value for _, value in reader]
     reader.warn_if_torn()

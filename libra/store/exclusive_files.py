@@ -173,16 +173,14 @@ def _take(descriptor: int) -> None:
 
 
 class Holder(NamedTuple):
-    """The process that holds a lock; ``pid`` 0 and an empty ``host`` if the file does not name
-    it."""
+    """The process that holds a lock; ``pid`` 0 and ``host`` "" if the file does not name it."""
 
     pid: int
     host: str
 
 
 def lock_holder(store: Path) -> Holder | None:
-    """The process that holds a store's lock, found without taking it; None if unlocked or
-    unknown."""
+    """The process that holds a store's lock; None if unlocked or unknown. Takes no lock."""
     try:
         descriptor = os.open(store.with_name(f"{store.name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -138,8 +138,8 @@ class LineReader:
             raise StoreError(f"{self.path}: cannot read this log: {error.strerror}") from error
 
     def whole_lines(self, file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
-        """Number and bytes of each whole line of ``file``, from `line` on; sets `torn`. ``first``
-        is the number of the file's first line."""
+        """Number and bytes of each whole line of ``file``, whose first line has number ``first``.
+        Sets `torn`."""
         self.torn = None
         for number, line in enumerate(file, first):
             if not line.endswith(b"\n"):

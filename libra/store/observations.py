@@ -48,8 +48,8 @@ class StoredObservation:
 
 
 def keep_observation(run_dir: Path, trajectory: str, draw: int, turn: int, call: int, text: str) -> str:
-    """Write the return of a call and give its reference; empty if the return is small or too large.
-    Raises StoreError if the disk is full."""
+    """Write the return of a call; its reference, or "" if it is small or too large. StoreError if
+    the disk is full."""
     if 4 * len(text) <= REFERENCE_BYTES:
         return ""
     data = text.encode(errors="surrogatepass")
@@ -67,8 +67,7 @@ def keep_observation(run_dir: Path, trajectory: str, draw: int, turn: int, call:
 
 
 def read_observation(run_dir: Path, reference: str) -> str:
-    """The whole text; StoreError if the reference is invalid, or the file missing, torn or
-    altered."""
+    """The whole text; StoreError if the reference is invalid, or the file damaged."""
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         raise StoreError(f"observation {reference!r:.200}: no reference of a run; ToolReturn.reference has one")

@@ -115,8 +115,7 @@ class RequestRecord(QuantumStamp, kw_only=True, tag="request"):
 
 
 class AgentEndRecord(QuantumStamp, kw_only=True, tag="agent_end"):
-    """The end of an agent, with its ``result`` (JSON; empty for None) and the reward it gave
-    itself."""
+    """The end of an agent, with its ``result`` (JSON; empty for None) and its own reward."""
 
     turn: int
     end: EndReason
@@ -127,15 +126,15 @@ class AgentEndRecord(QuantumStamp, kw_only=True, tag="agent_end"):
 
 
 class FailureRecord(QuantumStamp, kw_only=True, tag="failure"):
-    """The end of an attempt that failed before its agent ended."""
+    """The end of an attempt without an answer, because of a ``failure``."""
 
     failure: FailureClass
     detail: str = ""
 
 
 class RestartRecord(QuantumStamp, kw_only=True, tag="restart"):
-    """The restart of a trajectory: its engine changed from version ``began`` to ``serves``, or its
-    agent sent a different request."""
+    """The restart of a trajectory: its engine changed version (``began``, ``serves``), or its
+    agent's request changed."""
 
     began: int = -1
     serves: int = -1

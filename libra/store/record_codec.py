@@ -70,8 +70,7 @@ def struct_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def pack(record: Mapping[str, Any] | msgspec.Struct, *, source: str) -> bytes:
-    """``record`` as bytes; Unstorable names ``source`` if a value has a type that cannot be
-    stored."""
+    """``record`` as bytes; Unstorable names ``source`` if a value's type cannot be stored."""
     try:
         if isinstance(record, msgspec.Struct):
             body = _STRUCTS.encode(record)

@@ -113,8 +113,7 @@ class StoreRecord:
 
 
 def read_record(store: Path) -> StoreRecord:
-    """The digests of a store without a torn last line; StoreError if the file is missing or
-    altered."""
+    """The digests of a store, without a torn last line; StoreError if damaged or missing."""
     path = digests_path(store)
     try:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -136,8 +135,7 @@ def read_record(store: Path) -> StoreRecord:
 
 
 def metadata_of(store: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The root's constant attributes, and every ``zarr.json`` below the root, arrays without
-    shape."""
+    """The root's constant attributes, and every ``zarr.json`` below it, arrays without shape."""
     attributes = parsed_json((store / "zarr.json").read_bytes())["attributes"]
     for name in (COMMITTED, ISOLATION):
         attributes.pop(name, None)

@@ -285,8 +285,7 @@ def _journal(check: RunCheck, path: Path, contents: bool) -> None:
 
 
 def journal_faults(directory: Path, check: RunCheck) -> Iterator[tuple[str, int, str]]:
-    """Trajectory, first missing or unreadable quantum, and the reason. Raises ``check.epoch`` to
-    the highest epoch of the records."""
+    """Trajectory, first missing or unreadable quantum, and reason; updates ``check.epoch``."""
     quanta: dict[str, set[int]] = {}
     for path in directory.iterdir():
         if match := _RECORD.fullmatch(path.name):

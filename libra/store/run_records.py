@@ -31,8 +31,7 @@ from libra.store.record_codec import pack, unpack
 from libra.types import Drawn, EndReason, FailureClass, Prompt, Taught, Trajectory, TrajectoryId
 
 SCHEMA = 1
-"""Version of the layout of the JSON records; a change that old code cannot read takes the next
-number."""
+"""Version of the layout of JSON records; a change that old code cannot read raises it."""
 WAVE = "wave"
 """Fact of a batch's group: the number of its wave."""
 TEACHER = "teacher"
@@ -46,8 +45,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class BatchRecord(msgspec.Struct):
-    """Members of a batch as (split, iteration, group, sample), in the order of its step, and
-    JSON-able facts."""
+    """Members of a batch (split, iteration, group, sample) in order, and JSON-able facts."""
 
     batch: int
     members: list[tuple[str, int, int, int]]
@@ -99,8 +97,7 @@ class RecordKind(Generic[R]):
         return Path(root) / self.template.format(*key)
 
     def write(self, root: str | Path, record: R) -> Path:
-        """Create a record, flushed to the device. RecordExists if it exists, StoreError if writing
-        fails."""
+        """Create a record, flushed to the device. RecordExists, or StoreError if it fails."""
         path = self.path(root, *self.key(record))
         try:
             text = sealed_text({"schema": SCHEMA, **{name: getattr(record, name) for name in record.__struct_fields__}})
@@ -165,8 +162,7 @@ def commit_batch(root: str | Path, batch: int, members: Sequence[TrajectoryId], 
 
 
 def read_batch(root: str | Path, batch: int) -> list[TrajectoryId]:
-    """Members of one batch in order; StoreError if its file is missing, corrupt, or of another
-    batch or schema."""
+    """Members of one batch in order; StoreError if its file is missing or not this batch's."""
     return [
         TrajectoryId(iteration, group, sample, split)
         for split, iteration, group, sample in BATCH.read(root, batch).members
@@ -187,14 +183,12 @@ def group_names(facts: Mapping[str, Any]) -> list[str]:
 
 
 def taught_names(facts: Mapping[str, Any]) -> list[str]:
-    """Names of a batch's group records that trained with teacher scores, by the facts of the
-    batch."""
+    """Names of a batch's group records that trained with teacher scores, by its facts."""
     return [Path(row["path"]).name for row in facts.get("groups", ()) if row.get("taught")]
 
 
 def commit_wave(root: str | Path, batch: int, wave: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Create the record of a wave, flushed to the device; RecordExists if it was committed
-    before."""
+    """Create the record of a wave, flushed to the device; RecordExists if it exists."""
     WAVES.write(root, WaveRecord(batch, wave, [row | {WAVE: wave} for row in rows]))
 
 
@@ -224,8 +218,7 @@ def groups_of(rows: Rows) -> tuple[tuple[int, int], ...]:
 
 
 def write_step(root: Path, step: int, numbers: Mapping[str, Any]) -> None:
-    """Write the numbers of a step, over older numbers; a replica that must repeat the step returns
-    them."""
+    """Write the numbers of a step, over older numbers, for a replica that must repeat it."""
     path = root / f"step-{step:06d}.json"
     try:
         root.mkdir(exist_ok=True)
@@ -277,14 +270,12 @@ def runs_here() -> list[Path]:
 
 
 def write_late(root: str | Path, trajectory: TrajectoryId, value: float) -> Path:
-    """Record a delivered reward; RecordExists after an earlier delivery, StoreError if writing
-    fails."""
+    """Record a delivered reward; RecordExists if there is one, StoreError if writing fails."""
     return LATE.write(root, LateReward((*trajectory,), value, time.time()))
 
 
 def read_late(root: str | Path, trajectory: TrajectoryId) -> float | None:
-    """The delivered reward, if any; StoreError if its file is torn, altered or of another
-    trajectory."""
+    """The delivered reward, if any; StoreError if its file is damaged."""
     path = LATE.path(root, trajectory)
     if not path.exists():
         return None
@@ -308,8 +299,7 @@ _FIELDS = tuple(field.name for field in fields(Trajectory) if field.name not in 
 
 
 def prompt_to_json(prompt: Prompt) -> str:
-    """Messages and facts of a prompt as one JSON object; StoreError if the facts are not
-    JSON-able."""
+    """Messages and facts of a prompt as one JSON object; StoreError if not JSON-able."""
     try:
         return json.dumps({"messages": [dict(message) for message in prompt.messages], "facts": dict(prompt.facts)})
     except (TypeError, ValueError) as error:
@@ -350,8 +340,7 @@ def write_group(
 
 
 def read_group(path: str | Path) -> list[Trajectory]:
-    """The trajectories of one group; StoreError names the file if it is missing, torn or
-    corrupt."""
+    """The trajectories of one group; StoreError names the file if missing or damaged."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -365,8 +354,7 @@ def pack_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def unpack_trajectory(data: bytes, *, source: str) -> Trajectory:
-    """The inverse of `pack_trajectory`; StoreError names ``source`` if the bytes are torn or
-    corrupt."""
+    """The inverse of `pack_trajectory`; StoreError names ``source`` if damaged."""
     return _from_record(unpack(data, source=source))
 
 
@@ -406,8 +394,7 @@ def scores_path(group: str | Path) -> Path:
 
 
 def write_scores(path: Path, scores: Sequence[Taught | None]) -> None:
-    """Create the file of a group, an entry per member, None if not scored. RecordExists or
-    StoreError."""
+    """Create a group's file, an entry per member or None. RecordExists or StoreError."""
     record = {"scores": [None if each is None else list(each) for each in scores]}
     create_exclusive(path, pack(record, source=str(path)), fsync=True)
 
@@ -433,8 +420,7 @@ def evaluation_path(directory: Path, version: int) -> Path:
 
 
 def read_evaluation(directory: Path, version: int) -> dict[str, Any] | None:
-    """The outcome of an evaluation, None if there was none; StoreError if the file is torn or
-    altered."""
+    """The outcome of an evaluation, None if there was none; StoreError if damaged."""
     path = evaluation_path(directory, version)
     if not path.exists():
         return None

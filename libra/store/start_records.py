@@ -32,8 +32,7 @@ def config_digest(text: str | bytes) -> str:
 
 
 def write_given(directory: Path, config: str, *, environment: bool, score: bool) -> None:
-    """Write ``given.json``: the configuration, and whether environment and score node were
-    objects."""
+    """Write ``given.json``: the configuration, and which objects were given in Python."""
     values = {"environment": environment, "score": score, "config": config}
     (directory / GIVEN_FILE).write_text(sealed_text(values) + "\n")
 
@@ -58,8 +57,7 @@ def log_start(directory: Path, epoch: int, iterations: int | None = None) -> Non
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """Every recorded start, without a torn last line; empty without a file. StoreError if a line is
-    altered."""
+    """Every recorded start, without a torn last line; StoreError if a line is altered."""
     path = directory / STARTS_FILE
     try:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -74,8 +72,7 @@ def newest_logged(directory: Path) -> int:
 
 
 class Epoch:
-    """One start of a run, for its workers and its driver; ``directory`` is ``epochs/`` of the
-    run."""
+    """One start of a run, for workers and driver; ``directory`` is ``epochs/`` of the run."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self.directory, self.number = directory, number
@@ -102,8 +99,7 @@ def newest_epoch(directory: Path) -> int:
 
 
 def take_epoch(directory: Path, *, above: int = -1) -> Epoch:
-    """Take the next epoch, from 0 and greater than ``above``, and so fence off every older
-    epoch."""
+    """Take the next epoch, above ``above``, and so fence off every older epoch."""
     while True:
         number = max(newest_epoch(directory), above) + 1
         try:

@@ -44,8 +44,7 @@ _READ_BYTES = 1 << 13
 KEPT_INDEXES = 256
 """Logs whose record positions a reader keeps; on one machine, it also keeps these logs open."""
 KEPT_LOOKUPS = 32_768
-"""Lookups after which a reader forgets an unused log: trajectories of one log end at about the same
-time."""
+"""Lookups after which a reader forgets an unused log, whose trajectories have ended."""
 
 
 @dataclass(slots=True)
@@ -59,8 +58,7 @@ class _Log:
 
 @dataclass(slots=True)
 class _Index:
-    """Positions of the records of a log, up to ``end``; ``used`` is the number of the last
-    lookup."""
+    """Positions of a log's records, up to ``end``; ``used`` is the number of the last lookup."""
 
     descriptor: int | None = None
     end: int = _IDENTITY_BYTES
@@ -94,8 +92,7 @@ class Journal:
         self._lock = threading.Lock()
 
     def pack(self, trajectory_id: str, quantum: int, record: QuantumRecord) -> bytes:
-        """A record as bytes for a later `append`; Unstorable if a value has a type that cannot be
-        stored."""
+        """A record as bytes for a later `append`; Unstorable if a type cannot be stored."""
         return pack(record, source=self._path(trajectory_id, quantum))
 
     def append(self, trajectory_id: str, quantum: int, *records: QuantumRecord | bytes) -> None:
@@ -193,8 +190,7 @@ class Journal:
         return records
 
     def read_at(self, trajectory_id: str, quantum: int) -> list[QuantumRecord]:
-        """The records appended together from one quantum on; StoreError if they are missing or
-        torn."""
+        """The records appended together from ``quantum`` on; StoreError if missing or torn."""
         data = self._load(path := self._path(trajectory_id, quantum))
         if data is None:
             raise StoreError(f"{path}: there is no such record")
@@ -308,8 +304,7 @@ def _record(descriptor: int, name: str, index: _Index) -> bytes:
 
 def _found(data: bytes, name: str, index: _Index) -> tuple[int, int] | None:
     """Place of record ``name`` in ``data``, the log from ``index.end`` on; None if it is not there.
-    A linked record is committed, and so are the records before it: they are indexed. Bytes after it
-    may still be overwritten."""
+    This record and those before it are committed and indexed; bytes after it may be overwritten."""
     seen: dict[str, tuple[int, int]] = {}
     at = 0
     while at + _FRAME.size <= len(data):
@@ -328,7 +323,6 @@ def _found(data: bytes, name: str, index: _Index) -> tuple[int, int] | None:
 
 
 def sweep_logs(root: Path) -> None:
-    """Remove the own names of all logs, before a run is resumed; the records' names keep the
-    files."""
+    """Remove the own names of all logs before a run is resumed; records' names keep them."""
     for path in root.glob(f"{LOG_PREFIX}*"):
         path.unlink(missing_ok=True)

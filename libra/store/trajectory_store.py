@@ -132,8 +132,7 @@ class TrajectoryStore:
             return self._append(rows_of(trajectories, first=self._committed, batch=-1 if batch is None else batch))
 
     def append_rows(self, rows: Rows) -> range:
-        """Commit rows copied from the same position of another store. Raises StoreError as
-        `append`."""
+        """Commit rows of the same position in another store. Raises as `append`."""
         with self._writing:
             self._check_new(_ids(rows["trajectory"]))
             return self._append(rows)

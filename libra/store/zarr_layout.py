@@ -124,8 +124,7 @@ def _scores(trajectory: Trajectory) -> dict[str, NDArray[Any]]:
 
 
 def taught_of(rows: Mapping[str, NDArray[Any]], scores_per_token: int) -> Taught:
-    """Teacher scores of a trajectory, from its rows of the level ``score``; inverts
-    `score_rows`."""
+    """Teacher scores of a trajectory, from its rows of level ``score``; inverts `score_rows`."""
     token_ids, logp, student = (rows[column.name].reshape(-1, scores_per_token) for column in SCORE)
     with_rest = bool((token_ids[:, -1] == OTHERS).all())
     scored = slice(1, -1) if with_rest else slice(1, None)

@@ -71,8 +71,7 @@ class Groups:
         return (low_K == high_K)[self.slot_S]
 
     def lone(self, advantage_S: Tensor, singleton: Singleton) -> Tensor:
-        """``advantage_S``, but 0 if invalid, and as ``singleton`` for a group's only valid
-        sample."""
+        """``advantage_S``, 0 if invalid, and by ``singleton`` for a group's only valid sample."""
         alone_S = self.reward_S if singleton == "reward" else torch.zeros_like(self.reward_S)
         return torch.where(self.alone_S, alone_S, advantage_S).masked_fill(~self.valid_S, 0)
 

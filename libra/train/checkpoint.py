@@ -45,8 +45,7 @@ from libra.train.weight_copies import ADAPTER_DIR, EWMA, LowRankWeights, adapter
 logger = logging.getLogger(__name__)
 
 SCHEMA = 2
-"""Version of the layout of a checkpoint; a change that old code cannot read takes the next
-number."""
+"""Version of the layout of a checkpoint; a change that old code cannot read raises it."""
 MASTER = "master"
 TEMPORARY = ".tmp"
 """Suffix of the hidden name of a checkpoint being written."""
@@ -222,8 +221,7 @@ def complete(directory: str | Path) -> list[Path]:
 
 
 def newest(directory: str | Path, up_to: int | None = None) -> Path | None:
-    """The last checkpoint (up to step ``up_to``) with correct digests; warns of torn
-    checkpoints."""
+    """The last checkpoint (up to step ``up_to``) with correct digests; warns of torn ones."""
     for path in reversed([path for path in complete(directory) if up_to is None or step_of(path) <= up_to]):
         try:
             verify(path)

@@ -33,8 +33,7 @@ _REMOVED, _REPLACING = ".gone", ".new"
 
 
 class KeptCheckpoints:
-    """The ``checkpoints`` directory of one run, with scores of earlier starts; it may not exist
-    yet."""
+    """The ``checkpoints`` directory of a run, existing or not, with all earlier scores."""
 
     def __init__(self, directory: Path, *, keep: int) -> None:
         self.directory, self.keep = directory, keep
@@ -56,8 +55,7 @@ class KeptCheckpoints:
         return max(scored, key=lambda path: (self._scores[path.name], step_of(path)), default=None)
 
     def tidy(self) -> list[Path]:
-        """Link the best checkpoint, and remove and return those not kept. CheckpointError if the
-        disk fails."""
+        """Link the best checkpoint; remove and return those not kept; or CheckpointError."""
         there = complete(self.directory)
         if not there:
             return []

@@ -83,8 +83,7 @@ class StepGradient:
         self.useful, self.connected, self.hybrids = True, self.connected or hybrids + joining > 0, hybrids
 
     def sum_over_core(self) -> None:
-        """Replace ``grad`` by the sum over all replicas, except for shards, which are summed
-        already."""
+        """Replace ``grad`` by the sum over all replicas; shards are already summed."""
         started = time.perf_counter()
         group, parameters = self.state.group, list(self.state.optimized().values())
         held = group.gather([parameter.grad is not None for parameter in parameters])

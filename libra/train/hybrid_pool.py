@@ -84,8 +84,7 @@ class Wire:
             return self._channel.sent_bytes - before
 
     def receive(self) -> Message:
-        """The next message. TransferError if the connection ends, or its content is not a
-        message."""
+        """The next message. TransferError if the connection ends or sends something else."""
         with _as_transfer_error("receiving failed"):
             before = self._channel.received_bytes
             frame = self._channel.recv_frame()
@@ -96,8 +95,7 @@ class Wire:
             return Message(frame["kind"], frame["fields"], tensors, self._channel.received_bytes - before)
 
     def close(self) -> None:
-        """End the connection; a thread that waits in `receive` at either end gets a
-        TransferError."""
+        """End the connection; threads that wait in `receive` at either end get TransferError."""
         self._channel.close()
 
 
@@ -288,15 +286,13 @@ class HybridPool:
             return results
 
     def traffic(self) -> dict[str, float]:
-        """Bytes and seconds since the last call, by field of
-        `libra.train.step_report.StepReport`."""
+        """Bytes and seconds since the last call, by field of `StepReport`."""
         with self._changed:
             found, self._traffic = self._traffic, dict.fromkeys(_TRAFFIC, 0.0)
             return found
 
     def wait_for(self, num_hybrids: int, timeout_s: float | None = None, *, joining: bool = False) -> bool:
-        """Wait until this many hybrids have weights (or are connected); False after
-        ``timeout_s``."""
+        """Wait until this many hybrids have weights (or connected); False after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: len(self._hybrids if joining else self._members()) >= num_hybrids, timeout_s

@@ -68,8 +68,7 @@ class Scorer:
         self._after: AfterHead | None = after_head(model)
 
     def logp(self, *inputs: Tensor | None, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target and entropy, both (N,) in nats; arguments as of
-        `columns`."""
+        """Log-probability of each target and entropy, both (N,) in nats; arguments as `columns`."""
         logp_NK, entropy_N, _ = self.columns(*inputs, entropy_gradient=entropy_gradient)  # type: ignore[arg-type]
         return logp_NK[:, 0], entropy_N
 

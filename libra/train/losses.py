@@ -27,7 +27,7 @@ from libra.config.task_sections import KLDirection
 from libra.errors import TrainError
 
 LOG_RATIO_BOUND = 20.0
-"""Largest |log ratio| exponentiated (verl's value); beyond it the gradient is 0."""
+"""Largest |log ratio| exponentiated (as in verl); beyond it the gradient is 0."""
 SEQUENCE_LOG_RATIO_BOUND = 10.0
 """Largest mean log ratio of a sequence that is exponentiated (verl's value)."""
 KL_BOUND = 10.0

@@ -32,8 +32,7 @@ SCHEDULE_CALL = "f(step, *, settings)"
 
 
 class TokenLoss(Protocol):
-    """``trainer.loss``: the loss of each action token, which is then weighted, aggregated and
-    minimised."""
+    """``trainer.loss``: the loss of each action token, later weighted and aggregated."""
 
     def __call__(
         self,
@@ -58,8 +57,7 @@ class AdvantageEstimator(Protocol):
     """``trainer.advantage``: how much better than expected each sample of a batch was."""
 
     def __call__(self, groups: Sequence[GroupRewards], /, *, settings: TrainerSection) -> Sequence[ArrayLike]:
-        """For each group one finite number per sample (G,), ignored for invalid samples. Called
-        once per batch."""
+        """For each group a finite number per sample (G,); invalid samples are ignored."""
 
 
 class LRSchedule(Protocol):

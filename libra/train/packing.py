@@ -109,8 +109,7 @@ def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
 
 
 def can_share(model: Any) -> bool:
-    """Whether every layer has full attention, so that Libra's mask alone decides what a token
-    reads."""
+    """Whether every layer has full attention, so that Libra's mask alone decides."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -155,8 +154,7 @@ def row_tokens(row: Sequence[Sample]) -> int:
 
 
 def attention_mask(rows: Sequence[Sequence[Sample]], width: int) -> NDArray[np.bool_]:
-    """The attention mask (R, 1, W, W): True where a token (third axis) reads a token (fourth
-    axis)."""
+    """The attention mask (R, 1, W, W): True where a token (axis 2) reads a token (axis 3)."""
     part_RW = np.full((len(rows), width), -1, dtype=np.int64)  # prompts and rests of samples, counted; -1 padding
     prompt_RW = part_RW.copy()  # the part of the prompt
     for number, row in enumerate(rows):

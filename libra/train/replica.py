@@ -102,8 +102,7 @@ class Replica(ReplicaState):
         save_checkpoint(Path(directory), ReplicaSnapshot.of(self, copy=False))
 
     def snapshot(self) -> ReplicaSnapshot:
-        """A copy of the state in host memory, to be saved while this replica takes further
-        steps."""
+        """A copy of the state in host memory; the replica may take further steps."""
         return ReplicaSnapshot.of(self)
 
     def load(self, directory: str | Path) -> None:

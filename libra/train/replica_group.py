@@ -97,8 +97,7 @@ class MemberStore(dist.Store):
     """A member's end of a `Rendezvous`, for ``torch.distributed.init_process_group``."""
 
     def __init__(self, address: Address, token: str, timeout_s: float) -> None:
-        """TransportError if no server with the token listens at ``address`` within
-        ``timeout_s``."""
+        """TransportError if no server with ``token`` answers within ``timeout_s``."""
         super().__init__()
         self._lock = threading.Lock()
         self._timeout_s = timeout_s
@@ -234,8 +233,8 @@ class TrainGroup:
             logger.info("a broken process group was left: %s", fault)
 
     def sum_(self, tensors: Sequence[Tensor]) -> int:
-        """Replace tensors by sums over the members, bitwise equal on all; returns bytes reduced.
-        Sums are in at least float32."""
+        """Replace tensors by sums over the members, in at least float32, bitwise equal on all.
+        Returns the bytes reduced."""
         return self._in_buckets(tensors, lambda flat: dist.all_reduce(flat))
 
     def send_(self, tensors: Sequence[Tensor], source: int = 0) -> int:
@@ -362,8 +361,7 @@ def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
 
 
 def release(model: Any) -> None:
-    """Drop whole parameters left by a pass of a sharded model, so that the next pass reads the
-    shards."""
+    """Drop whole parameters left by a sharded pass, so that the next pass reads the shards."""
     module = sys.modules.get("torch.distributed.fsdp")
     if module is None:
         return

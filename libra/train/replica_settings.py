@@ -1,5 +1,4 @@
-"""The settings of a replica: section ``trainer``, and fields of ``rollout`` and ``distil`` for a
-step."""
+"""The settings of a replica: section ``trainer``, and fields of ``rollout`` and ``distil``."""
 
 from __future__ import annotations
 

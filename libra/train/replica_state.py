@@ -112,8 +112,7 @@ class ReplicaState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each replica holds a part of every tensor: passes and `weights` are then
-        collectives."""
+        """Whether tensors are in shards: passes and `weights` are then collectives."""
         return is_sharded(self.settings, self.group)
 
     def description(self) -> dict[str, Any]:
@@ -193,8 +192,7 @@ class ReplicaState:
             self.weights_moved()
 
     def apply_gradient(self, step: int, tally: Tally) -> None:
-        """Clip the gradient and take one optimizer step; TrainError if the gradient is not
-        finite."""
+        """Clip the gradient and take one optimizer step; TrainError if not finite."""
         parameters = self.optimized()
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None]))
         if not bool(torch.isfinite(norm)):
@@ -248,8 +246,7 @@ class ReplicaState:
 
     @contextmanager
     def lending(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-        """Yields a function that gives the model other weights; the own weights return, bit for
-        bit."""
+        """Yields a function that replaces the model's weights until the context ends."""
         self.before_change(self.steps_done)
         own = {name: local(tensor).clone() for name, tensor in self.tensors().items()}
         try:

@@ -186,8 +186,7 @@ def taught_tokens(samples: Sequence[Sample], dtype: torch.dtype) -> TaughtTokens
 
 
 Fetch = Callable[[Sequence[str]], Sequence[Trajectory]]
-"""Trajectories of rows by name, in that order, without advantages; TrainError if a row cannot be
-fetched."""
+"""Trajectories of rows by name, in that order, without advantages; or TrainError."""
 _NONE, _NO_LOGP, _NO_FLAGS = np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.bool_)
 
 

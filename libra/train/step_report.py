@@ -171,8 +171,7 @@ class Tally:
 MAPPED_FROM_BYTES = 2**18
 """Size from which tensors are mapped separately, if a CPU trains a large model."""
 LARGE_MODEL_BYTES = 2**26
-"""Bytes of weights of a large model; for smaller models, mapping would cost more time than it
-saves."""
+"""Bytes of weights of a large model; mapping slows smaller models down."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

@@ -49,8 +49,7 @@ class TeacherModel:
         device: torch.device | str = "cpu",
         loader: str | None = None,
     ) -> TeacherModel:
-        """The model of ``directory`` in ``dtype`` on ``device``, by ``loader``
-        (``model.loader``)."""
+        """The model of ``directory``, by ``loader`` (``model.loader``)."""
         return cls(load_model(directory, dtype, loader).requires_grad_(False).to(device).eval(), scoring)
 
     @torch.no_grad()
@@ -113,8 +112,7 @@ class TeacherModel:
 def drawn_columns(
     trajectory: Trajectory, where: NDArray[np.integer[Any]]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The student's tokens at each place, generated and drawn (A, m), and their
-    log-probabilities."""
+    """The student's tokens at each place, generated and drawn (A, m), with log-probabilities."""
     columns, logp = trajectory.token_ids[where][:, None], trajectory.behaviour_logprob[where][:, None]
     if trajectory.drawn is not None:
         columns = np.concatenate([columns, trajectory.drawn.token_ids], axis=1)

@@ -220,8 +220,7 @@ class MovingAverage:
             local(average).lerp_(local(tensors[name]).to(local(average)), 1 - self.decay)
 
     def load(self, stored: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """Take the average of a checkpoint; if it has none, restart from its weights
-        ``tensors``."""
+        """Take the average of a checkpoint; without one, restart from its weights ``tensors``."""
         if any(f"{name}.{EWMA}" not in stored for name in self.tensors):
             logger.info("the checkpoint has no moving average of the weights; it begins at its weights")
             self.tensors = self._begin(tensors)

@@ -1,2 +1,1 @@
-"""vLLM as an engine of Libra: an AsyncLLM in its own processes, and extensions that run inside
-them."""
+"""vLLM as an engine of Libra: an AsyncLLM in its own processes, and extensions for them."""

@@ -14,13 +14,11 @@ from libra.rollout.capacity import DTYPE_BYTES, GIB, kv_token_bytes, read_model_
 from libra.rollout.engine import EngineSettings
 
 PROBE = -1
-"""vLLM priority of a probe: before every request, and the only one served while the engine is
-paused."""
+"""vLLM priority of a probe: before every request, and served while the engine is paused."""
 CPU_BATCHED_TOKENS = 4096
 """Most context tokens of one step on a CPU; at least one whole context."""
 CPU_BLOCK_TOKENS = 32
-"""Tokens per KV block on a CPU, a multiple of 32. With vLLM's 128, shorter contexts are not
-reused."""
+"""Tokens per KV block on a CPU, a multiple of 32; vLLM's 128 reuses less."""
 GENERATED = "libra_generated"
 """Name, among vLLM's ``extra_args`` of a request, of `libra.types.TurnRequest.generated`."""
 OURS = frozenset({

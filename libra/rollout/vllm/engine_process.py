@@ -69,8 +69,8 @@ class Core:
 
     @classmethod
     async def start(cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None) -> Core:
-        """Start the process, load the model and warm up; takes 20 s or more and blocks this event
-        loop."""
+        """Start the process, load the model and warm up; blocks this event loop for 20 s or
+        more."""
         check_vllm()
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -170,8 +170,7 @@ class Core:
             await self.llm.resume_generation()
 
     async def load(self, version: int, path: Path, tied_to: str | None) -> None:
-        """Load a weights file into the paused engine, drop KV unless ``keep_kv``, and label later
-        steps."""
+        """Load weights into the paused engine, drop KV unless ``keep_kv``, label later steps."""
         with _errors(f"loading {path}"):
             await self.llm.collective_rpc("libra_load", args=(str(path), tied_to))
             if not self.settings.keep_kv and not await self.llm.reset_prefix_cache(True, True):  # a connector's, too
