@@ -43,7 +43,7 @@ class KVObject:
     """Keys and values of a trajectory's first ``num_tokens`` tokens, all layers and KV heads."""
 
     trajectory_id: str
-    version: int  # of the weights that computed it; of several, the oldest
+    version: int  # of the weights that computed the KV; the oldest of several
     num_tokens: int
     digest: str  # `digest_of` its tokens
     layout: str  # equal layouts store the same numbers in the same order at any TP degree

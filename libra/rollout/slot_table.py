@@ -74,7 +74,7 @@ class RequestQueue(Generic[J]):
             job = self._order[0][2]
             if self.waiting.get(job.name) is job:
                 return job
-            heapq.heappop(self._order)  # it was removed while it waited
+            heapq.heappop(self._order)  # the job was removed while it waited
         return None
 
     def begin(self, job: J) -> None:
@@ -200,7 +200,7 @@ class SamplingColumns:
         self.top_p = np.ones(slots, np.float32)
         self.limit = np.zeros(slots, np.int64)  # most tokens the running request may generate
         self.stops = np.full((slots, 1), -1, np.int64)  # stop ids of each slot, padded with -1
-        self.any_temperature = self.any_top_p = False  # of the running slots: the inputs of `sample`
+        self.any_temperature = self.any_top_p = False  # whether running slots need these inputs of `sample`
 
     def place(self, slot: int, request: TurnRequest) -> None:
         num_stops = len(request.stop_ids)
@@ -228,9 +228,9 @@ class SlotTable:
         self.jobs: list[Job | None] = [None] * slots
         self.slot_of: dict[str, int] = {}
         self.known = np.zeros(slots, np.int64)  # tokens of the slot's trajectory, in ``tokens``
-        self.cached = np.zeros(slots, np.int64)  # of those, in the KV cache
-        self.generated = np.zeros(slots, np.int64)  # of those, sampled for the running request
-        self.rescored = np.zeros(slots, np.int64)  # of those, scored alone (`exact_logprobs`)
+        self.cached = np.zeros(slots, np.int64)  # known tokens in the KV cache
+        self.generated = np.zeros(slots, np.int64)  # known tokens sampled for the running request
+        self.rescored = np.zeros(slots, np.int64)  # generated tokens scored alone (`exact_logprobs`)
         self.used_at = np.zeros(slots, np.int64)  # step in which the slot last ran
         self.tokens = np.zeros((slots, max_context_tokens), np.int64)
         self.logprobs = np.zeros((slots, max_context_tokens), np.float32)

@@ -30,23 +30,27 @@ class Sample:
 
     token_ids: NDArray[np.int64]  # (T,) inputs; later tokens do not influence the loss
     action_at: NDArray[np.int64]  # (A,) positions of inputs whose *next* token is an action
-    target: NDArray[np.int64]  # (A,) that next token
+    target: NDArray[np.int64]  # (A,) the next token
     behaviour_logp: NDArray[np.float32]  # (A,) as the engine recorded it; never written
     current: NDArray[np.bool_]  # (A,) whether token and KV cache are of the version now being trained
     advantage: float
     proximal_logp: NDArray[np.floating] | None = None  # (A,) under the weights at the start of the step, if computed
     kept: NDArray[np.bool_] | None = None  # (A,) False where a choice over the whole minibatch leaves the token out
-    turn_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # before a generation
-    version: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))  # (A,); -1: KV of others
+    turn_at: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # last input before each generation
+    version: NDArray[np.int32] = field(
+        default_factory=lambda: np.zeros(0, np.int32)
+    )  # (A,); -1: KV cache of another version
     reward: float = 0.0
     group: tuple[int, int] = (0, 0)  # iteration and group of the trajectory
     token_advantage: NDArray[np.float64] | None = None  # (A,) replaces ``advantage`` where tokens have rewards
-    counted: bool = True  # False for a late correction: it adds to the policy gradient, and counts in no denominator
+    counted: bool = True  # False for a late correction, which counts in no denominator
     engines: tuple[str, ...] = ()  # the worker that ended each generation
     name: str = ""
     routes: NDArray[np.int16] | None = None  # (T, L, K) experts chosen by the engine; -1: not recorded
     taught: Taught | None = None  # a teacher's log-probabilities of the actions
-    starts: tuple[int, ...] = ()  # of further sequences: attention ends there; together they count once
+    starts: tuple[int, ...] = ()  # of further sequences, at which attention ends; all count as one sequence
 
     @property
     def num_tokens(self) -> int:

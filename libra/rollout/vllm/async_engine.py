@@ -58,7 +58,7 @@ class VLLMEngine:
         self.version = version
         self.restarts = 0
         self._first_version = version
-        self._directory: Path | None = None  # of the version in use, None if it is model_dir's
+        self._directory: Path | None = None  # of the version in use; None for model_dir
         self._core: Core | None = None
         self._queue: RequestQueue[VLLMJob] = RequestQueue(self.settings.slots)
         self._tickets = itertools.count()
