@@ -42,7 +42,7 @@ class PretrainedLoader:
 
     def model(self, directory: Path, /, *, dtype: Any, attention: str) -> Any:
         """The model, in the class that its ``config.json`` names."""
-        from transformers import AutoModelForCausalLM  # here: the driver, which reads files only, does without it
+        from transformers import AutoModelForCausalLM  # here, because the driver does not need it
 
         return AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, attn_implementation=attention, local_files_only=True

@@ -24,8 +24,8 @@ FACTS_FILE, OPTIMIZER_FILE, WEIGHTS_PATTERN = "trainer.json", "optimizer.safeten
 
 CHUNK_BYTES = 2**22
 """Bytes hashed by one thread at a time."""
-_HELD_CHUNKS = 32  # hashed at most beside each other, so that tensors which are copied from a GPU do not pile up
-_SMALL_BYTES = 2**15  # hashed at once: handing them to a thread takes longer
+_HELD_CHUNKS = 32  # hashed concurrently at most, so that tensors copied from a GPU do not pile up
+_SMALL_BYTES = 2**15  # smaller chunks are hashed at once: a thread would take longer
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",

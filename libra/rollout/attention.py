@@ -129,7 +129,7 @@ class SlotKV:
         self._rebind([empty] * config.num_hidden_layers)
         try:
             self.resize(1)
-        except RuntimeError as error:  # what torch raises where it gets no memory
+        except RuntimeError as error:  # torch raises this without memory
             raise EngineError(
                 f"rollout.slots: there is no memory for the KV of {slots - 1} trajectories at once, {GROWTH_TOKENS} tokens each; "
                 "type a smaller one"
@@ -240,7 +240,7 @@ class Step:
     position_T: Tensor
     num_rows: int
     chunks: list[Chunk] = field(default_factory=list)
-    rows_R: Tensor | None = None  # place of each decoding row in the span; None if they are the span
+    rows_R: Tensor | None = None  # place of each decoding row in the span; None if the rows fill the span
     masks_S1C: dict[Reads, Tensor] = field(default_factory=dict)  # by what a layer reads
     spans: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per layer: keys (S*K, D, C), values (S*K, C, D)
 

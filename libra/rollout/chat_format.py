@@ -40,9 +40,9 @@ class SpecialTokens:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.content.strip() and (token.special or token.content in template)
         }
-        # U+FFFD may have no token but the one for unknown text, which plays no part in a conversation.
+        # U+FFFD may encode to the token for unknown text, so that token is not guarded.
         ids = sorted(spelled.keys() - {tokenizer.unk_token_id})
-        self._guarded = np.zeros(max(ids, default=-1) + 2, bool)  # by id; the last one is for all above
+        self._guarded = np.zeros(max(ids, default=-1) + 2, bool)  # by id; the last entry is for all greater ids
         self._guarded[ids] = True
         rests: dict[str, list[str]] = {}
         for text in spelled.values():

@@ -43,7 +43,7 @@ def most_bytes_of_a_token(tokenizer: Any) -> int | None:
     if not over_bytes or loses or not set(pre_tokenizers.ByteLevel.alphabet()) <= vocabulary.keys():
         return None
     added = backend.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # they take any number of spaces
+    if any(token.lstrip or token.rstrip for token in added):  # such tokens include any number of spaces
         return None
     longest = max([*map(len, vocabulary), *(len(token.content.encode()) for token in added)])
     return longest * (1 if normalizer is None else NFC_SHRINKS)
@@ -131,7 +131,7 @@ class _Format:
         if len(contents) < len(messages):
             return self._checked(messages, self._chat.after_assistant_ids)
         if self._plain.get(len(contents)):
-            return self._chat.observation_ids(contents, ended=False)  # mostly without rendering, which takes longer
+            return self._chat.observation_ids(contents, ended=False)  # usually needs no rendering, which is slow
         ids = self._checked(messages, self._chat.after_assistant_ids)
         if len(contents) not in self._plain:  # a template may show the ids of calls
             self._plain[len(contents)] = np.array_equal(ids, self._chat.observation_ids(contents, ended=False))

@@ -54,7 +54,7 @@ class EngineCounters:
     busy_s: float = 0.0  # wall seconds inside steps
     steps: int = 0  # forward passes
     drafted_tokens: int = 0  # `rollout.speculate`
-    accepted_tokens: int = 0  # drafted, and equal to the sampled ones
+    accepted_tokens: int = 0  # drafted tokens that equal the sampled tokens
 
     def stats(self, **state: Any) -> EngineStats:
         """These counters with the engine's present state."""
@@ -108,9 +108,8 @@ class RolloutEngine(Protocol):
         by the weights and the pass that serve requests; may be called while requests run."""
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """Eight numbers for each linear layer and embedding, by the Hugging Face name of its
-        weight. Computed by the matrices as used (packed, tied, joined), by the convention of
-        `libra.projections`."""
+        """Eight numbers for each linear layer and embedding, by its weight's Hugging Face name,
+        from the matrices as used (packed, tied, joined), as `libra.projections` defines them."""
 
     def stats(self) -> EngineStats:
         """Counters as of the last step."""
@@ -145,9 +144,8 @@ class ReadsColumns(Protocol):
     Only for engines that multiply with the weights as published: no quantisation, no TF32."""
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """The requested columns (K, outputs) of each named matrix: its layer's outputs for one-hot
-        inputs. For an embedding the requested rows (K, width), for a norm or bias the whole vector
-        (1, n)."""
+        """The requested columns (K, outputs) of each matrix: outputs for one-hot inputs. For an
+        embedding the requested rows (K, width), for a norm or bias the whole vector (1, n)."""
 
 
 @runtime_checkable
@@ -195,8 +193,7 @@ def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: 
 
 
 def packed_priority(priority: tuple[int, ...]) -> int:
-    """One number, 0 to 2**60 - 1, in the order of the tuples (entries >= -1, overdue). EngineError
-    beyond `PRIORITY_BITS`."""
+    """One number, below 2**60, in the order of the tuples; EngineError beyond `PRIORITY_BITS`."""
     if len(priority) > len(PRIORITY_BITS) or any(
         not -1 <= part <= 2**bits - 3 for part, bits in zip(priority, PRIORITY_BITS, strict=False)
     ):

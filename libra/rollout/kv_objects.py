@@ -166,8 +166,7 @@ class ParkedKV:
             self.pool.put(self._read(slot, version), waiting)
 
     def export(self, trajectory_id: str, version: int, waiting: Container[str]) -> KVObject | None:
-        """The KV of a trajectory, now in the pool; None without KV, without room, or while a
-        request runs."""
+        """The KV of a trajectory, now in the pool; None without KV or room, or while it runs."""
         slot = self.table.slot_of.get(trajectory_id)
         if self.pool is None or slot is None:
             return None if self.pool is None else self.pool.get(trajectory_id)

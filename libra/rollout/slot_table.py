@@ -154,9 +154,8 @@ def _keep_top_p(logprobs_NV: Tensor, top_p_N: Tensor) -> Tensor:
 
 
 def draw_further(logits_NV: Tensor, uniforms_NM: Tensor, temperature_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """M further tokens of each row (N, M) int64, and their log-probabilities (N, M) float32. No
-    request with temperature 0 or top_p below 1 has draws; its row is drawn at temperature 1 and
-    uncut."""
+    """M further tokens of each row (N, M) int64, and log-probabilities (N, M) float32. Rows without
+    draws (temperature 0 or top_p below 1) are drawn at temperature 1 and uncut."""
     logits_NV = logits_NV.float()
     if temperature_N is not None:
         logits_NV = logits_NV / torch.where(temperature_N == 0, 1.0, temperature_N)[:, None]

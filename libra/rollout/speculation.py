@@ -58,15 +58,14 @@ class GroupDrafts:
         self._next: dict[tuple[int, ...], dict[int, int]] = {}
         self._counted: dict[str, int] = {}
         self._latest: dict[str, Tokens] = {}
-        self._first: Sequence[int] = ()  # the sequence that was counted first, with the prompt of all
+        self._first: Sequence[int] = ()  # the sequence counted first; its prompt is the prompt of all
 
     def extend(self, name: str, tokens: Tokens) -> None:
         """Note the tokens of a trajectory so far, prompt included."""
         self._latest[name] = tokens
 
     def propose(self, tail: Sequence[int], count: int) -> list[int]:
-        """Up to ``count`` tokens after ``tail``, each the most frequent after the longest known
-        suffix; the least id of equals."""
+        """Up to ``count`` tokens after ``tail``, each most frequent after the longest suffix."""
         for name, tokens in self._latest.items():
             self._count(name, tokens)
         self._latest.clear()

@@ -49,7 +49,7 @@ class TransformersSettings(EngineSettings):
     """Settings of a `TransformersEngine`. With ``kv_cache_gib``, a request waits until its context
     and all tokens that it may generate fit; contexts retained between turns are evicted for it."""
 
-    exact_logprobs: bool = False  # of turns scored alone and uncached (`libra.heads`): one more pass per turn
+    exact_logprobs: bool = False  # score turns alone and uncached (`libra.heads`): one more pass per turn
     min_pass_s: float = 0.0  # for measurements that need engines of different speeds
     device: str = "cpu"  # "auto", "cpu", "cuda": `libra.tensors.compute_device`
     loader: str | None = None  # ``model.loader``
@@ -260,7 +260,7 @@ class TransformersEngine:
 
 
 def _answer(reply: Reply, result: Any) -> None:
-    if not reply.set_running_or_notify_cancel():  # its caller no longer waits
+    if not reply.set_running_or_notify_cancel():  # the caller no longer waits
         return
     if isinstance(result, Exception):
         reply.set_exception(result)

@@ -87,7 +87,7 @@ class ColumnFile:
         try:
             size = self._rows_per_chunk * rows.dtype.itemsize
             if os.fstat(descriptor).st_size != size:
-                done = 0  # a new chunk, or one that zarr skipped because it held only the fill value
+                done = 0  # a new chunk, or a chunk that zarr skipped because it had only fill values
                 os.ftruncate(descriptor, size)
             write_all(descriptor, little[done:].tobytes(), done * rows.dtype.itemsize)
         finally:

@@ -67,7 +67,7 @@ class Segment(NamedTuple):
                     number += 1
                     yield line
                 if isinstance(file, gzip.GzipFile):
-                    file.read(1)  # to its end, where its checksum is
+                    file.read(1)  # read to the end of the file, where the checksum is
         except (OSError, EOFError, zlib.error) as error:
             raise StoreError(f"{self.packed}: this part of a log is damaged ({error}); {_ADVICE}") from error
         if number != self.last:
@@ -79,7 +79,7 @@ class Segment(NamedTuple):
                 break
         try:
             return gzip.open(path, "rb") if path == self.packed else path.open("rb")  # type: ignore[return-value]
-        except FileNotFoundError:  # it was compressed since
+        except FileNotFoundError:  # compressed meanwhile
             return gzip.open(self.packed, "rb")  # type: ignore[return-value]
 
     def compress(self) -> None:
@@ -308,7 +308,7 @@ def _opened(path: Path) -> tuple[list[Segment], BinaryIO]:
             file: BinaryIO = path.open("rb")
         except OSError as error:
             if isinstance(error, FileNotFoundError) and (segments := segments_of(path)):
-                return segments, io.BytesIO()  # a writer is about to begin the next one, or has died before
+                return segments, io.BytesIO()  # a writer is about to create the next file, or died before it did
             raise StoreError(f"{path}: cannot read this log: {error.strerror}") from error
         segments = segments_of(path)
         if _is_open(path, file.fileno()):

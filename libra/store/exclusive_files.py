@@ -186,7 +186,7 @@ def lock_holder(store: Path) -> Holder | None:
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until it is closed below
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the descriptor is closed below
     except BlockingIOError:
         try:
             return Holder(**parsed_json(os.pread(descriptor, 4096, 0)))

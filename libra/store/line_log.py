@@ -138,8 +138,7 @@ class LineReader:
             raise StoreError(f"{self.path}: cannot read this log: {error.strerror}") from error
 
     def whole_lines(self, file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
-        """Number and bytes of each whole line of ``file``, whose first line has number ``first``.
-        Sets `torn`."""
+        """Numbers (from ``first`` on) and bytes of the lines of ``file``; sets `torn`."""
         self.torn = None
         for number, line in enumerate(file, first):
             if not line.endswith(b"\n"):

@@ -48,8 +48,7 @@ class StoredObservation:
 
 
 def keep_observation(run_dir: Path, trajectory: str, draw: int, turn: int, call: int, text: str) -> str:
-    """Write the return of a call; its reference, or "" if it is small or too large. StoreError if
-    the disk is full."""
+    """Write a large return; its reference, or "" if it is not kept. StoreError if that fails."""
     if 4 * len(text) <= REFERENCE_BYTES:
         return ""
     data = text.encode(errors="surrogatepass")

@@ -133,8 +133,7 @@ class FailureRecord(QuantumStamp, kw_only=True, tag="failure"):
 
 
 class RestartRecord(QuantumStamp, kw_only=True, tag="restart"):
-    """The restart of a trajectory: its engine changed version (``began``, ``serves``), or its
-    agent's request changed."""
+    """The restart of a trajectory, by a new version (``began``, ``serves``) or agent request."""
 
     began: int = -1
     serves: int = -1

@@ -60,9 +60,8 @@ def column_digest(values: NDArray[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AppendedRows:
-    """One append: its rows by level, ``first`` to ``stop`` - 1, and their digests by column path.
-    ``batch`` is the batch that trained on the rows, -1 if none did; ``version`` is the iteration of
-    the first trajectory."""
+    """One append: its rows by level, ``first`` to ``stop`` - 1, and digests by column path.
+    ``batch`` trained on the rows (-1: none); ``version`` is the first trajectory's iteration."""
 
     first: dict[Level, int]
     stop: dict[Level, int]

@@ -155,7 +155,7 @@ def _size(path: Path) -> int:
 def _config(check: RunCheck, path: Path, contents: bool) -> None:
     try:
         was = read_given(check.run)["config"]
-    except StoreError:  # which is named itself
+    except StoreError:  # the check of that file reports it
         return
     now = path.read_bytes()
     if now != was.encode():
@@ -198,7 +198,7 @@ def _add_inner(check: RunCheck, path: Path, fault: str | None) -> None:
 
 
 def _store(check: RunCheck, path: Path, contents: bool) -> None:
-    # imports zarr, which a first start does without
+    # here, because it imports zarr, which a first start does not need
     from libra.store.row_digests import column_rows, committed_if_readable, store_faults
 
     for name, what in store_faults(path, check.limit_bytes):
@@ -257,7 +257,7 @@ def _log(check: RunCheck, path: Path, contents: bool) -> None:
 
 
 def _segments(check: RunCheck, path: Path, contents: bool) -> None:
-    if check.limit_bytes is not None:  # a resumed run reads none of them
+    if check.limit_bytes is not None:  # a resumed run reads no segment
         return
     segments = segments_of(check.run / EVENTS)
     for segment in segments:
@@ -318,7 +318,7 @@ def _group(check: RunCheck, path: Path, contents: bool) -> None:
 
 def _teacher(check: RunCheck, path: Path, contents: bool) -> None:
     scored = [None if each is None else len(each.own_logp) for each in read_scores(path)]
-    with suppress(StoreError):  # the group is named itself
+    with suppress(StoreError):  # the check of the group reports it
         lengths = [member.num_action_tokens for member in read_group(check.run / "groups" / f"{path.stem}.group")]
         if len(scored) != len(lengths) or any(one not in (None, two) for one, two in zip(scored, lengths, strict=True)):
             check.add(f"teacher/{path.name}", "it has the scores of another group")
@@ -420,7 +420,7 @@ def _gone_evaluations(check: RunCheck) -> Iterator[tuple[str, str]]:
         text = path.stem.partition("-")[2]
         if int(text) < min(steps, default=0) or int(text) not in check.stored_evaluations:
             continue
-        with suppress(OSError, ValueError, KeyError):  # a damaged one is named itself
+        with suppress(OSError, ValueError, KeyError):  # the check of a damaged file reports it
             for group in range(unseal(path.read_bytes())["num"]):
                 if not (run / (name := f"groups/eval-{text}-{group:06d}.group")).exists():
                     yield name, "it is gone; the store would be made again from it"

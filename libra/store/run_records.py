@@ -118,7 +118,7 @@ class RecordKind(Generic[R]):
                     f"{path}: {self.noun} schema {schema}, this Libra reads {SCHEMA}; use the Libra that wrote it"
                 )
             record = msgspec.convert(content, self.struct)
-        except StoreError:  # which is an OSError
+        except StoreError:  # a subclass of OSError
             raise
         except OSError as error:
             raise StoreError(f"{path}: cannot read this {self.noun}: {error.strerror}") from error
@@ -320,9 +320,9 @@ def group_path(root: str | Path, iteration: int, group: int, split: str = "train
 def write_group(
     root: str | Path, iteration: int, group: int, trajectories: Sequence[Trajectory], *, fsync: bool = False
 ) -> Path:
-    """Create the record of one group, all its samples in order; ``fsync`` makes it survive a power
-    failure. Raises RecordExists if the group was already committed; StoreError if a trajectory is
-    of another group or appears twice, or the file cannot be written."""
+    """Create the record of one group, all samples in order; with ``fsync`` it survives a power
+    failure. RecordExists if the group was already committed; StoreError if a trajectory is of
+    another group or appears twice, or writing fails."""
     ids = [trajectory.trajectory_id for trajectory in trajectories]
     if not ids:
         raise StoreError(f"group {iteration}-{group} in {root}: got no trajectories; a group has at least one sample")

@@ -105,5 +105,5 @@ def take_epoch(directory: Path, *, above: int = -1) -> Epoch:
         try:
             create_exclusive(directory / f"{number:04d}", b"", fsync=True)
         except RecordExists:
-            continue  # another start was faster; ours comes after it
+            continue  # another start took this number
         return Epoch(directory, number)

@@ -87,7 +87,7 @@ class Journal:
         self.root = os.fspath(root)
         self.fsync, self.one_machine = fsync, one_machine
         self._log: _Log | None = None
-        self._indexes: OrderedDict[bytes | tuple[int, int], _Index] = OrderedDict()  # the one used last is the last
+        self._indexes: OrderedDict[bytes | tuple[int, int], _Index] = OrderedDict()  # least recently used first
         self._lookups = 0
         self._lock = threading.Lock()
 
@@ -264,7 +264,7 @@ class Journal:
             index = self._index((file.st_dev, file.st_ino))
             if index.descriptor is None:
                 index.descriptor = descriptor
-            elif descriptor >= 0:  # meanwhile the name has become one of a log that is open already
+            elif descriptor >= 0:  # the name now belongs to a log that is already open
                 os.close(descriptor)
             return _record(index.descriptor, name, index)
 
@@ -293,7 +293,7 @@ def _record(descriptor: int, name: str, index: _Index) -> bytes:
     if (place := index.places.get(name)) is not None:
         return os.pread(descriptor, place[1], place[0])
     step = _READ_BYTES
-    while True:  # what comes after it need not be read
+    while True:  # bytes after the record need not be read
         begin, data = index.end, os.pread(descriptor, step, index.end)
         if (place := _found(data, name, index)) is not None:
             return data[place[0] - begin : place[0] - begin + place[1]]

@@ -221,7 +221,7 @@ def complete(directory: str | Path) -> list[Path]:
 
 
 def newest(directory: str | Path, up_to: int | None = None) -> Path | None:
-    """The last checkpoint (up to step ``up_to``) with correct digests; warns of torn ones."""
+    """The last checkpoint (up to step ``up_to``) with correct digests; others cause warnings."""
     for path in reversed([path for path in complete(directory) if up_to is None or step_of(path) <= up_to]):
         try:
             verify(path)

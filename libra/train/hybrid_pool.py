@@ -168,7 +168,7 @@ class _Hybrid:
     has_state: bool = False
     leaving: bool = False
     gone: bool = False
-    ticket: int | None = None  # of the slice it is computing
+    ticket: int | None = None  # number of the slice that the hybrid is computing
     result: Message | None = None
 
 
@@ -198,7 +198,7 @@ class HybridPool:
         self._source = source
         self._changed = threading.Condition()
         self._hybrids: list[_Hybrid] = []
-        self._working: list[_Hybrid | None] = []  # by slice; None: there was no hybrid for it
+        self._working: list[_Hybrid | None] = []  # by slice; None if no hybrid got the slice
         self._ticket = self._version = 0
         self._weights: dict[str, Tensor] | None = None
         self._traffic = dict.fromkeys(_TRAFFIC, 0.0)

@@ -39,8 +39,7 @@ class HybridReplica:
         self._wire.send("hello", {"name": name, "description": replica.description()})
 
     def run(self) -> int:
-        """Serve until `leave` or the core's end; returns the number of slices computed. TrainError
-        if the core has another model or other settings."""
+        """Serve until `leave` or the core's end; returns the slices computed, or TrainError."""
         try:
             while True:
                 message = self._wire.receive()
@@ -85,10 +84,10 @@ class HybridReplica:
 
     def _work(self) -> None:
         message = self._pending
-        if message is None or message.fields["version"] > self.version:  # its weights have not arrived
+        if message is None or message.fields["version"] > self.version:  # the slice's weights have not arrived
             return
         self._pending = None
-        if message.fields["version"] < self.version:  # newer weights make it obsolete
+        if message.fields["version"] < self.version:  # newer weights make the slice obsolete
             return
         fields, parameters = message.fields, self.replica.optimized()
         ticket, tally = fields["ticket"], Tally(stepped=bool(fields["stepped"]))

@@ -110,7 +110,7 @@ class Scorer:
             )
             return torch.cat([logp_NK, entropy_N[:, None], rest_N[:, None]], -1)
 
-        # Without a mask transformers derives segments from the restarts of position_ids; one of four axes it takes as is.
+        # Without a mask transformers derives segments from the restarts of position_ids; a mask of four axes is used unchanged.
         places = {"input_ids": token_ids_RW, "attention_mask": mask_R1WW, "position_ids": position_ids_RW}
         made_NM = at_head(self.model, make, **places, use_cache=False)
         logp_NK, entropy_N, rest_N = made_NM[:, :-2], made_NM[:, -2], made_NM[:, -1]
@@ -204,7 +204,7 @@ class _ChunkedLogp(torch.autograd.Function):
             if rest_from is not None:
                 rest_N[here] = torch.logsumexp(logp_CV.scatter(1, columns_NK[here, rest_from:], -torch.inf), -1)
             p_CV = logp_CV.exp()
-            # 0 * log 0 is 0: a finite floor for log 0 makes it so
+            # a finite floor for log 0, so that 0 * log 0 is 0
             entropy_N[here] = -p_CV.mul_(logp_CV.clamp_(min=torch.finfo(dtype).min)).sum(-1)
             del logp_CV, p_CV  # before the next chunk is made
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, columns_NK, norm_N, entropy_N, rest_N)

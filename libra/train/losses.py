@@ -432,9 +432,8 @@ def kl_estimate(
 
 @dataclass(slots=True)
 class KLCoefficient:
-    """The coefficient of a KL penalty, adapted per batch (arXiv:1909.08593, sec. 2.2; as in verl).
-    ``seen`` is the sum, over the batch's trajectories, of mean KL per token in nats, and their
-    number."""
+    """The coefficient of a KL penalty, adapted per batch (arXiv:1909.08593, sec. 2.2, and verl).
+    ``seen`` is the sum of trajectories' mean KL per token in nats, and their number."""
 
     value: float
     seen: tuple[float, int] = (0.0, 0)

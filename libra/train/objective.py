@@ -71,7 +71,7 @@ class Objective:
     def needs_every_sequence(self) -> bool:
         """Whether a sequence without advantage has a gradient."""
         settings = self.settings
-        if is_named(settings.loss) or settings.distil is not None:  # which may have a term without the advantage
+        if is_named(settings.loss) or settings.distil is not None:  # may have a term without the advantage
             return True
         in_loss = settings.kl_coef > 0 and not settings.kl_args["in_reward"]
         return in_loss or settings.entropy_coef > 0 or settings.loss_args.get("log_ratio_coef", 0.0) > 0

@@ -64,9 +64,8 @@ class LRSchedule(Protocol):
     """``trainer.lr_schedule``: the learning rate over the steps of a run."""
 
     def __call__(self, step: int, /, *, settings: TrainSettings) -> float:
-        """Factor of ``trainer.lr`` at step ``step`` (from 0), finite and at least 0. Warm-up
-        multiplies the rate, too. A step must have the same rate on every replica and after a
-        resume."""
+        """Factor of ``trainer.lr`` at ``step`` (from 0), finite and at least 0; warm-up multiplies
+        it. A step must have the same rate on every replica and after a resume."""
 
 
 # -------------------------------------------------------------------- use

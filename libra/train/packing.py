@@ -93,9 +93,8 @@ Row = list[Sample]
 
 
 def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
-    """Indices of ``lengths`` in rows of up to ``max_row_tokens``, first-fit decreasing, longest row
-    first. A longer sequence has its own row. At most 11/9 OPT + 6/9 rows (Johnson 1973; Dosa
-    2007)."""
+    """Indices of ``lengths`` in rows of up to ``max_row_tokens``, first-fit decreasing. A longer
+    sequence has its own row. At most 11/9 OPT + 6/9 rows (Johnson 1973; Dosa 2007)."""
     rows: list[list[int]] = []
     used: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

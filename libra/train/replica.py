@@ -325,7 +325,7 @@ class Replica(ReplicaState):
         content = self.hashed() if self.digests else ""
         if self.hybrids is not None:
             if self.hybrids.stale and self.hybrids.connected and not self.is_sharded:
-                self.offer_weights()  # to one that came while the step was under way
+                self.offer_weights()  # to a hybrid that joined during the step
             tally.add(**self.hybrids.traffic())
         tally.at_least(peak_bytes=self._memory.peak_bytes())
         lr, total_s = self.optimizer.param_groups[0]["lr"], time.perf_counter() - began_s

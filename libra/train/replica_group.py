@@ -169,7 +169,7 @@ class TrainGroup:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        self._members: MemberStore | None = None  # torch needs Python to keep it
+        self._members: MemberStore | None = None  # kept alive here: torch has no reference
 
     @classmethod
     def join(
@@ -233,8 +233,7 @@ class TrainGroup:
             logger.info("a broken process group was left: %s", fault)
 
     def sum_(self, tensors: Sequence[Tensor]) -> int:
-        """Replace tensors by sums over the members, in at least float32, bitwise equal on all.
-        Returns the bytes reduced."""
+        """Replace tensors by sums over members, equal on all, >= float32; returns bytes reduced."""
         return self._in_buckets(tensors, lambda flat: dist.all_reduce(flat))
 
     def send_(self, tensors: Sequence[Tensor], source: int = 0) -> int:
@@ -356,7 +355,7 @@ def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
         fully_shard(part, mesh=mesh, offload_policy=policy, mp_policy=precision)
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)  # sums: their divisor is known after the last of them
+            part.set_gradient_divide_factor(1.0)  # sums, because the divisor is known only after the last sum
             part.set_force_sum_reduction_for_comms(True)  # gloo and some NCCL cannot scale while they reduce
 
 

@@ -179,8 +179,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 @cache
 def map_large_tensors() -> bool:
     """Make glibc map large tensors separately, so that their memory is returned; False without
-    glibc. By default glibc keeps tensors of up to 32 MB in one heap, which their different
-    lifetimes fragment."""
+    glibc. By default tensors of up to 32 MB share one heap and fragment it."""
     mallopt = _of_glibc("mallopt")
     if mallopt is None:
         return False

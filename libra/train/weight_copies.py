@@ -116,7 +116,7 @@ class LowRankWeights:
             local(weight).copy_(base.to(a.dtype) + self.scale * (part_of(b, weight) @ a))
 
     def take_from_model(self) -> None:
-        """Does nothing: a call of `load` with the adapters of the new weights follows."""
+        """Do nothing: the caller then loads the adapters of the new weights."""
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
@@ -150,7 +150,7 @@ def _moves_gradient_to_adapters(a: Parameter, b: Parameter, scale: float) -> Cal
     @torch.no_grad()
     def move(weight: Tensor) -> None:
         assert weight.grad is not None
-        gradient = local(weight.grad).to(a.dtype)  # of the rows that are here
+        gradient = local(weight.grad).to(a.dtype)  # of this replica's rows
         for adapter in (a, b):
             if adapter.grad is None:
                 adapter.grad = torch.zeros_like(adapter)

@@ -270,7 +270,7 @@ class VLLMEngine:
             except EngineGone as error:
                 self._died(core, error)
                 raise
-            except EngineError as error:  # its modules may have weights of two versions
+            except EngineError as error:  # modules may have weights of two versions
                 self._died(core, error)
                 raise WeightsError(f"{path}: version {version} could not be loaded: {error}") from error
             finally:
@@ -426,7 +426,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         own = cast("asyncio.AbstractEventLoop", self._loop)
-        with asyncio.Runner(loop_factory=lambda: own) as runner:  # at its end it cancels all tasks
+        with asyncio.Runner(loop_factory=lambda: own) as runner:  # cancels all tasks at its end
             runner.run(self._serve())
 
     async def _serve(self) -> None:

@@ -1,4 +1,4 @@
-"""The setup of a vLLM engine: arguments, environment, KV memory. vLLM is imported inside functions."""
+"""The setup of a vLLM engine: arguments, environment, KV memory. Imports vLLM inside functions."""
 
 from __future__ import annotations
 

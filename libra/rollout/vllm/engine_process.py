@@ -48,10 +48,10 @@ SHUTDOWN_S = 5.0
 class VLLMJob(QueuedJob):
     """A request of a vLLM engine."""
 
-    version: int = 0  # of the weights when it started
-    handle: str = ""  # vLLM's name for it
-    answer: Any = None  # the future that its caller awaits
-    task: Any = None  # serves it
+    version: int = 0  # of the weights when the request started
+    handle: str = ""  # vLLM's name of the request
+    answer: Any = None  # the future that the caller awaits
+    task: Any = None  # serves the request
 
 
 class EngineGone(EngineError):
@@ -69,8 +69,7 @@ class Core:
 
     @classmethod
     async def start(cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None) -> Core:
-        """Start the process, load the model and warm up; blocks this event loop for 20 s or
-        more."""
+        """Start the process, load the model and warm up; blocks this loop for 20 s or more."""
         check_vllm()
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -280,7 +279,7 @@ def _shared_memory(process_ids: Iterable[int]) -> set[Path]:
     own, found = {each.path for each in psutil.Process().memory_maps()}, set[Path]()
     for process in map(psutil.Process, process_ids):
         for each in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # it has ended
+            with contextlib.suppress(psutil.Error):  # the process has ended
                 found |= {Path(mapped.path) for mapped in each.memory_maps() if mapped.path not in own}
     return {file for file in found if str(file).startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_"))}
 

@@ -81,9 +81,8 @@ class LibraWorker:
 
 
 def skip_draws(generator: torch.Generator, tokens: int, runner: Any) -> None:
-    """Draw the numbers of ``tokens`` sampled tokens from a request's generator in vLLM's model
-    runner V1. One number per token for the CPU's kernel, else an exponential number per entry of
-    the vocabulary."""
+    """Draw the numbers of ``tokens`` sampled tokens from a request's generator (runner V1): one
+    number per token for the CPU's kernel, else an exponential number per vocabulary entry."""
     sampler, vocab = runner.sampler.topk_topp_sampler, runner.input_batch.vocab_size
     fp64 = bool(getattr(sampler, "use_fp64_gumbel", False))
     if sampler.forward.__name__ == "forward_cpu" and not fp64:
@@ -136,7 +135,7 @@ def _outputs(model: Any, seed: int | None, wanted: Mapping[str, Sequence[int]]) 
                 yield name, _part(y, start, module.org_vocab_size, module.embedding_dim)
         elif isinstance(module, VocabParallelEmbedding):
             ids = _ids(name, seed, wanted, module.org_vocab_size)
-            if ids is not None:  # the module gathers over all ranks itself, so only one of them returns the result
+            if ids is not None:  # the module gathers over all ranks, so only one rank returns the result
                 y = module(ids.to(module.weight.device)).float().cpu()
                 yield name, _part(y if module.tp_rank == 0 else y * 0, 0, y.shape[1], module.org_vocab_size)
         elif isinstance(module, LinearBase):
