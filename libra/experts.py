@@ -58,7 +58,7 @@ class Routers:
         return len(self.modules), self.top_k
 
     def replay(self, routes_PLK: Tensor | None) -> None:
-        """Choose these experts in all later passes, also recomputed ones; None ends that."""
+        """Choose these experts in all later passes, recomputed passes included; None ends that."""
         if routes_PLK is not None and tuple(routes_PLK.shape[1:]) != self.shape:
             raise ModelError(
                 f"trainer.routes: routes of {tuple(routes_PLK.shape[1:])} (layers, experts per token) were recorded where the "

@@ -12,7 +12,8 @@ from libra.tensor_files import hash_parts
 
 
 def compute_device(wanted: str) -> torch.device:
-    """The device of this process; ``auto``: its first GPU, else the CPU. Or ConfigError."""
+    """The device of this process; ``auto`` is the first visible GPU, else the CPU. ConfigError for
+    ``cuda`` without a GPU."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if wanted not in ("auto", "cuda"):

@@ -193,7 +193,8 @@ def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: 
 
 
 def packed_priority(priority: tuple[int, ...]) -> int:
-    """One number, below 2**60, in the order of the tuples; EngineError beyond `PRIORITY_BITS`."""
+    """One number, below 2**60, in the order of the tuples, whose entries are at least -1 (overdue).
+    EngineError beyond `PRIORITY_BITS`."""
     if len(priority) > len(PRIORITY_BITS) or any(
         not -1 <= part <= 2**bits - 3 for part, bits in zip(priority, PRIORITY_BITS, strict=False)
     ):

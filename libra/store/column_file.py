@@ -55,7 +55,7 @@ class ColumnFile:
         self._make_length_field(committed)
 
     def write(self, values: NDArray[Any]) -> None:
-        """Write rows after the committed rows, over unaccepted rows; OSError if that fails."""
+        """Write rows after the committed rows, over unaccepted rows. OSError on a full disk."""
         rows = np.concatenate([self._tail, values])
         first = self._committed // self._rows_per_chunk
         done = len(self._tail)

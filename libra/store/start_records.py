@@ -32,7 +32,7 @@ def config_digest(text: str | bytes) -> str:
 
 
 def write_given(directory: Path, config: str, *, environment: bool, score: bool) -> None:
-    """Write ``given.json``: the configuration, and which objects were given in Python."""
+    """Write ``given.json``: the configuration, and whether two Python objects were given."""
     values = {"environment": environment, "score": score, "config": config}
     (directory / GIVEN_FILE).write_text(sealed_text(values) + "\n")
 

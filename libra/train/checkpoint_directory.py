@@ -55,7 +55,8 @@ class KeptCheckpoints:
         return max(scored, key=lambda path: (self._scores[path.name], step_of(path)), default=None)
 
     def tidy(self) -> list[Path]:
-        """Link the best checkpoint; remove and return those not kept; or CheckpointError."""
+        """Link the best checkpoint; remove and return those not kept. CheckpointError if the disk
+        fails."""
         there = complete(self.directory)
         if not there:
             return []

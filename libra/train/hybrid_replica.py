@@ -39,7 +39,8 @@ class HybridReplica:
         self._wire.send("hello", {"name": name, "description": replica.description()})
 
     def run(self) -> int:
-        """Serve until `leave` or the core's end; returns the slices computed, or TrainError."""
+        """Serve until `leave` or the core's end; returns the number of slices computed. TrainError
+        if the core has another model or other settings."""
         try:
             while True:
                 message = self._wire.receive()

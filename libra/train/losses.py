@@ -27,9 +27,11 @@ from libra.config.task_sections import KLDirection
 from libra.errors import TrainError
 
 LOG_RATIO_BOUND = 20.0
-"""Largest |log ratio| exponentiated (as in verl); beyond it the gradient is 0."""
+"""Largest |log ratio| exponentiated (as in verl; e^89 overflows float32). The gradient beyond the
+bound is 0."""
 SEQUENCE_LOG_RATIO_BOUND = 10.0
-"""Largest mean log ratio of a sequence that is exponentiated (verl's value)."""
+"""Largest mean log ratio of a sequence that is exponentiated (as in verl); there is no lower
+bound."""
 KL_BOUND = 10.0
 """Bound of a token's KL estimate in a step, in nats (verl, slime and OpenRLHF for k3)."""
 KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
@@ -383,7 +385,7 @@ def vespo_loss(
 def clip_sums(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, *, clip_low: float, clip_high: float
 ) -> dict[str, Tensor]:
-    """Sums for a report (ratio, clipped tokens, k3 from the old policy), and the largest ratio."""
+    """Sums (scalars): ratio, clipped tokens, k3 from the old policy; and the largest ratio."""
     log_ratio_N = (logp_N - old_logp_N).double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_N = log_ratio_N.exp()
     return {

@@ -57,7 +57,7 @@ class AdvantageEstimator(Protocol):
     """``trainer.advantage``: how much better than expected each sample of a batch was."""
 
     def __call__(self, groups: Sequence[GroupRewards], /, *, settings: TrainerSection) -> Sequence[ArrayLike]:
-        """For each group a finite number per sample (G,); invalid samples are ignored."""
+        """For each group a finite number per sample (G,), ignored if invalid; once per batch."""
 
 
 class LRSchedule(Protocol):

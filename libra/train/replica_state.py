@@ -182,7 +182,7 @@ class ReplicaState:
         return True
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the model's weights, with names as in `weights`, and nothing else."""
+        """Replace weights, named as in `weights`; keep optimizer state and step count."""
         self.content = None
         with torch.no_grad(), self.undisturbed():
             for name, tensor in self.tensors().items():
@@ -246,7 +246,7 @@ class ReplicaState:
 
     @contextmanager
     def lending(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-        """Yields a function that replaces the model's weights until the context ends."""
+        """Yields a function that replaces the model's weights; its own return, bit for bit."""
         self.before_change(self.steps_done)
         own = {name: local(tensor).clone() for name, tensor in self.tensors().items()}
         try:

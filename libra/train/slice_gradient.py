@@ -61,7 +61,8 @@ class SliceGradient:
             self._check_packing()  # later it would be a collective that only some replicas enter
 
     def accumulate(self, samples: Sequence[Sample], step: int, tally: Tally) -> float:
-        """Add the slice's weight x gradient; returns the sum of weights, or TrainError."""
+        """Add the slice's sum of weight x gradient; returns its sum of weights. TrainError if the
+        loss is not finite."""
         began = time.perf_counter()
         batches = self._pack(self.useful(samples))
         tally.add(slice_pack_s=time.perf_counter() - began)
@@ -256,7 +257,7 @@ class SliceGradient:
 
 
 def load_ratio(routes_PLK: Tensor, num_experts: int) -> float:
-    """Tokens of the busiest expert over the experts' mean, averaged over layers; else 1."""
+    """Tokens of the busiest expert over the mean, averaged over layers; 1 without experts."""
     layers = routes_PLK.shape[1]
     flat_PLK = routes_PLK.long() + torch.arange(layers, device=routes_PLK.device)[None, :, None] * num_experts
     loads = torch.bincount(flat_PLK[routes_PLK >= 0], minlength=layers * num_experts).view(layers, num_experts).double()

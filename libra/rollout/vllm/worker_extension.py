@@ -168,7 +168,7 @@ def _linear(
 
 
 def _shares(module: Any) -> list[tuple[int, int, int, bool]]:
-    """Of each layer: outputs here, their offset, all outputs, whether this rank answers."""
+    """For each layer: outputs here, their offset, all outputs, whether this rank answers."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
     rank, ranks = module.tp_rank, module.tp_size
