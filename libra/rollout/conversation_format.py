@@ -24,9 +24,9 @@ _KEEP_ALL = {"Sequence", "ByteLevel", "Split", "Digits"}
 
 
 def most_bytes_of_a_token(tokenizer: Any) -> int | None:
-    """Most bytes of UTF-8 text that one token stands for; None if there is no known bound. Known
-    for BPE over bytes without a normalizer or with NFC, with a token for every byte (GPT-2, Qwen,
-    Llama 3)."""
+    """Most bytes of UTF-8 text that one token stands for; None without a known bound. Known for BPE
+    over bytes without a normalizer or with NFC, with a token for every byte (GPT-2, Qwen, Llama
+    3)."""
     from tokenizers import pre_tokenizers
     from tokenizers.models import BPE
     from tokenizers.normalizers import NFC

@@ -1,23 +1,23 @@
 """Continuous batching over slots: the slot of each request, and one step for all, on one thread.
 
-A step feeds every running slot its tokens without cached KV: one if it decodes, a chunk if it
-prefills. A slot that then has all but its last token cached gets its next token. An in-flight
-weight update sets ``cached = 0``.
+A step feeds every running slot its tokens without cached KV: one token if it decodes, a chunk if it
+prefills. A slot whose tokens are then all cached gets its next token. An in-flight weight update
+sets ``cached = 0``.
 
 1. Every running slot advances, unless the step's prefill budget is spent on earlier slots, or
    another slot is computing the same context: then the KV is copied (`libra.rollout.slot_table`).
 2. A trajectory has at most one slot and one request. Requests start in order of (priority,
    arrival). If no slot is free, the least recently used retained slot is evicted (to ``host_kv`` if
    there is one), slots of waiting trajectories last. A running slot is never evicted.
-3. All cached KV was computed by the weights in use, because ``load`` drops it. It is reused only as
-   far as its tokens equal the new context, compared one by one.
+3. All cached KV was computed by the weights in use, because ``load`` drops older KV. Cached KV is
+   reused only as far as its tokens equal the new context, compared one by one.
 4. With ``speculate`` a slot keeps only drafted tokens that equal the tokens sampled at their
    places, whose uniform numbers were fixed before. So drafts change no token, and no KV that is
    used.
 5. Contexts of running requests with all tokens that they may still generate, plus retained
    contexts, never exceed ``kv_tokens``. Memory is allocated for the longest context in every slot.
 6. With ``record_routes`` (a mixture of experts) a turn returns the experts of every token whose KV
-   it computed, or of all tokens if its weights changed: the last choice for each token counts.
+   it computed, or of all tokens if the weights changed: the last choice for each token counts.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class RunCheck:
 
 
 def existing_run(typed: Path) -> Path:
-    """The absolute path of a run; RunDirectoryError if there is no run."""
+    """The absolute path of a run; RunDirectoryError if ``typed`` has none."""
     directory = typed.expanduser().absolute()
     if not any((directory / name).exists() for name in (CONFIG_FILE, GIVEN_FILE, "epochs", "batches", STORE)):
         raise RunDirectoryError(

@@ -117,7 +117,7 @@ _HEAD = "lm_head.weight"
 def checked_start(given: Path, model_dir: str | Path, dtype: str) -> Path:
     """The absolute directory ``given``, if a run of ``model_dir`` can start there; else
     CheckpointError. The directory is a checkpoint of the same names, shapes and dtype, or a Hugging
-    Face model; then a warning says that the optimizer starts from zero."""
+    Face model, whose optimizer starts from zero with a warning."""
     directory = given.expanduser().resolve()
     if not directory.is_dir():
         raise CheckpointError(f"{_FIELD}: there is no directory {str(given)!r}; type --from RUN/checkpoints/best")

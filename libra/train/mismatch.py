@@ -1,9 +1,9 @@
 """The mismatch of one step, engine against trainer on the same tokens and weights, and its alarm.
 
-With g = log p(trainer) - log p(engine) of a token and w = e^g: mean and largest |g|, k3 = mean of w
-- 1 - g (estimates KL(engine | trainer)), and the effective sample size (sum w)^2 / (n sum w^2). A
-*cell* is an engine and a length class; a *part* is the sum of an engine's or of a length class's
-cells.
+With g = log p(trainer) - log p(engine) of a token and w = e^g, the figures are mean and largest
+|g|, k3 (mean of w - 1 - g, an estimate of KL(engine | trainer)), and the effective sample size (sum
+w)^2 / (n sum w^2). A *part* is all tokens of one engine, or of one length class; a *cell* is all
+tokens of one engine and one length class.
 
 1. Only tokens whose weights and KV cache are of the version being trained count. With
    ``trainer.old_logp=version``, tokens of one older version count too, compared with the trainer
@@ -14,8 +14,6 @@ cells.
    `libra.heads.score_alone` on the same prefixes, one at a time.
 4. Parts of fewer than `FEWEST_MISMATCH_TOKENS` tokens raise no alarm. The largest gaps omit the
    slices of hybrids.
-
-Shape legend: N tokens.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A minibatch over replicas and micro-batches: balanced slices, rows of similar length, shared
-prompts.
+"""A minibatch over replicas and micro-batches: balanced slices, similar rows, shared prompts.
 
 A shared row is ``prompt, rest of sample 1, rest of sample 2, ...``, and may continue with another
 prompt and its samples; the rest of a sample is its tokens from the prompt's end to its last action.
@@ -10,8 +9,8 @@ Shape legend: R rows, W width of a micro-batch in tokens, P = R * W places, N ac
    action token is scored once. No slice is empty if there are enough samples.
 2. Positions restart at 0 with every sequence, also within one sample (`Sample.starts`), and
    transformers reads a restart as a border. Rows of shared prompts have a mask instead.
-3. In a shared row a token sees its prompt and its own sample up to itself. Samples share a prompt
-   only if all tokens before the first action agree.
+3. In a shared row a token reads its prompt and the tokens of its own sample up to itself. Samples
+   share a prompt only if all tokens before the first action agree.
 4. A micro-batch has at most ``micro_batch_tokens`` places (rows times width, padding included).
 5. Padding is at the end of a row and continues the positions of its last sequence: causal attention
    hides it from real tokens, and a row of one sequence needs no mask.
@@ -178,10 +177,10 @@ class MicroBatch:
     """Rows of one forward pass, and the action tokens scored in it.
 
     ``action_at_N`` indexes places; ``sequence_N`` indexes ``samples``, which are in the order of
-    the action tokens; ``num_tokens`` counts inputs without padding. These are None:
-    ``proximal_logp_N`` and ``kept_N`` if a sample has none, ``counted_N`` if all samples count,
-    ``mask_R1WW`` unless prompts are shared, ``routes_PLK`` (experts, -1: not recorded) and
-    ``taught`` if no sample has any.
+    the action tokens; ``num_tokens`` counts inputs without padding. ``proximal_logp_N`` and
+    ``kept_N`` are None if a sample has none; ``counted_N`` if all samples count; ``mask_R1WW``
+    unless prompts are shared; ``routes_PLK`` (experts, -1: not recorded) and ``taught`` if no
+    sample has any.
     """
 
     token_ids_RW: Tensor

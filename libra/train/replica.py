@@ -1,16 +1,15 @@
 """One training replica: a model, its optimizer, and the step from weights k to weights k + 1.
 
-A replica is alone, or one of a group that takes each step together (`libra.train.replica_group`).
-Each member receives the whole batch and computes its slice; hybrid replicas may compute slices,
-too.
+A replica is alone, or in a group that takes each step together (`libra.train.replica_group`). Each
+member receives the whole batch and computes its slice; hybrid replicas may compute slices as well.
 
 1. `Replica.step` accepts step ``steps_done`` only. The step just done returns its report again, so
    a relaunched task changes nothing; every other number is a TrainError.
 2. A step that fails (NaN, bad trajectory) leaves weights, optimizer state and step count as they
    were. A failed wave leaves no gradient: all waves are added again.
 3. A gradient is the sum over the minibatch's action tokens of weight x gradient, divided once, when
-   complete (`libra.train.losses`): it does not depend on micro-batches, replicas and waves
-   (`Replica.accumulate`, then `Replica.close`), except for the rounding of sums.
+   complete (`libra.train.losses`). So micro-batches, replicas and waves (`Replica.accumulate`, then
+   `Replica.close`) change only the rounding of sums.
 4. ``behaviour_logprob`` is never written; trajectories of a failure class that does not train count
    neither in numerator nor in denominator.
 5. Equal weights, trajectories, waves, settings, seed and thread count give equal weights after the
