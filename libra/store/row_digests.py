@@ -1,9 +1,8 @@
 """Digests of the committer's rows, and the check of a store against them.
 
 ``trajectories.zarr.digests`` stands beside the store. Its first line has the attributes of the
-store
-and the metadata of every array. Each further line describes one append: its range of rows, and a
-digest of these rows for each column. Each line has a checksum.
+store and the metadata of every array. Each further line describes one append: its range of rows,
+and a digest of these rows for each column. Each line has a checksum.
 
 1. The line of an append is written before the append is committed. Opening the store for appending
    cuts off the lines of uncommitted appends.

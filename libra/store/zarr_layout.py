@@ -1,16 +1,14 @@
 """The arrays of the trajectory store: names, types and meanings, and trajectories as rows.
 
 Five levels, each a dimension: ``token`` (in the root group), ``turn``, ``trajectory``, ``score``
-and
-``route`` (in groups of that name). Trajectory i has ``length[i]`` tokens from ``offset[i]`` on,
+and ``route`` (in groups of that name). Trajectory i has ``length[i]`` tokens from ``offset[i]`` on,
 and ``num_turns[i]`` turns from ``turn_offset[i]`` on.
 
 A trajectory with A generated tokens and ``scores_per_token`` W has A x W rows in the level
-``score``,
-from ``score_offset[i]`` on: for each generated token the token itself, the tokens that the teacher
-scored there (``distil``), and with a top-k one row for all other tokens, with ``token_id`` -1. A
-trajectory of T tokens has T x ``route_layers`` x ``experts_per_token`` rows in the level ``route``,
-from ``route_offset[i]`` on, the last index fastest.
+``score``, from ``score_offset[i]`` on: for each generated token the token itself, the tokens that
+the teacher scored there (``distil``), and with a top-k one row for all other tokens, with
+``token_id`` -1. A trajectory of T tokens has T x ``route_layers`` x ``experts_per_token`` rows in
+the level ``route``, from ``route_offset[i]`` on, the last index fastest.
 """
 
 from __future__ import annotations

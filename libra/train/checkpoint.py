@@ -5,7 +5,7 @@
     checkpoints/step-000012/
         config.json, model.safetensors, tokenizer*   as transformers and vLLM read them
         optimizer.safetensors   <parameter>.exp_avg, .exp_avg_sq, .step, .master, .ewma
-        trainer.json            steps_done, settings, seed, dtype, digests, last_report
+        trainer.json            schema, steps_done, settings, seed, dtype, digests, last_report
     checkpoints/best -> step-000012                  see `libra.train.checkpoint_directory`
 
 1. A checkpoint directory is whole or absent: it is filled under a temporary name, synced and

@@ -1,5 +1,4 @@
-"""Parts of training that a user names as ``package.module:attribute``: loss, advantage, learning
-rate.
+"""Parts of training that a user names as ``package.module:attribute``: loss, advantage, rate.
 
 Each has a protocol, and a check before the run starts; `libra.testing.parts` has contract tests.
 

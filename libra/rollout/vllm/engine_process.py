@@ -1,5 +1,4 @@
-"""One vLLM engine process, from start to end, driven from one event loop: requests, weights,
-probes.
+"""One vLLM engine process, driven from one event loop: requests, weights, probes.
 
 `VLLMEngine` creates another `Core` if a process dies. Errors of vLLM become EngineError.
 
