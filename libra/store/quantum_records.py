@@ -1,8 +1,7 @@
 """The records of a journal, one per quantum of a trajectory, read by resume, repair and checks.
 
 ``state`` is the environment's state after the record, as bytes; None if the environment has no
-state,
-or the state did not change.
+state, or the state did not change.
 """
 
 from __future__ import annotations

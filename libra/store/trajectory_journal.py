@@ -76,8 +76,7 @@ class Journal:
         continue a lost worker's trajectories.
     fsync : bool
         Flush every record to the device before `append` returns. False: a record survives its
-        process,
-        not a power failure.
+        process, not a power failure.
     one_machine : bool
         Whether all writers and readers are on this machine. Logs then stay open between two
         records; an open log is known by its inode, which no other file can take.

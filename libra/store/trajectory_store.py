@@ -124,8 +124,7 @@ class TrajectoryStore:
         """Commit trajectories, all or none, and return their indices; ``batch`` trained on them.
 
         Raises StoreError if the store is not open for appending, a trajectory is already stored or
-        malformed,
-        or the disk is full. Nothing is committed then, and the append may be repeated.
+        malformed, or the disk is full. Nothing is committed then, and the append may be repeated.
         """
         with self._writing:
             self._check_new([trajectory.trajectory_id for trajectory in trajectories])
