@@ -1,7 +1,7 @@
-"""Routers of a mixture of experts: their choices for each token, and the replay of recorded choices.
+"""Routers of a mixture of experts: their choices for each token, and the replay of choices.
 
-Engine and trainer round differently, and may send a token to different experts: its log-probability
-then differs by much more than rounding. So an engine records its *routes*, and the trainer replays
+Engine and trainer round differently and may choose different experts for a token, which changes its
+log-probability much more than rounding. So an engine records its *routes*, and the trainer replays
 them (Rollout Routing Replay, R3, arXiv:2510.11370) with weights of its own router, with gradient.
 Differs from the paper: prompts are replayed too, and a place without a record keeps its own choice.
 
@@ -19,10 +19,12 @@ from torch import Tensor
 from libra.errors import ModelError
 
 KNOWN_ROUTERS: Final = ("Qwen3MoeTopKRouter",)
-"""Classes whose output is (logits, weights, experts) with weights = softmax over all experts, divided by their sum if
-``norm_topk_prob``."""
+"""Classes whose output is (logits, weights, experts).
+
+Weights are the softmax over all experts, divided by their sum if ``norm_topk_prob``.
+"""
 UNKNOWN: Final = -1
-"""In place of an expert where none is recorded."""
+"""Stands for an expert that is not recorded."""
 
 
 def routers_of(model: Any) -> list[Any]:
@@ -37,10 +39,8 @@ def routers_of(model: Any) -> list[Any]:
 
 
 class Routers:
-    """The routers of a qwen3_moe model, by hooks: listening while it serves, or replaying while it trains.
-
-    ``listen``: keep the experts of each pass, for `take`.
-    """
+    """The routers of a qwen3_moe model, by hooks: recording while it serves, replaying while it
+    trains. With ``listen``, the experts of each pass are kept for `take`."""
 
     def __init__(self, model: Any, *, listen: bool = False) -> None:
         self.modules = routers_of(model)
@@ -58,7 +58,7 @@ class Routers:
         return len(self.modules), self.top_k
 
     def replay(self, routes_PLK: Tensor | None) -> None:
-        """Choose these experts in all passes from now on, recomputed ones included; with None the routers choose."""
+        """Choose these experts in all later passes, recomputed passes included; None ends that."""
         if routes_PLK is not None and tuple(routes_PLK.shape[1:]) != self.shape:
             raise ModelError(
                 f"trainer.routes: routes of {tuple(routes_PLK.shape[1:])} (layers, experts per token) were recorded where the "
@@ -67,7 +67,7 @@ class Routers:
         self._wanted, self._equal = routes_PLK, []
 
     def compared(self) -> tuple[int, int]:
-        """Places and layers replayed by the last pass, and those for which the routers had chosen the same experts."""
+        """Places and layers replayed by the last pass, and how many agreed with the routers."""
         if not self._equal:
             return 0, 0
         replayed, equal = torch.stack(self._equal[: len(self.modules)]).sum(0).tolist()

@@ -1,7 +1,7 @@
 """The end of a causal language model: its output head, and the operations on logits after it.
 
-`at_head` gives the hidden states before the head, for logits of a few tokens at a time. `after_head`
-is the rest of the model (caps, scales): its own code, run without its layers.
+`at_head` gives the hidden states before the head, for logits of a few tokens at a time.
+`after_head` runs the rest of the model (caps, scales) without its layers.
 
 Shape legend: N tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -20,14 +20,15 @@ from torch import Tensor
 from libra.errors import ModelError
 
 AfterHead = Callable[[Tensor], Tensor]
-"""From the head's logits (C, V) to the model's."""
+"""From the head's logits (C, V) to the model's logits."""
 
 
 def at_head(model: Any, make: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:
     """``make`` applied to the hidden states (N, H) before the head of ``model``, rows flattened.
 
     ``make`` runs within the forward pass, while sharded weights are gathered. The model returns the
-    result in place of its logits, through all its hooks: a sharded model needs them for its backward.
+    result in place of its logits, through all its hooks: a sharded model needs them for its
+    backward pass.
     """
     made: list[Tensor] = []
 
@@ -65,7 +66,7 @@ def head_of(model: Any) -> torch.nn.Linear:
 
 
 def after_head(model: Any) -> AfterHead | None:
-    """The operations of ``model`` on logits after its head, if any; ModelError if they cannot be separated."""
+    """The operations of ``model`` on logits after its head, if any; ModelError if inseparable."""
     head = head_of(model)
     after = _end_of(model, head)
     weight = head.weight
@@ -93,8 +94,6 @@ def _end_of(model: Any, head: torch.nn.Linear) -> AfterHead:
 
 
 class _OnlyHidden:
-    """Output of the layers: hidden states, and None for everything else."""
-
     def __init__(self, hidden_1CH: Tensor) -> None:
         self.last_hidden_state = hidden_1CH
 
@@ -119,17 +118,15 @@ def _forward(module: Any, instead: Callable[..., Any]) -> Iterator[None]:
 
 
 CHUNK_TOKENS = 1024
-"""Tokens whose logits are in memory at once. Not a setting: trainer and engine must cut at the same places."""
+"""Tokens whose logits are in memory at once; constant, as trainer and engine must agree."""
 
 
 @torch.no_grad()
 def score_alone(
     model: Any, token_ids: NDArray[np.integer], first: int = 1, temperature: float = 1.0
 ) -> NDArray[np.float32]:
-    """Log-probability in nats of each token from ``first`` on given all before it (T - first,), float32.
-
-    ``model`` is a transformers causal LM in evaluation mode with "sdpa"; ``first`` is at least 1.
-    """
+    """Log-probability in nats of each token from ``first`` on (T - first,), float32. ``model`` is a
+    transformers causal LM in evaluation mode with "sdpa"; ``first`` is at least 1."""
     ids = torch.from_numpy(np.asarray(token_ids, np.int64))
     ids = ids.to(next(model.parameters()).device)
     targets, head, after = ids[first:], head_of(model), after_head(model)

@@ -1,7 +1,7 @@
 """Model and tokenizer from a model directory: by transformers, or by a user's ``model.loader``.
 
-Trainer and engines build the model with the same loader, each for its own attention, so that the
-tensors have the same names; under these names versions are published, loaded and verified.
+Trainer and engines build the model with the same loader, each for its own attention, so that
+versions are published, loaded and verified under the same tensor names.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ _CALLS = {
 
 
 class ModelLoader(Protocol):
-    """A user's ``model.loader``: an object with these methods, or a class that is made without arguments.
-
-    ``directory`` has ``config.json``, weights in safetensors and a tokenizer's files, which travel with
-    each checkpoint. `libra.testing.parts.LoaderContract` tests a loader.
-    """
+    """A user's ``model.loader``: an object with these methods, or a class without arguments.
+    ``directory`` has ``config.json``, weights in safetensors and a tokenizer's files, which travel
+    with each checkpoint. `libra.testing.parts.LoaderContract` tests a loader."""
 
     def model(self, directory: Path, /, *, dtype: Any, attention: str) -> Any:
         """A causal language model, a torch module with the interface of transformers.
 
-        ``attention`` is transformers' ``attn_implementation``; an engine cannot generate with another. The
-        ``state_dict`` has the tensors of the directory, by name and shape. Parameters that do not require a
-        gradient are not trained.
+        ``attention`` is transformers' ``attn_implementation``; an engine needs exactly this
+        attention. The ``state_dict`` has the tensors of the directory, by name and shape.
+        Parameters that do not require a gradient are not trained.
         """
 
     def tokenizer(self, directory: Path, /) -> Any:
@@ -44,7 +42,7 @@ class PretrainedLoader:
 
     def model(self, directory: Path, /, *, dtype: Any, attention: str) -> Any:
         """The model, in the class that its ``config.json`` names."""
-        from transformers import AutoModelForCausalLM  # here: the driver, which reads files only, does without it
+        from transformers import AutoModelForCausalLM  # here, because the driver does not need it
 
         return AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, attn_implementation=attention, local_files_only=True
@@ -58,7 +56,7 @@ class PretrainedLoader:
 
 
 def build_model(loader: str | None, directory: Path, *, dtype: Any, attention: str) -> Any:
-    """The model of a directory by ``model.loader``, or by transformers without one; ModelError with the cause."""
+    """The model of a directory by ``model.loader`` or transformers; or ModelError."""
     if not (directory / "config.json").is_file():
         raise ModelError(f"model: {directory} holds no config.json; type model.path=DIR of a Hugging Face model")
     own = loader_of(loader)
@@ -74,7 +72,7 @@ def build_model(loader: str | None, directory: Path, *, dtype: Any, attention: s
 
 
 def build_tokenizer(loader: str | None, directory: Path) -> Any:
-    """The tokenizer of a directory by ``model.loader``, or by transformers without one; ModelError with the cause."""
+    """The tokenizer of a directory by ``model.loader`` or transformers; or ModelError."""
     own = loader_of(loader)
     try:
         return own.tokenizer(directory)
@@ -83,15 +81,14 @@ def build_tokenizer(loader: str | None, directory: Path) -> Any:
 
 
 def plain_attention(config: Any) -> str:
-    """transformers' attention for a model: "eager" where scores are capped, which "sdpa" leaves out."""
+    """transformers' attention for a model: "eager" if scores are capped, else "sdpa"."""
     return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
 def check_lengths(config: Mapping[str, Any], max_context_tokens: int, where: str) -> None:
     """ConfigError if a model's rotary embedding may depend on the longest context in a batch.
-
-    ``config`` is ``config.json``. Up to the original length embeddings are the same in every batch.
-    """
+    ``config`` is ``config.json``. Up to the original length embeddings are the same in every
+    batch."""
     ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
     for kind in ropes + [each for rope in ropes for each in rope.values() if isinstance(each, dict)]:
         name = str(kind.get("rope_type") or kind.get("type"))

@@ -65,11 +65,9 @@ def numbers_of(generator: np.random.Generator, output: Tensor) -> tuple[float, .
 def project_layer(
     name: str, seed: int, *, inputs: int, dtype: torch.dtype, apply: Callable[[Tensor], Tensor]
 ) -> tuple[float, ...]:
-    """The numbers of one layer as ``apply`` computes it.
-
-    ``apply`` maps (1, ``inputs``) in ``dtype`` to (1, outputs); for an embedding of ``inputs`` rows,
-    int64 ids (64,) to their rows.
-    """
+    """The numbers of one layer as ``apply`` computes it. ``apply`` maps (1, ``inputs``) in
+    ``dtype`` to (1, outputs); for an embedding of ``inputs`` rows, int64 ids (64,) to their
+    rows."""
     generator = generator_of(seed, name)
     if is_embedding(name):
         return numbers_of(generator, apply(torch.from_numpy(draw_rows(generator, inputs))))
@@ -82,7 +80,7 @@ def _apply(operation: Callable[[Tensor, Tensor], Tensor], weight: Tensor, x: Ten
 
 
 def project_tensors(tensors: Mapping[str, Tensor], seed: int) -> dict[str, tuple[float, ...]]:
-    """The numbers of every matrix of a state dict with tied weights under all their names."""
+    """The numbers of every matrix of a state dict that has tied weights under all their names."""
     found = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and name.endswith(".weight"):

@@ -1,6 +1,7 @@
-"""Sealed JSON: an object that carries the digest of the rest of it, so that a reader notices every change of its content.
+"""JSON objects that carry a digest of their content (a seal), so that a reader notices changes.
 
-1. `unseal` returns what was given to `seal`, or raises: no changed value, added key or missing key passes.
+1. `unseal` returns the values given to `seal`, or raises: no changed value, added key or missing
+   key passes.
 2. Spaces and the order of keys are not content.
 """
 
@@ -15,17 +16,17 @@ SEAL = "seal"
 
 
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values``, which must be JSON-able, with their seal as the last key."""
+    """``values``, which must be JSON-able, with their digest as the last key."""
     return {**values, SEAL: _digest(json.loads(json.dumps(values)))}  # as a reader finds it: keys are strings
 
 
 def sealed_text(values: Mapping[str, Any], *, indent: int | None = None) -> str:
-    """`seal` as JSON text without a newline at its end. TypeError or ValueError if a value is not JSON-able."""
+    """`seal` as JSON text without a final newline. TypeError or ValueError if not JSON-able."""
     return json.dumps(seal(values), indent=indent)
 
 
 def parsed_json(text: str | bytes) -> Any:
-    """The value in ``text``; ValueError, also where it is nested more deeply than Python's stack."""
+    """The value in ``text``; ValueError, also if it is nested more deeply than Python's stack."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -33,7 +34,7 @@ def parsed_json(text: str | bytes) -> Any:
 
 
 def unseal(text: str | bytes) -> dict[str, Any]:
-    """The object in ``text``, without its seal. ValueError if it is not a JSON object, or not the sealed one."""
+    """The object in ``text``, without its digest; ValueError if not a JSON object, or changed."""
     values = parsed_json(text)
     if not isinstance(values, dict):
         raise ValueError(f"got {type(values).__name__}, not a JSON object")

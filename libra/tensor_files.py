@@ -1,4 +1,4 @@
-"""The files of weight versions and checkpoints, read without torch, whose import takes longer than a check.
+"""The files of weight versions and checkpoints, read without torch, whose import is slow.
 
 `tensors_digest` of files is `libra.tensors.digest` of their tensors: 40 hexadecimal digits of the
 SHA-256 over labels and the SHA-256 of every `CHUNK_BYTES`, which threads hash in parallel.
@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 from libra.seals import unseal
 
 TENSORS_FILE, MANIFEST_FILE, CHECK_FILE = "model.safetensors", "version.json", "check.json"
-"""Files of a weight version."""
 FACTS_FILE, OPTIMIZER_FILE, WEIGHTS_PATTERN = "trainer.json", "optimizer.safetensors", "model*.safetensors"
 """Files of a checkpoint."""
 
 CHUNK_BYTES = 2**22
 """Bytes hashed by one thread at a time."""
-_HELD_CHUNKS = 32  # hashed at most beside each other, so that tensors which are copied from a GPU do not pile up
-_SMALL_BYTES = 2**15  # hashed at once: handing them to a thread takes longer
+_HELD_CHUNKS = 32  # hashed concurrently at most, so that tensors copied from a GPU do not pile up
+_SMALL_BYTES = 2**15  # smaller chunks are hashed at once: a thread would take longer
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -69,7 +68,7 @@ def _sha256(chunk: memoryview) -> bytes:
 
 
 def tensors_digest(paths: Iterable[Path]) -> str:
-    """`hash_parts` of all tensors in some safetensors files; OSError or ValueError if one is missing or torn."""
+    """`hash_parts` of all tensors of files; OSError or ValueError if a file is missing or torn."""
     tensors = {name: tensor for path in paths for name, tensor in _header(path).items()}
     maps: dict[Path, mmap.mmap] = {}
 
@@ -90,7 +89,7 @@ def tensors_digest(paths: Iterable[Path]) -> str:
 
 
 def version_fault(directory: Path, *, contents: bool = True) -> str | None:
-    """The damage of a published version, naming the file, if any; without ``contents`` headers and sizes alone."""
+    """The damage of a published version, if any; of headers and sizes without ``contents``."""
     try:
         manifest = unseal((directory / MANIFEST_FILE).read_bytes())
         announced = manifest["digest"]
@@ -126,7 +125,7 @@ def checkpoint_fault(directory: Path, *, contents: bool = True) -> str | None:
 
 
 def small_files(directory: Path) -> dict[str, str]:
-    """Digests of the files of a checkpoint that hold no tensors, such as the model's configuration, by name."""
+    """Digests, by name, of a checkpoint's files without tensors, such as ``config.json``."""
     return {
         path.name: _file_digest(path)
         for path in sorted(directory.iterdir())
@@ -135,7 +134,7 @@ def small_files(directory: Path) -> dict[str, str]:
 
 
 def altered_files(directory: Path, facts: Mapping[str, Any]) -> list[str]:
-    """Files of a checkpoint that are gone or differ from their digests in ``trainer.json``."""
+    """Files of a checkpoint that are missing or differ from their digests in ``trainer.json``."""
     known: Mapping[str, str] = facts.get("files", {})
     paths = {directory / name: content for name, content in known.items()}
     return [path.name for path, content in paths.items() if not path.is_file() or _file_digest(path) != content]

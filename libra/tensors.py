@@ -1,4 +1,4 @@
-"""Named tensors: shared storage, and the content digest that trainer, registry and engines agree on."""
+"""Named tensors: shared storage, and the digest that trainer, registry and engines agree on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from libra.tensor_files import hash_parts
 
 
 def compute_device(wanted: str) -> torch.device:
-    """The device of this process: ``auto`` is its first visible GPU, else the CPU; ConfigError without the GPU."""
+    """The device of this process; ``auto`` is the first visible GPU, else the CPU. ConfigError for
+    ``cuda`` without a GPU."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if wanted not in ("auto", "cuda"):
@@ -26,10 +27,8 @@ def compute_device(wanted: str) -> torch.device:
 
 
 def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every storage once under its first name, and for each other name (alias) that first name.
-
-    In a Hugging Face state dict the input embedding is first, and ``lm_head.weight`` is the alias.
-    """
+    """Every storage once under its first name, and for each other name (alias) that first name. In
+    a Hugging Face state dict the input embedding is first, and ``lm_head.weight`` is the alias."""
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     holder: dict[tuple[object, ...], str] = {}
@@ -44,10 +43,8 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """`libra.tensor_files.hash_parts` over names, dtypes, shapes and elements, in the order of the names.
-
-    Tied names are hashed once (see `untied`), so a tied model has the digest of its file.
-    """
+    """`libra.tensor_files.hash_parts` over names, dtypes, shapes and elements, in the order of the
+    names. Tied names are hashed once (see `untied`), so a tied model has the digest of its file."""
     kept, _ = untied(tensors)
     labels = {f"{name}:{kept[name].dtype}:{tuple(kept[name].shape)};": kept[name] for name in sorted(kept)}
     return hash_parts((label, _elements(tensor)) for label, tensor in labels.items())

@@ -1,4 +1,4 @@
-"""Engines that generate turns, and the chat format that turns messages into token ids and back."""
+"""Engines that generate turns, and the chat format between messages and token ids."""
 
 from __future__ import annotations
 

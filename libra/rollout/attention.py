@@ -1,18 +1,15 @@
 """The KV cache as slots, and the attention by which stock Hugging Face models use it.
 
-A step is one forward pass over a flat list of T tokens: one for every row that decodes, a chunk for
-every row that prefills. Linear layers see one sequence; only attention separates slots.
-transformers builds each layer's mask from a function of two positions. A pass with an attention that
-only takes notes collects these functions, so no list of families is needed; an argument that slots
-do not implement refuses the model.
+A step is one forward pass over a flat list of T tokens: one per decoding row, a chunk per
+prefilling row. Linear layers see one sequence; only attention separates slots. transformers builds
+each layer's mask from a function of two positions; a pass with a recording attention collects these
+functions, so no list of model families is needed.
 
-Invariants
-1. Position p of slot s holds the key and value of token p of one trajectory, or something finite
-   that no token attends to.
+1. Position p of slot s holds key and value of token p of one trajectory, or finite numbers that no
+   token attends to.
 2. A token attends to the positions of its own slot that its layer reads.
-3. Decoding reads the slots as one strided view (no gather); slots between the first and last row
-   that do not decode cost attention over a span, and the batch keeps that span short by swapping
-   slots.
+3. Decoding reads the slots as one strided view (no gather). Slots within the span that do not
+   decode cost attention, so the batch swaps slots to keep the span short.
 
 Shapes: T tokens, R decoding rows, S slots in their span, H heads, K KV heads, G = H / K, C context
 read, D head size.
@@ -34,7 +31,7 @@ from libra.errors import EngineError, ModelError
 from libra.model_loader import check_lengths
 
 Reads = Callable[[int, int, Tensor, Tensor], Tensor]
-"""``(batch, head, query, key)``: whether the token at ``query`` reads the one at ``key``; transformers' mask function."""
+"""``(batch, head, query, key)``: whether the token at ``query`` reads the token at ``key``."""
 _NOTES = "libra_notes"
 _KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _SERVED = {"softcap", "sliding_window"}  # the window is in the mask too
@@ -47,10 +44,9 @@ def reads_before(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
 
 
 def reads_of(model: Any, max_context_tokens: int, heads: tuple[int, int]) -> list[Reads]:
-    """The positions that each layer reads; ModelError if slots cannot hold the model.
-
-    ``heads``: key-value heads and their size. Empty for a model on "meta" whose code needs weights.
-    """
+    """The positions that each layer reads; ModelError if slots cannot serve the model. ``heads`` is
+    the number of key-value heads and their size. Empty for a model on "meta" whose code needs
+    weights."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function
 
@@ -98,7 +94,7 @@ def reads_of(model: Any, max_context_tokens: int, heads: tuple[int, int]) -> lis
 
 
 def not_served(model: Any, why: str) -> ModelError:
-    """The error of a model that slots cannot serve."""
+    """The error for a model that slots cannot serve."""
     return ModelError(
         f"rollout.engine: transformers cannot serve {model.config.name_or_path} ({model.config.model_type} in its config.json): "
         f"{why}; type rollout.engine=vllm"
@@ -112,14 +108,12 @@ CONTEXT_STEP_TOKENS = 16
 GROWTH_TOKENS = 32
 """The cache holds a multiple of this many positions per slot."""
 WHOLE_FRAC = 0.75
-"""From this part of the cache's length on, decoding reads all of it: contiguous memory outweighs the extra positions."""
+"""Share of the cache's length from which decoding reads all of it (contiguous memory)."""
 
 
 class SlotKV:
-    """Keys and values: per layer one tensor (2, slots, K, context_tokens, D), as long as the longest context.
-
-    Short rows are close together that way, which attention reads faster.
-    """
+    """Keys and values: per layer one tensor (2, slots, K, context_tokens, D). The tensor is only as
+    long as the longest context: closer rows are faster to read."""
 
     def __init__(
         self, config: Any, slots: int, max_context_tokens: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -135,7 +129,7 @@ class SlotKV:
         self._rebind([empty] * config.num_hidden_layers)
         try:
             self.resize(1)
-        except RuntimeError as error:  # what torch raises where it gets no memory
+        except RuntimeError as error:  # torch raises this without memory
             raise EngineError(
                 f"rollout.slots: there is no memory for the KV of {slots - 1} trajectories at once, {GROWTH_TOKENS} tokens each; "
                 "type a smaller one"
@@ -176,13 +170,13 @@ class SlotKV:
             second.copy_(kept)
 
     def copy(self, source: int, slots: list[int], num_tokens: int) -> None:
-        """Give ``slots`` the first ``num_tokens`` positions of ``source``, in every layer."""
+        """Copy the first ``num_tokens`` positions of ``source`` to ``slots``, in every layer."""
         for layer in self.data:
             layer[:, slots, :, :num_tokens] = layer[:, source : source + 1, :, :num_tokens]
 
     @property
     def layout(self) -> str:
-        """The properties that two caches must share to take each other's `read`."""
+        """The properties that two caches must share to exchange data by `read` and `write`."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"slots-{len(self.data)}x2x{self.num_kv_heads}x{self.head_dim}-{dtype}"
 
@@ -192,14 +186,14 @@ class SlotKV:
         return whole.view(torch.uint8).numpy().reshape(-1)
 
     def write(self, slot: int, num_tokens: int, data: NDArray[np.uint8], held_tokens: int) -> None:
-        """Fill the first positions of a slot from the `read` of at least as many, ``held_tokens``."""
+        """Fill the first positions of a slot from a `read` of ``held_tokens`` >= ``num_tokens``."""
         self.reserve(num_tokens)
         shape = (len(self.data), 2, self.num_kv_heads, held_tokens, self.head_dim)
         for layer, held in zip(self.data, torch.from_numpy(data).view(self.dtype).view(shape), strict=True):
             layer[:, slot, :, :num_tokens] = held[:, :, :num_tokens].to(layer.device)
 
     def clear(self) -> None:
-        """Start from zeros: after a fault, stale NaN must not reach a masked position (0 * NaN is NaN)."""
+        """Set all to zero: after a fault, NaN must not reach a masked position (0 * NaN is NaN)."""
         self._rebind([torch.zeros_like(layer) for layer in self.data])
 
 
@@ -219,7 +213,7 @@ class Chunk:
     _masks: dict[Reads, Tensor | None] = field(default_factory=dict)
 
     def mask(self, reads: Reads, positions: Tensor) -> Tensor | None:
-        """The mask of a layer with these ``reads``; without one causal from position 0 on."""
+        """The mask of a layer with these ``reads``; None if causal from position 0 on."""
         if reads not in self._masks:
             tokens = positions[: self.stop]
             mask = None
@@ -238,17 +232,15 @@ def masked(reads: Reads, queries_Q: Tensor, keys_C: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Step:
-    """The tokens of one forward pass: where each is written, and what it reads.
-
-    The first ``num_rows`` tokens decode (one per slot, ascending); the rest are chunks.
-    """
+    """The tokens of one forward pass: where each is written, and which positions it reads. The
+    first ``num_rows`` tokens decode (one per slot, ascending); the rest are chunks."""
 
     kv: SlotKV
     slot_T: Tensor
     position_T: Tensor
     num_rows: int
     chunks: list[Chunk] = field(default_factory=list)
-    rows_R: Tensor | None = None  # place of each decoding row in the span; None if they are the span
+    rows_R: Tensor | None = None  # place of each decoding row in the span; None if the rows fill the span
     masks_S1C: dict[Reads, Tensor] = field(default_factory=dict)  # by what a layer reads
     spans: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per layer: keys (S*K, D, C), values (S*K, C, D)
 
@@ -287,10 +279,8 @@ def slot_attention(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: (1, H, T, D) in, (1, T, H, D) out; writes the KV of its Step.
-
-    `reads_of` has checked all further arguments.
-    """
+    """Attention as transformers calls it: (1, H, T, D) in, (1, T, H, D) out; writes the KV of its
+    Step. `reads_of` has checked all further arguments."""
     if step is None:
         raise TypeError("its layers do not hand keywords on to their attention")
     kv, layer = step.kv, module.layer_idx
@@ -302,7 +292,7 @@ def slot_attention(
 
 
 def attend(query_THD: Tensor, step: Step, layer: int, scale: float, softcap: float | None = None) -> Tensor:
-    """Attention of each token over its slot (T, H, D), whose keys and values are written already."""
+    """Attention of each token over its slot (T, H, D); keys and values are already written."""
     kv = step.kv
     parts = [_decode(query_THD[: step.num_rows], step, layer, scale, softcap)] if step.num_rows else []
     keys, values = kv.layers[layer]
@@ -332,7 +322,6 @@ def _capped(
 
 
 def _decode(query_RHD: Tensor, step: Step, layer: int, scale: float, softcap: float | None) -> Tensor:
-    """One token per row against its slot (R, H, D), by batched products: torch's CPU kernel runs one per head."""
     kv = step.kv
     mask_S1C = step.masks_S1C[kv.reads[layer]]
     if step.rows_R is None:

@@ -1,6 +1,5 @@
 """The declared capacity of an engine: its KV memory, and `libra.types.StepSeconds` of its passes.
 
-Invariants
 1. No coefficient is negative, and none is guessed: before `FEWEST_PASSES` there are no seconds.
 2. The reported error is of passes that were not fitted: every second block of up to `BLOCK` passes.
 3. Only the last `KEPT_PASSES` count, so an engine that became slower reports it.
@@ -23,15 +22,15 @@ from libra.types import StepSeconds
 Array = NDArray[np.float64]
 
 KEPT_PASSES = 2048
-"""Passes that count: the last seconds to minutes."""
+"""Number of last passes that count: seconds to minutes."""
 FEWEST_PASSES = 32
 """Passes before there is an estimate."""
 REFIT_FRAC = 0.125
-"""Share of new passes, relative to those of the last fit, after which it is repeated."""
+"""Share of new passes, relative to the passes of the last fit, that causes a new fit."""
 BLOCK = 8
-"""Maximum consecutive passes that are summed before they are fitted or predicted: single passes are late on a shared machine."""
+"""Most consecutive passes summed before the fit, because single passes are noisy."""
 OUTLIER = 3.0
-"""A pass further off than this many times the median counts for less: first passes compile, and a machine is shared."""
+"""Multiple of the median error above which a pass counts less: first passes compile."""
 ROUNDS = 6
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
@@ -42,7 +41,7 @@ _USUAL_NAMES = {
 
 
 def with_usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's ``config.json`` with sizes of older families (GPT-2's ``n_head``) under the usual names too."""
+    """``config.json`` with sizes of older families (``n_head``) also under usual names."""
     return {usual: config[name] for name, usual in _USUAL_NAMES.items() if name in config} | dict(config)
 
 
@@ -60,10 +59,8 @@ def read_model_config(model_dir: Path) -> dict[str, Any]:
 
 
 def kv_token_bytes(config: Mapping[str, Any], dtype: str, tp: int = 1) -> int:
-    """Bytes of one token's keys and values, all layers and ranks together, by a model's ``config.json``.
-
-    Key-value heads that ``tp`` does not divide are copied: every rank has at least one.
-    """
+    """Bytes of one token's keys and values, over all layers and ranks. Key-value heads that ``tp``
+    does not divide are copied: every rank has at least one."""
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"dtype: got {dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
     heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
@@ -83,7 +80,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 def tokens_within(
     budget_gib: float, token_bytes: int, max_context_tokens: int, setting: str = "rollout.kv_cache_gib"
 ) -> int:
-    """Tokens of KV that fit into a setting's budget; EngineError if not even one trajectory does."""
+    """Tokens of KV that fit into a budget; EngineError if not even one trajectory fits."""
     tokens = int(budget_gib * GIB) // token_bytes
     if tokens < max_context_tokens:
         raise EngineError(
@@ -104,13 +101,13 @@ class PassMeter:
         self._fitted: tuple[int, StepSeconds | None] = (0, None)
 
     def add(self, sequences: int, context_tokens: int, prefill_tokens: int, seconds: float) -> None:
-        """A pass ended: ``sequences`` got a token each, attending to ``context_tokens`` in all."""
+        """Add a pass: ``sequences`` got a token each and attended to ``context_tokens`` in all."""
         if seconds > 0.0:
             self._rows[self.count % KEPT_PASSES, 1:] = sequences, context_tokens, prefill_tokens, seconds
             self.count += 1
 
     def seconds(self) -> StepSeconds | None:
-        """The fit, repeated after an eighth more passes; None before there are enough."""
+        """The fit, repeated after an eighth more passes; None before `FEWEST_PASSES`."""
         count, (fitted_at, found) = self.count, self._fitted
         if count < FEWEST_PASSES:
             return None
@@ -123,7 +120,7 @@ class PassMeter:
 
 
 def fit_steps(rows: Array) -> StepSeconds:
-    """`StepSeconds` of passes (n, 5): 1, sequences, context tokens, prefilled tokens, seconds (> 0)."""
+    """`StepSeconds` of passes (n, 5): 1, sequences, context and prefilled tokens, seconds."""
     size = max(1, min(BLOCK, len(rows) // FEWEST_PASSES))
     blocks = np.add.reduceat(rows, np.arange(0, len(rows), size), axis=0)
     held_out = blocks[1::2]
@@ -133,7 +130,6 @@ def fit_steps(rows: Array) -> StepSeconds:
 
 
 def _fitted(rows: Array) -> Array:
-    """Four non-negative coefficients by relative least squares; outliers have less weight."""
     from scipy.optimize import nnls  # here: importing it takes 0.2 s, and an engine is measured long after it started
 
     relative = rows[:, :4] / rows[:, 4:]

@@ -1,19 +1,16 @@
 """Messages to token ids and back, by the model's own chat template.
 
 A conversation grows by appending; generated text is never tokenised again. Observation ids are the
-text that the template puts after a placeholder for the assistant's turn. If the template omits tools
-(SmolLM2's), the system message explains them. A tool could forge the next speaker's turn by a text
-such as ``<|im_end|>``: the first character of such a spelling in the text of a tool or an
-environment becomes U+FFFD.
+text that the template puts after a placeholder for the assistant's turn. If the template omits
+tools (SmolLM2's), the system message explains them.
 
-Invariants
-1. No special token comes from the text of a tool or of an environment's turn. Prompts are
-   unchanged.
-2. `SpecialTokens.broken` text spells no guarded token, has the same length, and is its own
-   `broken`. Guarded are the tokenizer's special tokens, and added tokens that the template writes
-   (``<tool_response>``); runs of spaces or HTML tags are ordinary text.
-3. Tool returns that fit into the context are unchanged. Others lose their end, long ones first, and
-   end with a note: ``[cut: 812 of 5,000 tokens kept]``. Room for the next generation remains.
+1. No special token comes from the text of a tool or of an environment: otherwise a text such as
+   ``<|im_end|>`` could forge the next speaker's turn. Prompts are unchanged.
+2. `SpecialTokens.broken` replaces the first character of each guarded token by U+FFFD; the result
+   has the same length and no guarded token. Guarded are special tokens, and added tokens in the
+   template (``<tool_response>``), but not runs of spaces or HTML tags.
+3. Tool returns that fit into the context are unchanged. Others, long returns first, are cut and end
+   with a note: ``[cut: 812 of 5,000 tokens kept]``. Room for the next generation remains.
 """
 
 from __future__ import annotations
@@ -43,9 +40,9 @@ class SpecialTokens:
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token.content.strip() and (token.special or token.content in template)
         }
-        # U+FFFD may have no token but the one for unknown text, which plays no part in a conversation.
+        # U+FFFD may encode to the token for unknown text, so that token is not guarded.
         ids = sorted(spelled.keys() - {tokenizer.unk_token_id})
-        self._guarded = np.zeros(max(ids, default=-1) + 2, bool)  # by id; the last one is for all above
+        self._guarded = np.zeros(max(ids, default=-1) + 2, bool)  # by id; the last entry is for all greater ids
         self._guarded[ids] = True
         rests: dict[str, list[str]] = {}
         for text in spelled.values():
@@ -55,7 +52,7 @@ class SpecialTokens:
         self._first = re.compile("|".join(parts)) if parts else None
 
     def broken(self, text: str) -> str:
-        """``text`` with the first character of every guarded token in it replaced by U+FFFD."""
+        """``text`` with the first character of every guarded token replaced by U+FFFD."""
         return text if self._first is None else self._first.sub(REPLACEMENT, text)
 
     def count(self, ids: NDArray[np.int32]) -> int:
@@ -73,10 +70,10 @@ _AWKWARD = " \"q\" 'a'\n{b}\\ <c> & \n"
 class ChatFormat:
     """A tokenizer, its chat template, and the tools that the template shows to the model.
 
-    ``tool_schemas`` are JSON-schema function descriptions, ``generation_stop_ids`` the stop ids of the
-    model's generation_config, and ``template_args`` further variables of the template, e.g.
-    ``{"enable_thinking": False}``. ``tool_format`` is how the environment reads calls; only "hermes"
-    can be explained to a model whose template omits tools.
+    ``tool_schemas`` are JSON-schema function descriptions, ``generation_stop_ids`` the stop ids of
+    the model's generation_config, and ``template_args`` further variables of the template, e.g.
+    ``{"enable_thinking": False}``. ``tool_format`` is how the environment reads calls; only
+    "hermes" can be explained to a model whose template omits tools.
     """
 
     def __init__(
@@ -111,7 +108,6 @@ class ChatFormat:
         """Ids that end a generation: the template's end of turn, the tokenizer's and the generation_config's eos."""
 
     def _ends_of_turns(self) -> dict[str, int]:
-        """The first marker after an assistant's turn, by the next message's role ("tool" only with tools)."""
         found: dict[str, int] = {}
         fault: ModelError | None = None
         for role in ("user", "tool"):
@@ -136,15 +132,14 @@ class ChatFormat:
         return found
 
     def _marker(self, ids: NDArray[np.int32]) -> int:
-        """The position of the first marker in ``ids``, or their number."""
         return next((position for position, each in enumerate(ids) if int(each) in self._markers), len(ids))
 
     def ends(self, token_id: int, role: str) -> bool:
-        """Whether a turn with this last token has ended as the template ends it before a message of ``role``."""
+        """Whether ``token_id`` ends a turn as the template does before a message of ``role``."""
         return token_id == self._ends.get(role)
 
     def rest(self, ids: NDArray[np.int32], last: int | None = None) -> NDArray[np.int32]:
-        """``ids`` after a turn, without their marker if it is the turn's ``last`` token (the default)."""
+        """``ids`` after a turn, without their marker if it is ``last`` (default: always)."""
         marked = self._marker(ids)
         return ids[marked + 1 :] if marked < len(ids) and last in (None, ids[marked]) else ids
 
@@ -167,7 +162,7 @@ class ChatFormat:
         return self._encode(self.render(given))
 
     def conversation_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
-        """As `prompt_ids`; ModelError if the template cannot show the messages, ContextOverflow by `most_bytes`."""
+        """As `prompt_ids`; ModelError if the template fails, ContextOverflow by `most_bytes`."""
         try:
             return self.prompt_ids(messages)
         except ContextOverflow:
@@ -177,7 +172,7 @@ class ChatFormat:
             raise ModelError(f"{name}: its template cannot show these messages: {error}") from error
 
     def after_assistant_ids(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
-        """An assistant's end of turn, these messages and the next generation prompt, int32 (T,); or ModelError."""
+        """An assistant's end of turn, messages and generation prompt, int32 (T,); or ModelError."""
         return self._encode(self._render_messages_after(messages))
 
     def _missing_explanation(self, tool_format: str) -> str:
@@ -197,11 +192,9 @@ class ChatFormat:
         return explanation(self.tool_schemas)
 
     def observation_ids(self, contents: Sequence[str], *, ended: bool = True) -> NDArray[np.int32]:
-        """Tool messages and the next generation prompt, to append after an assistant turn, int32 (T,).
-
-        ``ended``: the turn's last token `ends` it; otherwise the end-of-turn token comes first. ValueError
-        if a content yields a special token although its spelling was broken.
-        """
+        """Tool messages and generation prompt, to append after an assistant turn, int32 (T,).
+        Unless ``ended`` (the turn's last token `ends` the turn), the end-of-turn token comes first.
+        ValueError if a content still yields a special token."""
         if not contents:
             raise ValueError("observation_ids: got no contents; there must be at least one tool message")
         texts = [self.special.broken(content) for content in contents]
@@ -214,21 +207,20 @@ class ChatFormat:
         return self._encode(text)
 
     def user_ids(self, content: str, *, ended: bool = True) -> NDArray[np.int32]:
-        """As `observation_ids`, of a user's message."""
+        """As `observation_ids`, for a user's message."""
         text = self.special.broken(content)
         ids = self._encode(self._after_assistant([text], role="user"))
         self._check_special(ids, [text], role="user")
         return self.rest(ids) if ended else ids
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
-        """Text of generated ids, with special tokens such as ``<tool_call>``, without the stop ids at the end."""
+        """Text of generated ids, special tokens included, without final stop ids."""
         ids = [int(i) for i in ids]
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _check_special(self, ids: NDArray[np.int32], texts: list[str], role: str = "tool") -> None:
-        """ValueError if a tokenizer that rewrites text finds a special token in these."""
         kind = role, len(texts)
         if self._frames[kind] is None:  # the template changes texts, so its output for others proves nothing
             forged = any(self.special.count(self._encode(text)) for text in texts)
@@ -272,7 +264,6 @@ class ChatFormat:
         return after
 
     def _after_assistant(self, contents: list[str], role: str = "tool") -> str:
-        """Text after an assistant turn; a plain template is rendered once, as rendering is slower than a token."""
         kind = role, len(contents)
         if kind not in self._frames:
             self._frames[kind] = self._frame(len(contents), role)
@@ -282,7 +273,7 @@ class ChatFormat:
         return "".join(part for pair in zip(frame, [*contents, ""], strict=True) for part in pair)
 
     def _frame(self, count: int, role: str) -> list[str] | None:
-        """The text around ``count`` messages; None if the template does not insert them verbatim."""
+        """The text around ``count`` messages; None if the template changes their text."""
         marks = [f"{_STAND_IN}-{i}-" for i in range(count)]
         rest, frame = self._render_after(marks, role), []
         for mark in marks:
@@ -319,7 +310,7 @@ def load_chat_format(
     tool_format: str = "hermes",
     loader: str | None = None,
 ) -> ChatFormat:
-    """The chat format of a model directory, its tokenizer by ``model.loader``; may raise ModelError."""
+    """The chat format of a model directory, its tokenizer by ``model.loader``; or ModelError."""
     directory = Path(model_dir)
     tokenizer = build_tokenizer(loader, directory)
     try:
@@ -332,17 +323,15 @@ def load_chat_format(
 
 
 _ANSWER_SHARE = 4
-"""A quarter of what is left of a context is for the next generation, but no more than a turn may have."""
+"""The next generation gets a quarter of the remaining context, at most a turn's limit."""
 
 
 def fitted(
     chat: ChatFormat, contents: Sequence[str], left_tokens: int, max_new_tokens: int, *, ended: bool, role: str = "tool"
 ) -> tuple[list[str], NDArray[np.int32]]:
-    """The returns of a turn's calls as the model reads them, and their token ids.
-
-    The context still holds ``left_tokens``; if not even the notes fit, the ids are longer. ``ended`` is
-    as in `ChatFormat.observation_ids`. Role "user" has one message, the environment's answer.
-    """
+    """The returns of a turn's calls, cut to the context, and their token ids. The context has room
+    for ``left_tokens``; the ids exceed it only if not even the notes fit. ``ended`` is as in
+    `ChatFormat.observation_ids`. Role "user" has one message, the environment's answer."""
 
     def rendered(texts: Sequence[str]) -> NDArray[np.int32]:
         return chat.user_ids(texts[0], ended=ended) if role == "user" else chat.observation_ids(texts, ended=ended)
@@ -372,7 +361,6 @@ def _cut(chat: ChatFormat, ids: NDArray[np.int32], kept: int) -> str:
 
 
 def _shares(lengths: Sequence[int], total: int) -> list[int]:
-    """Tokens of each return, ``total`` together: the shortest whole, the others equally many."""
     shares, left = [0] * len(lengths), total
     for rank, index in enumerate(sorted(range(len(lengths)), key=lambda each: lengths[each])):
         shares[index] = min(lengths[index], left // (len(lengths) - rank))

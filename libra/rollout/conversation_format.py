@@ -1,7 +1,7 @@
-"""Requests of agents as token ids: whole conversations, and tails after a generated turn.
+"""Requests of agents as token ids: whole conversations, and the messages after a generated turn.
 
-A turn itself is never rendered: the ids of a tail are the text that the template puts after a
-placeholder for it. All texts are the agent's, so none may yield a special token.
+A generated turn is never rendered again: the ids after it are the text that the template puts after
+a placeholder. All texts are the agent's, so none may yield a special token.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from numpy.typing import NDArray
 from libra.rollout.chat_format import ChatFormat
 
 NFC_SHRINKS = 4
-"""More bytes of UTF-8 than NFC ever makes one of: seven of U+1FBE U+0308 U+0301 become two."""
+"""Bound of the factor by which NFC shortens UTF-8 (U+1FBE U+0308 U+0301: 7 to 2)."""
 _KEEP_ALL = {"Sequence", "ByteLevel", "Split", "Digits"}
-"""Steps before the model that lose no character, as long as splits are not "Removed"."""
+"""Pre-tokenizer steps that lose no character, as long as splits are not "Removed"."""
 
 
 def most_bytes_of_a_token(tokenizer: Any) -> int | None:
-    """Maximum bytes of UTF-8 text that one token stands for; None if no bound holds for every text.
-
-    Known for BPE over bytes without a normalizer or with NFC, with a token for every byte (GPT-2, Qwen,
-    Llama 3).
-    """
+    """Most bytes of UTF-8 text that one token stands for; None without a known bound. Known for BPE
+    over bytes without a normalizer or with NFC, with a token for every byte (GPT-2, Qwen, Llama
+    3)."""
     from tokenizers import pre_tokenizers
     from tokenizers.models import BPE
     from tokenizers.normalizers import NFC
@@ -45,7 +43,7 @@ def most_bytes_of_a_token(tokenizer: Any) -> int | None:
     if not over_bytes or loses or not set(pre_tokenizers.ByteLevel.alphabet()) <= vocabulary.keys():
         return None
     added = backend.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # they take any number of spaces
+    if any(token.lstrip or token.rstrip for token in added):  # such tokens include any number of spaces
         return None
     longest = max([*map(len, vocabulary), *(len(token.content.encode()) for token in added)])
     return longest * (1 if normalizer is None else NFC_SHRINKS)
@@ -71,10 +69,8 @@ _NAME = "libra_stands_in"
 
 class ConversationFormat:
     """The tokens of agents' messages, with tokenizer and stop ids of the run's own format ``chat``.
-
-    A text with more than ``most_tokens`` tokens by its size alone raises ContextOverflow before it is
-    tokenised. Several threads may call it at once.
-    """
+    A text that must have more than ``most_tokens`` tokens raises ContextOverflow before it is
+    tokenised. Several threads may call this object at once."""
 
     def __init__(self, chat: ChatFormat, most_tokens: int | None = None) -> None:
         self.chat = chat
@@ -84,19 +80,17 @@ class ConversationFormat:
         self._last: tuple[Sequence[Mapping[str, Any]], Mapping[str, Any], _Format] | None = None
 
     def prompt_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), **args: Any) -> NDArray[np.int32]:
-        """A conversation up to and including the generation prompt, int32 (T,); ``args`` are template variables.
-
-        ModelError if the template cannot show the messages, ValueError if a text yields a special token.
-        """
+        """A conversation with its generation prompt, int32 (T,); ``args`` are template variables.
+        ModelError if the template cannot show the messages, ValueError if a text yields a special
+        token."""
         return self._of(tools, args).prompt_ids(messages)
 
     def tail_ids(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, last: int, **args: Any
     ) -> NDArray[np.int32]:
-        """The ids after a generated turn, up to and including the next generation prompt, as `prompt_ids`.
-
-        ``last`` is the turn's last token; unless it is the template's marker, the marker comes first.
-        """
+        """The ids of messages after a generated turn, and of the next generation prompt. ``last``
+        is the turn's last token; unless it is the template's marker, the marker comes first. Raises
+        as `prompt_ids`."""
         return self.chat.rest(self._of(tools, args).tail_ids(messages), last)
 
     def _of(self, tools: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> _Format:
@@ -137,14 +131,13 @@ class _Format:
         if len(contents) < len(messages):
             return self._checked(messages, self._chat.after_assistant_ids)
         if self._plain.get(len(contents)):
-            return self._chat.observation_ids(contents, ended=False)  # mostly without rendering, which takes longer
+            return self._chat.observation_ids(contents, ended=False)  # usually needs no rendering, which is slow
         ids = self._checked(messages, self._chat.after_assistant_ids)
         if len(contents) not in self._plain:  # a template may show the ids of calls
             self._plain[len(contents)] = np.array_equal(ids, self._chat.observation_ids(contents, ended=False))
         return ids
 
     def _checked(self, messages: Messages, ids_of: Any) -> NDArray[np.int32]:
-        """Ids of messages with broken spellings, with as many special tokens as harmless texts give."""
         ids: NDArray[np.int32] = ids_of([self._shown(self._broken(message)) for message in messages])
         structure = (ids_of.__name__, *(_structure(message) for message in messages))
         special = self._structures.get(structure)

@@ -1,6 +1,5 @@
 """The interface of inference engines; the rest of Libra uses engines only through it.
 
-Invariants
 1. Every ``generate`` ends exactly once: with a TurnOutput, or with an EngineError.
 2. Tokens in, tokens out: an engine never sees text, and returns the ids it sampled, unchanged.
 3. A token's weight version is the weights whose logits it was drawn from; its KV version is the
@@ -55,7 +54,7 @@ class EngineCounters:
     busy_s: float = 0.0  # wall seconds inside steps
     steps: int = 0  # forward passes
     drafted_tokens: int = 0  # `rollout.speculate`
-    accepted_tokens: int = 0  # drafted, and equal to the sampled ones
+    accepted_tokens: int = 0  # drafted tokens that equal the sampled tokens
 
     def stats(self, **state: Any) -> EngineStats:
         """These counters with the engine's present state."""
@@ -88,7 +87,7 @@ class RolloutEngine(Protocol):
         """Generate one turn; ContextOverflow if it cannot fit, EngineError if the engine failed."""
 
     async def abort(self, trajectory_id: str) -> None:
-        """End the trajectory's request with StopReason.ABORT, if it has one, and free its KV."""
+        """End the trajectory's request, if any, with StopReason.ABORT, and free its KV."""
 
     def forget(self, trajectory_id: str) -> None:
         """Free the KV of a trajectory that has ended; at once, or when its request ends."""
@@ -100,29 +99,23 @@ class RolloutEngine(Protocol):
         """Continue after ``pause``."""
 
     async def load_version(self, version: int, directory: Path) -> None:
-        """Serve ``directory/model.safetensors`` (Hugging Face names) as ``version`` from the next token on.
-
-        Running requests are computed again and retained KV is dropped. WeightsError if tensors are missing,
-        unknown, of another shape or unreadable; the old version then remains in use.
-        """
+        """Serve ``directory/model.safetensors`` as ``version`` from the next token on. Running
+        requests are computed again and retained KV is dropped. WeightsError if tensors are missing,
+        unknown, of another shape or unreadable; the old version then remains in use."""
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Log-probability in nats of each token but the first, given all before it (T - 1,), at temperature 1.
-
-        By the weights and the pass that serve requests; may be called while requests run.
-        """
+        """Log-probability in nats of each token but the first (T - 1,), at temperature 1. Computed
+        by the weights and the pass that serve requests; may be called while requests run."""
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """Eight numbers for each linear layer and embedding, by the Hugging Face name of its weight.
-
-        Computed by the matrices as used (packed, tied, joined), by the convention of `libra.projections`.
-        """
+        """Eight numbers for each linear layer and embedding, by its weight's Hugging Face name,
+        from the matrices as used (packed, tied, joined), as `libra.projections` defines them."""
 
     def stats(self) -> EngineStats:
         """Counters as of the last step."""
 
     def capacity(self) -> EngineCapacity:
-        """The capacity of a started engine, and the seconds of its last passes; any thread may call it."""
+        """The capacity of a started engine, and the seconds of its last passes; for any thread."""
 
     async def close(self) -> None:
         """Fail pending requests with EngineError and release everything; may be called twice."""
@@ -131,12 +124,12 @@ class RolloutEngine(Protocol):
 class EngineFactory(Protocol):
     """A user's ``rollout.engine``: a class or function that makes an engine, not started.
 
-    Its attribute ``tp_degrees``, e.g. ``(1, 2, 4)``, has the tensor-parallel degrees of its engines, by
-    default 1 alone. If its attribute ``continues_turns`` is true, its engines heed
-    `TurnRequest.generated`, as ``rollout.chunk_tokens`` needs. It gets the options that it takes by
-    name: ``tp`` (if it declares degrees), ``dtype`` ("float32" or "bfloat16"), ``threads``,
-    ``kv_cache_gib``, ``min_pass_s``, ``device``, ``loader``, and for a rebucketed engine ``cores`` and
-    ``devices``. `libra.testing.engines.EngineContract` tests the engine.
+    Attribute ``tp_degrees``, e.g. ``(1, 2, 4)``, lists the tensor-parallel degrees of its engines,
+    by default 1 alone. If attribute ``continues_turns`` is true, its engines use
+    `TurnRequest.generated`, as ``rollout.chunk_tokens`` needs. The factory gets only options that
+    its signature names: ``tp`` (if it declares degrees), ``dtype`` ("float32" or "bfloat16"),
+    ``threads``, ``kv_cache_gib``, ``min_pass_s``, ``device``, ``loader``, and for a rebucketed
+    engine ``cores`` and ``devices``. `libra.testing.engines.EngineContract` tests the engine.
     """
 
     def __call__(
@@ -147,16 +140,12 @@ class EngineFactory(Protocol):
 
 @runtime_checkable
 class ReadsColumns(Protocol):
-    """An engine that returns single columns of its layers: the version check then detects one changed bit.
-
-    Only for engines that multiply with the weights as published: no quantisation, no TF32.
-    """
+    """An engine that returns single columns of its layers, so that one changed bit is detected.
+    Only for engines that multiply with the weights as published: no quantisation, no TF32."""
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """The requested columns (K, outputs) of each named matrix: outputs of its layer for one-hot inputs.
-
-        For an embedding the requested rows (K, width), for a norm or bias the whole vector (1, n).
-        """
+        """The requested columns (K, outputs) of each matrix: outputs for one-hot inputs. For an
+        embedding the requested rows (K, width), for a norm or bias the whole vector (1, n)."""
 
 
 @runtime_checkable
@@ -164,21 +153,22 @@ class MovesKV(Protocol):
     """An engine that exchanges the KV of trajectories with other engines."""
 
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
-        """The KV of a trajectory between two turns, kept until `forget`; None if the engine has none."""
+        """The KV of a trajectory between two turns, if any; kept until `forget`."""
 
     async def park_kv(self) -> None:
-        """Bring all KV between two turns into host memory; `export_kv` then works on a closed engine too."""
+        """Move all KV between two turns to host memory, for `export_kv` after `close`."""
 
     async def import_kv(self, kv: KVObject) -> bool:
-        """Keep an object for the trajectory's next request, if `KVObject.check` allows it; False without room."""
+        """Keep an object for the trajectory's next request; False without room. The request uses
+        the object only if `KVObject.check` allows it."""
 
 
 PRIORITY_BITS = (20, 10, 30)
-"""Bits of each entry of a priority in one number: up to 2^20 iterations, 2^10 levels, 2^30 places."""
+"""Bits of a priority's entries: up to 2^20 iterations, 2^10 levels, 2^30 places."""
 
 
 def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: int) -> None:
-    """Raise if a request cannot be served at all: ContextOverflow if it is too long, else EngineError."""
+    """Raise ContextOverflow if a request is too long, EngineError if it is invalid."""
     name, context, new = request.trajectory_id, len(request.context_ids), request.max_new_tokens
     if context < 1 or new < 1:
         raise EngineError(f"{name}: got {context} context tokens and max_new_tokens={new}; both must be at least 1")
@@ -203,10 +193,8 @@ def check_request(request: TurnRequest, *, max_context_tokens: int, vocab_size: 
 
 
 def packed_priority(priority: tuple[int, ...]) -> int:
-    """One number from 0 to 2**60 - 1 in the order of the tuples; EngineError beyond `PRIORITY_BITS`.
-
-    An entry is at least -1 (overdue).
-    """
+    """One number, below 2**60, in the order of the tuples, whose entries are at least -1 (overdue).
+    EngineError beyond `PRIORITY_BITS`."""
     if len(priority) > len(PRIORITY_BITS) or any(
         not -1 <= part <= 2**bits - 3 for part, bits in zip(priority, PRIORITY_BITS, strict=False)
     ):

@@ -4,10 +4,9 @@ The pass is fused for Llama-shaped decoders; other models run their own modules 
 attention. The fused pass has fewer, larger operations. It computes what the stock modules compute,
 from the same storage: their projections become views into one joint matrix per layer.
 
-Invariants
 1. The stock modules remain whole, and no weight is stored twice.
 2. Before the first request, the log-probabilities of a short probe, prefilled and decoded through
-   the slots, were compared with transformers' own.
+   the slots, are compared with transformers' own.
 
 Shapes: T tokens, E hidden size, H heads, K KV heads, D head size, C positions.
 """
@@ -36,14 +35,13 @@ _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether the fused pass computes the model: family, activation and rotary embedding of a known kind."""
+    """Whether the fused pass supports the model's family, activation and rotary embedding."""
     config = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     return config.model_type in FUSED_MODEL_TYPES and config.hidden_act == "silu" and rope in _STATIC_ROPE
 
 
 def _join(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One matrix (and bias) of the row blocks of the given layers, which become views of it."""
     weight = torch.cat([linear.weight.data for linear in linears])
     bias = None if linears[0].bias is None else torch.cat([linear.bias.data for linear in linears])
     begin = 0
@@ -121,7 +119,7 @@ class FusedDecoder:
         self.sin_C1D = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)[:, None].clone()
 
     def refresh(self) -> None:
-        """Call after new weights were copied in."""
+        """Update copies after new weights were copied in."""
         for layer in self.layers:
             layer.refresh()
 
@@ -135,8 +133,11 @@ class FusedDecoder:
 
 
 TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Allowed difference of log-probabilities between the two passes: in float32 the largest; in bfloat16, where single unlikely
-tokens differ by nats, the median over positions of the expected difference."""
+"""Allowed difference of log-probabilities between the two passes.
+
+In float32 the largest difference; in bfloat16 the median, over positions, of the expected
+difference.
+"""
 PROBE_TOKENS = 7
 
 
@@ -145,18 +146,15 @@ Apply = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class UsedLayer:
-    """One layer: its number of inputs (rows of an embedding), and its map of (N, inputs), without bias."""
+    """One layer: number of inputs (rows of an embedding), and map of (N, inputs), without bias."""
 
     inputs: int
     apply: Apply
 
 
 class Forward:
-    """From the token ids of a step to hidden states, and from hidden states to logits.
-
-    ``model`` is a transformers causal LM; ``fused=False`` keeps its own modules, with only attention
-    replaced.
-    """
+    """From the token ids of a step to hidden states, and from hidden states to logits. ``model`` is
+    a transformers causal LM; ``fused=False`` replaces only its attention."""
 
     def __init__(self, model: Any, kv: SlotKV, *, fused: bool = True) -> None:
         self.model, self.kv = model, kv
@@ -175,7 +173,7 @@ class Forward:
             raise not_served(model, why)
 
     def hidden(self, ids_T: Tensor, step: Step) -> Tensor:
-        """Last hidden states (T, E); the step's keys and values are written on the way."""
+        """Last hidden states (T, E); writes the step's keys and values."""
         ids_T = ids_T.to(self.kv.device)
         if self.fused is not None:
             return self.fused(ids_T, step)
@@ -189,12 +187,12 @@ class Forward:
         return logits_NV if self._after is None else self._after(logits_NV)
 
     def weights_changed(self) -> None:
-        """Call after new weights were copied into the model."""
+        """Update copies after new weights were copied into the model."""
         if self.fused is not None:
             self.fused.refresh()
 
     def score_alone(self, token_ids: NDArray[np.int64], first: int, temperature: float) -> NDArray[np.float32]:
-        """Log-probabilities from token ``first`` on by `libra.heads.score_alone`, without slots or batch."""
+        """Log-probabilities from token ``first`` on by `libra.heads.score_alone`."""
         with self._stock():
             return score_alone(self.model, token_ids, first, temperature)
 
@@ -208,7 +206,6 @@ class Forward:
 
     @torch.inference_mode()
     def _gap_to_stock(self) -> float:
-        """Nats by which a short probe differs from transformers' own pass."""
         vocabulary = int(self.model.config.vocab_size)  # its first ids are special tokens, which text does not have
         ids = (torch.arange(PROBE_TOKENS) * vocabulary + vocabulary // 2) // PROBE_TOKENS
         last = PROBE_TOKENS - 1
@@ -233,7 +230,7 @@ class Forward:
 
     @torch.inference_mode()
     def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """See ReadsColumns: a column is the layer's output for an input that is 1 in one place, which is exact."""
+        """Columns for ReadsColumns: outputs for one-hot inputs, which are exact."""
         layers, vectors = self._layers(), self._vectors()
         found: dict[str, NDArray[np.float32]] = {}
         for name, places in wanted.items():
@@ -249,7 +246,6 @@ class Forward:
         return found
 
     def _layers(self) -> dict[str, UsedLayer]:
-        """Every linear layer and embedding by the name of its weight, in the form of the fused pass if any."""
         found: dict[str, UsedLayer] = {}
         for name, weight in self.model.named_parameters(remove_duplicate=False):
             if weight.ndim == 2 and name.endswith(".weight"):
@@ -268,7 +264,6 @@ class Forward:
         return found
 
     def _vectors(self) -> dict[str, Tensor]:
-        """Every norm and bias by name; head norms as the fused pass has folded them into its scale."""
         found = {name: tensor for name, tensor in self.model.named_parameters() if tensor.ndim == 1}
         for prefix, layer in self._fused_layers():
             if layer.q_norm is not None and layer.k_norm is not None:
@@ -282,7 +277,6 @@ class Forward:
         return found
 
     def _fused_layers(self) -> Iterator[tuple[str, FusedLayer]]:
-        """The layers of the fused pass, by the name of the stock module; none without one."""
         if self.fused is not None:
             stock = self.model.base_model.layers
             prefix = next(name for name, module in self.model.named_modules() if module is stock)

@@ -1,13 +1,12 @@
-"""The KV of trajectories between two turns: as objects, in an engine's host memory, and in its slots.
+"""The KV of trajectories between two turns: as objects, in host memory, and in an engine's slots.
 
-Invariants
 1. An object names the trajectory, its weights, and its tokens by number and digest.
 2. `KVObject.check` allows its use by an engine with the same weights and layout, for a context that
    starts with these tokens.
 3. `KVObject.received` accepts only the bytes that were exported: size and checksum must be right.
 4. A pool never holds more than ``limit_bytes``, and at most one object per trajectory. It evicts
    objects of older weights first, then of trajectories without a request here, then the least
-   recently used one.
+   recently used object.
 5. Only slots without a running request are read. A slot is filled only beyond its own tokens, and
    the object then leaves the pool.
 """
@@ -41,10 +40,10 @@ _HEADER = {"trajectory_id": str, "version": int, "num_tokens": int, "digest": st
 
 @dataclass(frozen=True, slots=True)
 class KVObject:
-    """Keys and values of a trajectory's first ``num_tokens`` tokens, all layers and all KV heads."""
+    """Keys and values of a trajectory's first ``num_tokens`` tokens, all layers and KV heads."""
 
     trajectory_id: str
-    version: int  # of the weights that computed it; of several, the oldest
+    version: int  # of the weights that computed the KV; the oldest of several
     num_tokens: int
     digest: str  # `digest_of` its tokens
     layout: str  # equal layouts store the same numbers in the same order at any TP degree
@@ -68,7 +67,7 @@ class KVObject:
 
     @classmethod
     def received(cls, header: Mapping[str, Any], data: NDArray[np.uint8]) -> KVObject:
-        """The object of a header and received bytes; KVRefused if they are not the exported ones."""
+        """The object of a header and received bytes; KVRefused if the bytes are damaged."""
         try:
             found = cls(data=data, **{name: kind(header[name]) for name, kind in _HEADER.items()})
             num_bytes = int(header["num_bytes"])
@@ -86,7 +85,7 @@ class KVObject:
         return found
 
     def check(self, version: int, layout: str, context_ids: NDArray[Any]) -> None:
-        """KVRefused unless an engine of this layout that serves ``version`` may continue this context from it."""
+        """KVRefused unless an engine with these weights and layout may use it for this context."""
         for what, own, wanted in (("weights of version", self.version, version), ("layout", self.layout, layout)):
             if own != wanted:
                 raise KVRefused(f"KV of {self.trajectory_id}: it has {what} {own}, and the engine has {wanted}")
@@ -110,10 +109,8 @@ class HostKV:
         return len(self._objects)
 
     def put(self, kv: KVObject, waiting: Container[str] = ()) -> bool:
-        """Keep an object, replacing less valuable ones; False if it is larger than the pool.
-
-        ``waiting``: trajectories that have requests here.
-        """
+        """Keep an object, replacing less valuable objects; False if it is larger than the pool.
+        ``waiting`` has the trajectories with requests here."""
         with self._lock:
             self._drop(kv.trajectory_id)
             if kv.num_bytes > self.limit_bytes:
@@ -131,7 +128,7 @@ class HostKV:
             return True
 
     def get(self, trajectory_id: str) -> KVObject | None:
-        """The object of a trajectory; it stays."""
+        """The object of a trajectory, which stays in the pool."""
         with self._lock:
             found = self._objects.get(trajectory_id)
             if found is not None:
@@ -158,18 +155,18 @@ logger = logging.getLogger(__name__)
 
 
 class ParkedKV:
-    """One engine's KV moves; on its thread. Without a ``pool`` every method does nothing."""
+    """One engine's KV moves, on its thread. Without a ``pool`` every method does nothing."""
 
     def __init__(self, kv: SlotKV, table: SlotTable, pool: HostKV | None) -> None:
         self.kv, self.table, self.pool = kv, table, pool
 
     def evicted(self, slot: int, version: int, waiting: Container[str]) -> None:
-        """A retained slot, computed by weights ``version``, is about to be freed."""
+        """Save a retained slot, computed by weights ``version``, that is about to be freed."""
         if self.pool is not None and self.table.cached[slot]:
             self.pool.put(self._read(slot, version), waiting)
 
     def export(self, trajectory_id: str, version: int, waiting: Container[str]) -> KVObject | None:
-        """The KV of a trajectory, now in the pool; None if it has none, the pool no room, or a request runs."""
+        """The KV of a trajectory, now in the pool; None without KV or room, or while it runs."""
         slot = self.table.slot_of.get(trajectory_id)
         if self.pool is None or slot is None:
             return None if self.pool is None else self.pool.get(trajectory_id)
@@ -179,7 +176,7 @@ class ParkedKV:
         return found if self.pool.put(found, waiting) else None
 
     def restore(self, job: Job, version: int) -> int:
-        """Fill a starting request's slot from the pool if that has more; returns the tokens whose KV it has."""
+        """Fill a starting request's slot from the pool if that has more; returns cached tokens."""
         slot, context = job.slot, job.request.context_ids
         reuse = int(self.table.cached[slot])
         kv = None if self.pool is None else self.pool.get(job.name)
@@ -198,12 +195,12 @@ class ParkedKV:
         return reuse
 
     def forget(self, trajectory_id: str) -> None:
-        """A trajectory has ended, or was aborted."""
+        """Drop the KV of a trajectory that has ended or was aborted."""
         if self.pool is not None:
             self.pool.drop(trajectory_id)
 
     def loaded(self, version: int) -> None:
-        """The engine serves these weights from now on."""
+        """Drop the KV of weights older than ``version``."""
         if self.pool is not None:
             self.pool.drop_before(version)
 

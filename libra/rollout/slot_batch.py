@@ -1,23 +1,23 @@
 """Continuous batching over slots: the slot of each request, and one step for all, on one thread.
 
-A step feeds every running slot its tokens without cached KV: one if it decodes, a chunk if it
-prefills. A slot that then knows one token more than is cached gets its next token. An in-flight
-weight update sets ``cached = 0``.
+A step feeds every running slot its tokens without cached KV: one token if it decodes, a chunk if it
+prefills. A slot whose tokens are then all cached gets its next token. An in-flight weight update
+sets ``cached = 0``.
 
-Invariants
-1. Every running slot advances unless the step's prefill budget is spent on slots ahead of it, or
-   another slot is computing the same context: then it copies that KV (`libra.rollout.slot_table`).
+1. Every running slot advances, unless the step's prefill budget is spent on earlier slots, or
+   another slot is computing the same context: then the KV is copied (`libra.rollout.slot_table`).
 2. A trajectory has at most one slot and one request. Requests start in order of (priority,
-   arrival). If no slot is free, the least recently used retained one is evicted (to ``host_kv`` if
-   there is one), waiting trajectories last. A running one is never evicted.
-3. All cached KV was computed by the weights in use, because ``load`` drops it. It is reused only as
-   far as its tokens equal the new context, compared one by one.
-4. With ``speculate`` a slot keeps the drafted tokens that equal those sampled at their places,
-   whose uniform numbers were fixed before. So drafts change no token, and no KV that is used.
+   arrival). If no slot is free, the least recently used retained slot is evicted (to ``host_kv`` if
+   there is one), slots of waiting trajectories last. A running slot is never evicted.
+3. All cached KV was computed by the weights in use, because ``load`` drops older KV. Cached KV is
+   reused only as far as its tokens equal the new context, compared one by one.
+4. With ``speculate`` a slot keeps only drafted tokens that equal the tokens sampled at their
+   places, whose uniform numbers were fixed before. So drafts change no token, and no KV that is
+   used.
 5. Contexts of running requests with all tokens that they may still generate, plus retained
    contexts, never exceed ``kv_tokens``. Memory is allocated for the longest context in every slot.
 6. With ``record_routes`` (a mixture of experts) a turn returns the experts of every token whose KV
-   it computed, or of all if its weights changed: the last choice for each token counts.
+   it computed, or of all tokens if the weights changed: the last choice for each token counts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from libra.rollout.weight_loading import copy_weights
 from libra.types import StopReason, TurnOutput, TurnRequest
 
 PREFILL_TOKENS_PER_STEP = 4096
-"""Maximum context tokens computed in one step, so that a burst of long prompts neither stalls decoding nor fills memory."""
+"""Most context tokens of one step, so that long prompts neither stall decoding nor fill memory."""
 
 
 class SlotBatch:
@@ -97,16 +97,16 @@ class SlotBatch:
         return self.table.tokens.shape[1]
 
     def check(self, request: TurnRequest) -> None:
-        """Raise if a request cannot be served at all; touches no state, so any thread may call it."""
+        """Raise if a request cannot be served at all; any thread may call it."""
         vocab_size = self.model.config.vocab_size
         check_request(request, max_context_tokens=self.max_context_tokens, vocab_size=vocab_size)
 
     def submit(self, job: Job) -> None:
-        """Queue a checked request; EngineError if its trajectory already has one here."""
+        """Queue a checked request; EngineError if its trajectory already has a request here."""
         self.queue.push(job)
 
     def abort(self, trajectory_id: str, ticket: int | None = None) -> tuple[Job, TurnOutput] | None:
-        """End a trajectory's request (only the one of that ticket, if given) and free its KV."""
+        """End a trajectory's request (only with this ticket, if given) and free its KV."""
         job, slot = self.queue.find(trajectory_id), self.table.slot_of.get(trajectory_id)
         if ticket is not None and (job is None or job.ticket != ticket):
             return None
@@ -133,16 +133,14 @@ class SlotBatch:
             self._free(slot)
 
     def export_kv(self, trajectory_id: str) -> KVObject | None:
-        """See MovesKV."""
         return self.parked.export(trajectory_id, self.version, self.queue.waiting)
 
     def park_kv(self) -> None:
-        """See MovesKV."""
         for slot in self.table.of_state(RETAINED):
             self._evict(slot)
 
     def load(self, version: int, directory: Path) -> None:
-        """Copy new weights in, drop all KV they did not compute, and let running requests compute it again."""
+        """Copy new weights in and drop all KV; running requests compute their KV again."""
         table, running = self.table, self.table.of_state(RUNNING)
         for slot in running:
             self._rescore(slot)  # the tokens sampled so far can be scored under their weights only now
@@ -204,7 +202,7 @@ class SlotBatch:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Job, TurnOutput]]:
-        """Admit the requests that fit, run one forward pass, sample; returns the requests that ended."""
+        """Admit requests, run one forward pass, sample; returns the requests that ended."""
         begun_s = time.perf_counter()
         self._admit(begun_s)
         if self.table.changed:
@@ -237,7 +235,6 @@ class SlotBatch:
             self.table.routes[places] = self.routers.take().to(torch.int16).cpu().numpy()
 
     def _end_pass(self, begun_s: float) -> float:
-        """Seconds of the pass, at least ``min_pass_s``."""
         spent_s = time.perf_counter() - begun_s
         if spent_s < self.min_pass_s:
             time.sleep(self.min_pass_s - spent_s)
@@ -247,7 +244,6 @@ class SlotBatch:
         return spent_s
 
     def _plan(self) -> tuple[NDArray[np.int64], Step, NDArray[np.int64], torch.Tensor | None]:
-        """Tokens to feed, their places, the slots that then get a token, and their rows if not all."""
         table, following = self.table, self.shared.following
         running, cached = table.running, table.cached[table.running]
         known = table.known[running]
@@ -288,7 +284,6 @@ class SlotBatch:
         return table.tokens[slot_T, position_T], step, np.concatenate(level), torch.tensor(last_rows)
 
     def _take_over(self) -> None:
-        """Give followers the KV their leader has computed; one that lost its leader becomes a leader."""
         table, ready = self.table, dict[int, list[int]]()
         for name, leader in list(self.shared.following.items()):
             slot, source = table.slot_of[name], table.slot_of.get(leader)
@@ -309,7 +304,6 @@ class SlotBatch:
                 table.running_job(slot).cached_tokens = shared
 
     def _sample(self, hidden: torch.Tensor, slots: NDArray[np.int64]) -> list[tuple[Job, TurnOutput]]:
-        """Give each of these slots its next token; returns the requests that ended."""
         table, sampling = self.table, self.table.sampling
         index = table.generated[slots]
         ids, nats = self._drawn(hidden, slots, index)
@@ -347,7 +341,6 @@ class SlotBatch:
     def _verify(
         self, speculation: GroupSpeculation, drafted: DraftedStep, begun_s: float
     ) -> list[tuple[Job, TurnOutput]]:
-        """Feed every running slot its last token and drafts, sample after each; drafts that agree are kept."""
         table, sampling, slots = self.table, self.table.sampling, drafted.slots
         self.kv.reserve(int(table.known[slots].max()) + drafted.longest)
         ids_T, step = drafted.step(self.kv, table.tokens, table.cached)
@@ -400,7 +393,6 @@ class SlotBatch:
         return slot
 
     def _make_room(self, need: int, own: int | None) -> bool:
-        """Whether ``need`` tokens fit beside the running slots, in place of slot ``own``; may evict."""
         reserved = self.table.reserved_tokens
         if reserved + need > self.kv_tokens:
             return False

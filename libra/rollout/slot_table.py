@@ -1,22 +1,21 @@
 """The queue of requests before an engine's slots, the slots in columns, and the sampling of tokens.
 
-A slot *knows* its tokens (context, then generated ones) and has the first ``cached`` of them in the
-KV cache. A token is drawn by inverse CDF from one uniform number, fixed by the request's seed before
-its first token; further tokens at a place have numbers of their own. Log-probabilities belong to the
-distribution sampled from; a greedy token (temperature 0) has the model's own.
+A slot *knows* its tokens (context, then generated tokens) and has the first ``cached`` tokens in
+the KV cache. A token is drawn by inverse CDF from one uniform number, fixed by the request's seed;
+further draws at a place have numbers of their own. Log-probabilities are of the distribution
+sampled from; a greedy token (temperature 0) has the model's own.
 
-Shapes: N rows, M draws, V vocabulary.
-
-Invariants
 1. A trajectory has at most one job, waiting or running. Jobs start in order of (priority, arrival),
    at most ``slots`` at once, and leave by ``end`` only.
 2. A slot is free, retained (a trajectory between two turns) or running; a trajectory has at most
    one slot.
 3. ``cached < known`` for every slot that is not free.
-4. Running slots are close together after `SlotTable.settle`, which moves their KV along with their
+4. Running slots are close together after `SlotTable.settle`, which moves their KV and their
    columns.
-5. Of the trajectories with one context, one leads; the others have nothing cached until its KV is
-   computed.
+5. Of the trajectories with one context, one leads; the others have nothing cached until the leader
+   has computed the KV.
+
+Shapes: N rows, M draws, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from libra.types import Drawn, TurnRequest
 
 @dataclass(slots=True)
 class QueuedJob:
-    """A request with its times. ``ticket`` is its arrival number; times are perf_counter seconds."""
+    """A request, its arrival number ``ticket``, and its times in perf_counter seconds."""
 
     ticket: int
     request: TurnRequest
@@ -55,7 +54,7 @@ J = TypeVar("J", bound=QueuedJob)
 
 @dataclass(slots=True)
 class RequestQueue(Generic[J]):
-    """Jobs waiting for one of ``slots`` places, and those that have one."""
+    """Jobs waiting for one of ``slots`` places, and jobs that have a place."""
 
     slots: int
     running: dict[str, J] = field(default_factory=dict)
@@ -63,7 +62,7 @@ class RequestQueue(Generic[J]):
     _order: list[tuple[tuple[int, ...], int, J]] = field(default_factory=list)
 
     def push(self, job: J) -> None:
-        """Let a job wait; EngineError if its trajectory already has one."""
+        """Queue a job; EngineError if its trajectory already has a job."""
         if job.name in self.waiting or job.name in self.running:
             raise EngineError(f"{job.name}: already has a request in the engine; await it or abort it first")
         self.waiting[job.name] = job
@@ -75,7 +74,7 @@ class RequestQueue(Generic[J]):
             job = self._order[0][2]
             if self.waiting.get(job.name) is job:
                 return job
-            heapq.heappop(self._order)  # it was removed while it waited
+            heapq.heappop(self._order)  # the job was removed while it waited
         return None
 
     def begin(self, job: J) -> None:
@@ -90,7 +89,7 @@ class RequestQueue(Generic[J]):
             yield job
 
     def end(self, job: J) -> None:
-        """A job has ended, waiting or running."""
+        """Remove a job that has ended, waiting or running."""
         for place in (self.waiting, self.running):
             if place.get(job.name) is job:
                 del place[job.name]
@@ -101,29 +100,27 @@ class RequestQueue(Generic[J]):
         return self.running.get(trajectory_id) or self.waiting.get(trajectory_id)
 
     def jobs(self) -> list[J]:
-        """All jobs, running ones first."""
+        """All jobs, running jobs first."""
         return [*self.running.values(), *self.waiting.values()]
 
 
 FREE, RETAINED, RUNNING = 0, 1, 2
 SPAN_SLACK = 1.25
-"""Slots are swapped together once the running ones are spread over more than this many times their number."""
+"""Span of the running slots, relative to their number, above which slots are swapped together."""
 
 Slots = NDArray[np.int64]
 
 
 def draw_uniforms(seed: int, num_tokens: int, first: int = 0) -> NDArray[np.float32]:
-    """The uniform numbers in [0, 1) of tokens ``first``, ``first + 1``, ... of a turn (num_tokens,)."""
+    """The uniform numbers in [0, 1) of a turn's tokens from ``first`` on (num_tokens,)."""
     return np.random.default_rng(seed).random(first + num_tokens, dtype=np.float32)[first:]
 
 
 def sample(
     logits_NV: Tensor, uniforms_N: Tensor, temperature_N: Tensor | None, top_p_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Next token ids (N,) int64 and their log-probabilities (N,) float32.
-
-    Shortcuts: no ``temperature_N`` is 1 everywhere, and no ``top_p_N`` cuts no row.
-    """
+    """Next token ids (N,) int64 and their log-probabilities (N,) float32. ``temperature_N`` None is
+    1 everywhere, and ``top_p_N`` None cuts no row."""
     logits_NV = logits_NV.float()
     greedy_N = None
     if temperature_N is not None:
@@ -146,7 +143,6 @@ def sample(
 
 
 def _keep_top_p(logprobs_NV: Tensor, top_p_N: Tensor) -> Tensor:
-    """Log-probabilities renormalised over the fewest likeliest tokens that reach top_p; else -inf."""
     sorted_NV, order_NV = logprobs_NV.sort(dim=-1, descending=True, stable=True)
     probs_NV = sorted_NV.exp()
     before_NV = probs_NV.cumsum(dim=-1) - probs_NV
@@ -158,10 +154,8 @@ def _keep_top_p(logprobs_NV: Tensor, top_p_N: Tensor) -> Tensor:
 
 
 def draw_further(logits_NV: Tensor, uniforms_NM: Tensor, temperature_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """M further tokens of each row (N, M) int64, by inverse CDF, and their log-probabilities (N, M) float32.
-
-    No request wants them at temperature 0 or with top_p below 1; such rows are drawn at 1 and uncut.
-    """
+    """M further tokens of each row (N, M) int64, and log-probabilities (N, M) float32. Rows without
+    draws (temperature 0 or top_p below 1) are drawn at temperature 1 and uncut."""
     logits_NV = logits_NV.float()
     if temperature_N is not None:
         logits_NV = logits_NV / torch.where(temperature_N == 0, 1.0, temperature_N)[:, None]
@@ -189,7 +183,7 @@ class Job(QueuedJob):
     drawn: list[tuple[NDArray[np.int64], NDArray[np.float32]]] = field(default_factory=list)
 
     def token_versions(self, count: int) -> NDArray[np.int32]:
-        """Version of the weights that generated each of its ``count`` tokens."""
+        """Version of the weights that generated each of the request's ``count`` tokens."""
         found = np.empty(count, np.int32)
         for begin, version in self.versions:
             found[begin:] = version
@@ -205,7 +199,7 @@ class SamplingColumns:
         self.top_p = np.ones(slots, np.float32)
         self.limit = np.zeros(slots, np.int64)  # most tokens the running request may generate
         self.stops = np.full((slots, 1), -1, np.int64)  # stop ids of each slot, padded with -1
-        self.any_temperature = self.any_top_p = False  # of the running slots: the inputs of `sample`
+        self.any_temperature = self.any_top_p = False  # whether running slots need these inputs of `sample`
 
     def place(self, slot: int, request: TurnRequest) -> None:
         num_stops = len(request.stop_ids)
@@ -225,7 +219,7 @@ class SamplingColumns:
 
 
 class SlotTable:
-    """Columns of all slots; one thread. ``routes``: layers and experts per token, if recorded."""
+    """Columns of all slots, for one thread. ``routes``: layers and experts per token, or ()."""
 
     def __init__(self, slots: int, max_context_tokens: int, routes: tuple[int, ...] = ()) -> None:
         self.state = np.zeros(slots, np.int8)
@@ -233,9 +227,9 @@ class SlotTable:
         self.jobs: list[Job | None] = [None] * slots
         self.slot_of: dict[str, int] = {}
         self.known = np.zeros(slots, np.int64)  # tokens of the slot's trajectory, in ``tokens``
-        self.cached = np.zeros(slots, np.int64)  # of those, in the KV cache
-        self.generated = np.zeros(slots, np.int64)  # of those, sampled for the running request
-        self.rescored = np.zeros(slots, np.int64)  # of those, scored alone (`exact_logprobs`)
+        self.cached = np.zeros(slots, np.int64)  # known tokens in the KV cache
+        self.generated = np.zeros(slots, np.int64)  # known tokens sampled for the running request
+        self.rescored = np.zeros(slots, np.int64)  # generated tokens scored alone (`exact_logprobs`)
         self.used_at = np.zeros(slots, np.int64)  # step in which the slot last ran
         self.tokens = np.zeros((slots, max_context_tokens), np.int64)
         self.logprobs = np.zeros((slots, max_context_tokens), np.float32)
@@ -254,7 +248,7 @@ class SlotTable:
         return job
 
     def place(self, job: Job, slot: int) -> int:
-        """Run a request in a free slot or its own; returns the tokens whose KV can be used again."""
+        """Run a request in a free slot or its own; returns the number of reusable cached tokens."""
         context, length = job.request.context_ids, len(job.request.context_ids)
         reuse = 0
         if self.state[slot] == RETAINED:
@@ -271,7 +265,7 @@ class SlotTable:
         return reuse
 
     def retain(self, slot: int, step: int) -> None:
-        """The slot's request ended in this step; its tokens stay."""
+        """Keep the tokens of a slot whose request ended in this step."""
         self.jobs[slot], self.state[slot], self.used_at[slot] = None, RETAINED, step
         self.changed = True
 
@@ -282,12 +276,12 @@ class SlotTable:
         self.changed = True
 
     def least_worth(self, waiting: Container[str], but: int | None = None) -> int | None:
-        """The retained slot to evict first: not of a waiting trajectory, least recently used; if any."""
+        """The retained slot to evict first, least recently used; slots of ``waiting`` come last."""
         retained = (slot for slot in self.of_state(RETAINED) if slot != but)
         return min(retained, key=lambda slot: (self.owner[slot] in waiting, self.used_at[slot]), default=None)
 
     def new_routes(self, slot: int) -> tuple[NDArray[np.int16] | None, int]:
-        """Experts of the slot's new tokens, and the first such token; None if they are not recorded."""
+        """Experts of the slot's new tokens, and the first such token; None if not recorded."""
         if self.routes is None or slot < 0:
             return None, 0
         first, computed = int(self.routed[slot]), int(self.cached[slot])
@@ -301,7 +295,7 @@ class SlotTable:
         return int((self.known[running] - self.generated[running] + self.sampling.limit[running]).sum())
 
     def retained_tokens(self, but: int | None) -> int:
-        """Context tokens kept between turns, without one slot's."""
+        """Context tokens kept between turns, without the tokens of slot ``but``."""
         return int(self.known[self.state == RETAINED].sum()) - (int(self.known[but]) if but is not None else 0)
 
     def settle(self, kv: SlotKV) -> None:
@@ -339,7 +333,7 @@ class FurtherDraws:
         self._last: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
 
     def draw(self, logits_NV: Tensor, table: SlotTable, slots: NDArray[np.int64], index: NDArray[np.int64]) -> None:
-        """Draw after each row, a slot's ``index``-th token, where a request wants it."""
+        """Draw after each row, a slot's ``index``-th token, if the slot's request has draws."""
         self._last = None
         requests = [table.running_job(slot).request for slot in slots]
         draws = max(request.draws for request in requests)
@@ -354,7 +348,7 @@ class FurtherDraws:
         self._last = ids_NM.cpu().numpy(), nats_NM.cpu().numpy()
 
     def keep(self, table: SlotTable, slots: NDArray[np.int64], first: int = 0) -> None:
-        """Keep them, from row ``first`` on, for the requests in ``slots`` that want them."""
+        """Keep the draws, from row ``first`` on, for the requests in ``slots`` that have draws."""
         if self._last is None:
             return
         ids, nats = self._last
@@ -365,7 +359,7 @@ class FurtherDraws:
 
 
 def drawn_of(job: Job) -> Drawn | None:
-    """The further draws of a request (tokens, draws), if it wants any."""
+    """The further draws of a request (tokens, draws), if it has any."""
     if not (draws := job.request.draws):
         return None
     ids = np.array([ids for ids, _ in job.drawn], np.int32).reshape(-1, draws)
@@ -373,7 +367,7 @@ def drawn_of(job: Job) -> Drawn | None:
 
 
 class SharedContexts:
-    """The trajectory that computes each context (leader), and those that wait for its KV (followers)."""
+    """For each context, the trajectory that computes it (leader) and its followers."""
 
     def __init__(self) -> None:
         self.following: dict[str, str] = {}  # follower -> leader
@@ -381,7 +375,7 @@ class SharedContexts:
         self._context_of: dict[str, bytes] = {}  # the inverse
 
     def begin(self, name: str, context: bytes, goes_on: bool) -> None:
-        """A trajectory starts a turn. If it ``goes_on`` with KV, it leads only the start of its context."""
+        """Start a turn. With cached KV (``goes_on``) it leads only its context's start."""
         if not goes_on:
             self.join(name, context)
         elif not context.startswith(self._context_of.get(name, b"")):

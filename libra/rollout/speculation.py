@@ -3,13 +3,12 @@
 Samples of one prompt repeat each other's phrases, and their own. Seer (arXiv:2511.14617 v3) drafts
 from a tree of a group's suffixes; here it is a table of the tokens after each 2, 4 and 8 tokens.
 
-Invariants
 1. A draft never changes the tokens: the engine keeps a drafted token only if it samples the same.
 2. Each token of each sequence is counted once, and a prompt that sequences share once for all.
 3. Lengths are 0 or one of `LENGTHS`, and 0 for batches of more than `MOST_ROWS`.
 4. Every length is tried, first after `FIRST_TRIED_AFTER` steps each, then half as often after each
-   time that it was not the best; all other steps use the best one, which is a draft only if it gives
-   `MARGIN` times the tokens per second of steps without.
+   time that it was not the best. All other steps use the best length; drafts count as best only
+   with `MARGIN` times the tokens per second of steps without drafts.
 
 Shapes: T tokens, R slots.
 """
@@ -30,17 +29,17 @@ from libra.rollout.attention import Chunk, SlotKV, Step
 from libra.rollout.slot_table import Job, SlotTable
 
 SUFFIXES = (8, 4, 2)
-"""Lengths of the suffixes that are looked up, the longest first: counting a token takes as many entries of a table."""
+"""Lengths of the suffixes that are looked up, the longest first."""
 LONGEST = SUFFIXES[0]
 MAX_GROUPS = 256
-"""Groups whose tokens are kept; the least recently used one goes first."""
+"""Groups whose tokens are kept; the least recently used group is dropped first."""
 LENGTHS = (0, 2, 4, 8)
 MOST_ROWS = 8
-"""Largest batch for which drafts are made: a step of many rows is bound by arithmetic, and drafts add to it."""
+"""Largest batch with drafts: large batches are bound by arithmetic, and drafts add to it."""
 TRIED_AFTER, TRIED_AFTER_MOST = 16, 4096
-"""Steps of a batch size until a length that was not the best is tried again: at first, and at most."""
+"""Steps until a length that was not the best is tried again: at first, and at most."""
 FIRST_TRIED_AFTER = 8
-"""Steps of a batch size before each first try of a length: sizes with few steps, as between prompts, try next to nothing."""
+"""Steps of a batch size before each first try of a length, so that rare sizes try little."""
 MARGIN = 1.05
 FORGETTING = 0.1
 """Weight of the newest step in the means."""
@@ -59,14 +58,14 @@ class GroupDrafts:
         self._next: dict[tuple[int, ...], dict[int, int]] = {}
         self._counted: dict[str, int] = {}
         self._latest: dict[str, Tokens] = {}
-        self._first: Sequence[int] = ()  # the sequence that was counted first, with the prompt of all
+        self._first: Sequence[int] = ()  # the sequence counted first; its prompt is the prompt of all
 
     def extend(self, name: str, tokens: Tokens) -> None:
-        """The tokens of a trajectory so far, prompt included."""
+        """Note the tokens of a trajectory so far, prompt included."""
         self._latest[name] = tokens
 
     def propose(self, tail: Sequence[int], count: int) -> list[int]:
-        """Up to ``count`` tokens after ``tail``: the most frequent after the longest known suffix, least id first."""
+        """Up to ``count`` tokens after ``tail``, each most frequent after the longest suffix."""
         for name, tokens in self._latest.items():
             self._count(name, tokens)
         self._latest.clear()
@@ -114,7 +113,7 @@ class Drafts:
 
 @dataclass(slots=True)
 class Drafted:
-    """Counters of one batch size; ``drafted`` to ``seconds`` are of steps with drafts, ``plain`` without."""
+    """Counters of one batch size; names in ``plain`` are of steps without drafts."""
 
     steps: int = 0
     drafted: int = 0
@@ -126,7 +125,7 @@ class Drafted:
 
     @property
     def gain(self) -> float | None:
-        """Tokens per second of steps with drafts over those without; None before both exist."""
+        """Tokens per second with drafts over tokens per second without; None before both exist."""
         if not (self.steps and self.plain_generated):
             return None
         return (self.generated / self.seconds) / (self.plain_generated / self.plain_s)
@@ -138,8 +137,6 @@ DraftedByRows = dict[int, Drafted]
 
 @dataclass(slots=True)
 class _Size:
-    """One batch size, by length: mean tokens and seconds of a step, its next try, and the wait for that."""
-
     tokens: dict[int, float] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     next_try: dict[int, int] = field(default_factory=dict)
@@ -152,13 +149,13 @@ class _Size:
 
 @dataclass(slots=True)
 class DraftLength:
-    """The choice of an engine."""
+    """The choice of the draft length of an engine."""
 
     by_rows: DraftedByRows = field(default_factory=dict)
     _sizes: dict[int, _Size] = field(default_factory=dict)
 
     def choose(self, num_rows: int) -> int:
-        """Tokens to draft for each of so many sequences."""
+        """Tokens to draft for each of ``num_rows`` sequences."""
         if num_rows > MOST_ROWS:
             return 0
         size = self._sizes.setdefault(_power(num_rows), _Size())
@@ -178,7 +175,7 @@ class DraftLength:
         return due[0]
 
     def measured(self, num_rows: int, length: int, drafted: int, generated: int, seconds: float) -> None:
-        """A step of so many sequences, for which ``length`` was chosen and ``drafted`` tokens were found."""
+        """Count a step for which ``length`` was chosen and ``drafted`` tokens were found."""
         if num_rows > MOST_ROWS:
             return
         rows, seconds = _power(num_rows), max(seconds, 1e-9)
@@ -202,11 +199,9 @@ def _power(num_rows: int) -> int:
 
 
 class DraftedStep:
-    """The slots of a step, ascending, and the drafts of each.
-
-    ``length`` is the number of tokens requested, ``rows`` and ``begins`` (R,) the tokens fed to each
-    slot and the place of the first, and ``offsets`` (T,) each token's place in its slot.
-    """
+    """The slots of a step, ascending, and the drafts of each. ``length`` is the number of tokens
+    requested, ``rows`` and ``begins`` (R,) the tokens fed to each slot and the place of the first,
+    and ``offsets`` (T,) each token's place in its slot."""
 
     def __init__(self, slots: NDArray[np.int64], drafts: list[list[int]], length: int) -> None:
         self.slots, self.drafts, self.length = slots, drafts, length
@@ -216,7 +211,7 @@ class DraftedStep:
         self.longest = int(self.rows.max()) - 1
 
     def step(self, kv: SlotKV, tokens: NDArray[np.int64], cached: NDArray[np.int64]) -> tuple[NDArray[np.int64], Step]:
-        """The tokens to feed (T,) and their places; ``tokens`` and ``cached`` are columns of the slot table."""
+        """The tokens to feed (T,) and their places; ``tokens`` and ``cached`` are slot columns."""
         starts = cached[self.slots]
         position_T = np.repeat(starts, self.rows) + self.offsets
         ids_T = np.empty(len(position_T), np.int64)
@@ -237,7 +232,7 @@ class GroupSpeculation:
         self.drafts, self.length = Drafts(), DraftLength()
 
     def draft(self, table: SlotTable) -> tuple[int, DraftedStep | None]:
-        """The number of tokens to draft, and drafts if all running slots decode and drafts pay off."""
+        """Tokens to draft, and drafts if all running slots decode and drafts pay off."""
         running = table.running
         if (table.known[running] - table.cached[running] > 1).any():
             return 0, None
@@ -257,13 +252,13 @@ class GroupSpeculation:
         return length, DraftedStep(running, found, length) if any(found) else None
 
     def finished(self, job: Job, table: SlotTable) -> None:
-        """Let the group of an ended request use its tokens."""
+        """Add the tokens of an ended request to its group."""
         if job.request.group:
             tokens = table.tokens[job.slot, : table.known[job.slot]]
             self.drafts.of(job.request.group).extend(job.name, tokens.copy())
 
 
 def accepted(draft: Sequence[int], sampled: Sequence[int], stops: Collection[int]) -> int:
-    """Number of sampled tokens that count: up to the first that differs from its draft, or stops the turn."""
+    """Number of sampled tokens kept: up to the first that is a stop or differs from its draft."""
     kept = takewhile(lambda place: sampled[place] == draft[place] not in stops, range(len(draft)))
     return sum(1 for _ in kept) + 1

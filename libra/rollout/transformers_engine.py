@@ -3,9 +3,8 @@
 Callers are coroutines of any event loop. Their requests go into one mailbox, which the thread
 empties between two steps.
 
-Invariants
-1. Only the engine's thread touches model and batch. Others use the mailbox and read ``version`` and
-   ``stats``.
+1. Only the engine's thread touches model and batch. Other threads use the mailbox and read
+   ``version`` and ``stats``.
 2. Every future is resolved exactly once: with a result, or an error; on ``close`` with EngineError.
 3. A fault inside a step fails the requests in the engine and drops all KV; the thread continues.
 """
@@ -47,13 +46,10 @@ Reply = Future[Any]
 
 @dataclass(frozen=True, slots=True)
 class TransformersSettings(EngineSettings):
-    """Settings of a `TransformersEngine`.
+    """Settings of a `TransformersEngine`. With ``kv_cache_gib``, a request waits until its context
+    and all tokens that it may generate fit; contexts retained between turns are evicted for it."""
 
-    With ``kv_cache_gib``, requests wait until their context fits with all tokens that they may
-    generate; contexts retained between turns are evicted for them.
-    """
-
-    exact_logprobs: bool = False  # of turns scored alone and uncached (`libra.heads`): one more pass per turn
+    exact_logprobs: bool = False  # score turns alone and uncached (`libra.heads`): one more pass per turn
     min_pass_s: float = 0.0  # for measurements that need engines of different speeds
     device: str = "cpu"  # "auto", "cpu", "cuda": `libra.tensors.compute_device`
     loader: str | None = None  # ``model.loader``
@@ -63,11 +59,8 @@ class TransformersSettings(EngineSettings):
 
 
 class TransformersEngine:
-    """Continuous batching of a Hugging Face causal LM on this process's CPU or GPU.
-
-    ``version`` is the number of the weights in ``model_dir``; ``options`` are fields of
-    `TransformersSettings`.
-    """
+    """Continuous batching of a Hugging Face causal LM on this process's CPU or GPU. ``version`` is
+    the number of the weights in ``model_dir``; ``options`` are fields of `TransformersSettings`."""
 
     continues_turns = True
 
@@ -104,11 +97,9 @@ class TransformersEngine:
             raise
 
     async def abort(self, trajectory_id: str) -> None:
-        """See RolloutEngine."""
         await self._ask(self._abort, trajectory_id, None)
 
     def forget(self, trajectory_id: str) -> None:
-        """See RolloutEngine."""
         self._mailbox.put((self._open().forget, (trajectory_id,), None))
 
     async def pause(self) -> None:
@@ -120,11 +111,9 @@ class TransformersEngine:
         await self._ask(self._set_paused, False)
 
     async def load_version(self, version: int, directory: Path) -> None:
-        """See RolloutEngine."""
         await self._ask(self._load, version, Path(directory))
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """See RolloutEngine."""
         return cast("NDArray[np.float32]", await self._ask(self._open().score, token_ids))
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
@@ -136,17 +125,14 @@ class TransformersEngine:
         return await asyncio.to_thread(self._open().forward.columns, wanted)
 
     async def export_kv(self, trajectory_id: str) -> KVObject | None:
-        """See MovesKV."""
         if self._closing and self._host_kv is not None:
             return self._host_kv.get(trajectory_id)
         return cast("KVObject | None", await self._ask(self._open().export_kv, trajectory_id))
 
     async def park_kv(self) -> None:
-        """See MovesKV."""
         await self._ask(self._open().park_kv)
 
     async def import_kv(self, kv: KVObject) -> bool:
-        """See MovesKV."""
         return self._host_kv is not None and await self._ask(self._host_kv.put, kv)
 
     def stats(self) -> EngineStats:
@@ -154,7 +140,6 @@ class TransformersEngine:
         return self._open().stats()
 
     def capacity(self) -> EngineCapacity:
-        """See RolloutEngine."""
         batch = self._open()
         token_bytes = self._token_bytes
         return EngineCapacity(
@@ -164,7 +149,7 @@ class TransformersEngine:
         )  # fmt: skip
 
     async def close(self) -> None:
-        """Fail what is pending and join the thread; may be called twice."""
+        """Fail pending requests and join the thread; may be called twice."""
         if self._thread is None:
             return
         self._closing = True
@@ -275,7 +260,7 @@ class TransformersEngine:
 
 
 def _answer(reply: Reply, result: Any) -> None:
-    if not reply.set_running_or_notify_cancel():  # its caller no longer waits
+    if not reply.set_running_or_notify_cancel():  # the caller no longer waits
         return
     if isinstance(result, Exception):
         reply.set_exception(result)

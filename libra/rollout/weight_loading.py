@@ -1,10 +1,9 @@
 """Weights on disk: loading a model, checking a version's file, and copying it into place.
 
-Invariants
-1. `ExpectedWeights.check` reads names, shapes and tied tensors only: a file that does not fit is
+1. `ExpectedWeights.check` reads only names, shapes and tied tensors, so a file that does not fit is
    refused before anything changes.
-2. Of tensors that are tied (a head to the embedding) a file needs one; if it has several they are
-   equal.
+2. A file needs only one of several tied tensors (a head tied to the embedding); if it has several,
+   they are equal.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWeights:
-    """Names and shapes of a model's tensors: tied ones under every name, and ``tied`` from alias to name."""
+    """Names and shapes of a model's tensors, and ``tied`` from alias to first name."""
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
@@ -45,7 +44,7 @@ class ExpectedWeights:
 
     @classmethod
     def of_directory(cls, model_dir: Path, *, tied: bool) -> ExpectedWeights:
-        """Tensors of a model directory, whose head may be ``tied`` to its embedding; or ModelError."""
+        """Tensors of a model directory, with ``tied`` head or not; or ModelError."""
         shapes: dict[str, tuple[int, ...]] = {}
         try:
             for path in sorted(Path(model_dir).glob("*.safetensors")):
@@ -63,7 +62,7 @@ class ExpectedWeights:
         return cls(shapes | {HEAD: shapes[embedding]}, {HEAD: embedding})
 
     def check(self, directory: Path) -> Path:
-        """The weights file of a version; WeightsError if it is unreadable or does not fit this model."""
+        """The weights file of a version; WeightsError if it is unreadable or does not fit."""
         path = Path(directory) / WEIGHTS_FILE
         with _opened(path) as file:
             self._check(file, path)
@@ -89,9 +88,7 @@ class ExpectedWeights:
 
 def copy_weights(model: nn.Module, directory: Path) -> None:
     """Copy ``directory/model.safetensors`` into the model, tensor by tensor, casting to its dtype.
-
-    WeightsError, and nothing was copied, if the file is unreadable, or its names or shapes do not fit.
-    """
+    WeightsError, before any copy, if the file is unreadable, or its names or shapes do not fit."""
     expected, own, path = ExpectedWeights.of_model(model), model.state_dict(), Path(directory) / WEIGHTS_FILE
     with _opened(path) as file, torch.no_grad():  # once: a version may be dropped at any time, an open file stays
         expected._check(file, path)
@@ -117,7 +114,7 @@ def _first(items: list[str], count: int = 4) -> str:
 
 
 def check_served(directory: Path, max_context_tokens: int) -> None:
-    """ModelError or ConfigError if slots cannot hold the model of a directory, judged without weights."""
+    """ModelError or ConfigError if slots cannot serve a model; reads no weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -133,7 +130,7 @@ def check_served(directory: Path, max_context_tokens: int) -> None:
 
 
 def load_causal_lm(model_dir: Path, dtype: str, attention: str, loader: str | None = None) -> Any:
-    """A Hugging Face causal LM in evaluation mode, with the named attention; may raise ModelError."""
+    """A Hugging Face causal LM in evaluation mode, with the named attention; or ModelError."""
     from transformers.utils import logging as transformers_logging
 
     if dtype not in DTYPES:

@@ -1,2 +1,1 @@
-"""The files of a run: journals of trajectories, group records, batch membership, the zarr store, the
-event log."""
+"""The files of a run: journals, group records, batch records, the zarr store and the event log."""

@@ -1,15 +1,14 @@
 """One array of the store on a POSIX file system, appended to without reading it back.
 
-zarr's own ``resize`` and item assignment cost 1.8 ms of CPU and two renames per array, and a store
-has forty. Here the rows of the last chunk stay in memory, numbers are appended to their chunk in
-place, and the length is changed in place. The result is plain zarr v3; every test of the store
-reads it with zarr itself.
+zarr's own ``resize`` and item assignment cost two renames per array, and a store has forty arrays.
+Here the rows of the last chunk stay in memory, and numbers are appended to their chunk in place.
+The result is plain zarr v3.
 
-1. Bytes of committed rows are never overwritten in place: an uncompressed chunk is extended behind
-   them, a compressed one is replaced by an atomic rename.
+1. Bytes of committed rows are never overwritten in place: an uncompressed chunk is extended, and a
+   compressed chunk is replaced by an atomic rename.
 2. The length in ``zarr.json`` is a field of fixed width, changed by one small write after the rows
    are written.
-3. `write` may be repeated, with the same or other rows, until `accept` commits them.
+3. `write` may be repeated, with the same or other rows, until `accept` commits the rows.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class ColumnFile:
     directory : Path
         Directory of the array, as `libra.store.zarr_layout.create_arrays` created it.
     compressed : bool
-        Whether its chunks are compressed, as text always is.
+        Whether the chunks are compressed; text always is.
     committed : int
-        Rows to keep; the file is cut behind them.
+        Number of rows to keep; later rows are cut off.
     tail : array
         The committed rows in the last, unfinished chunk.
     """
@@ -56,7 +55,7 @@ class ColumnFile:
         self._make_length_field(committed)
 
     def write(self, values: NDArray[Any]) -> None:
-        """Write rows behind the committed ones, over any that were not accepted. OSError if the disk is full."""
+        """Write rows after the committed rows, over unaccepted rows. OSError on a full disk."""
         rows = np.concatenate([self._tail, values])
         first = self._committed // self._rows_per_chunk
         done = len(self._tail)
@@ -88,7 +87,7 @@ class ColumnFile:
         try:
             size = self._rows_per_chunk * rows.dtype.itemsize
             if os.fstat(descriptor).st_size != size:
-                done = 0  # a new chunk, or one that zarr skipped because it held only the fill value
+                done = 0  # a new chunk, or a chunk that zarr skipped because it had only fill values
                 os.ftruncate(descriptor, size)
             write_all(descriptor, little[done:].tobytes(), done * rows.dtype.itemsize)
         finally:

@@ -1,17 +1,16 @@
-"""The event log of a run: one of `libra.facts` per line, in order of writing, kept in parts.
+"""The event log of a run: one of `libra.facts` per line, in order of writing.
 
-``events.jsonl`` has the newest lines; those since the last `flush` may be lost with the process.
-Older ones are in closed parts, ``events/FIRST-LAST.jsonl.gz``, named by their first and last line.
-Readers here read all as one, and so does ``zcat -f RUN/events/* RUN/events.jsonl``.
+``events.jsonl`` has the newest lines. Older lines are in closed segments,
+``events/FIRST-LAST.jsonl.gz``, named by their first and last line. The readers here join all parts,
+and so does ``zcat -f RUN/events/* RUN/events.jsonl``.
 
-Invariants
-----------
-1. The log's own file becomes a segment by a rename, and an empty one takes its place: each line is
-   in one file at any time.
-2. The segments of a log have its lines from 1 on, each once. A missing one is an error for a reader
-   of its lines, which it names; the writer goes on, and newer lines are read.
-3. The compressed form of a segment appears by a rename, whole and on the device, before the plain
-   one is removed. Where both exist they are equal, and the next writer finishes.
+1. Each line is in exactly one file: ``events.jsonl`` becomes a segment by a rename, and an empty
+   file takes its place.
+2. Lines since the last `flush` may be lost with the process.
+3. The segments hold every line from 1 on once. If a segment is missing, its readers raise an error
+   that names it; the writer goes on, and newer lines can be read.
+4. A compressed segment appears whole, by a rename, before the plain file is removed. If both exist
+   they are equal, and the next writer removes the plain file.
 """
 
 from __future__ import annotations
@@ -40,17 +39,15 @@ from libra.store.line_log import LineLog, LineReader
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 1 << 20
-"""Least size of a segment, uncompressed. A run closes one before a snapshot and at its end."""
+"""Least uncompressed size of a segment. A run closes a segment before a snapshot and at its end."""
 _NAME = re.compile(r"(?P<first>\d+)-(?P<last>\d+)\.jsonl(?:\.gz)?")
 _ADVICE = "libra replay --from-snapshot begins after it, and a resumed run needs only the newest part"
 _SNAPSHOT = f'"name":"{name_of(PolicySnapshot)}"'.encode()
 _COMPRESSOR = ThreadPoolExecutor(1, "libra-log-segments")
-"""The only thread of this process that compresses segments."""
 
 
 class Segment(NamedTuple):
-    """Lines ``first`` to ``last`` of a log; ``plain`` is its file until the compressed one, ``packed``,
-    exists."""
+    """Lines ``first`` to ``last`` of a log, in file ``plain`` or compressed in ``packed``."""
 
     first: int
     last: int
@@ -62,7 +59,7 @@ class Segment(NamedTuple):
         return self.plain.with_name(self.plain.name + ".gz")
 
     def lines(self, start: int = 1) -> Iterator[bytes]:
-        """Its lines from line ``start`` of the log on; StoreError if the file is damaged."""
+        """The lines from line ``start`` of the log on; StoreError if the file is damaged."""
         number = max(start, self.first) - 1
         try:
             with self._open() as file:
@@ -70,7 +67,7 @@ class Segment(NamedTuple):
                     number += 1
                     yield line
                 if isinstance(file, gzip.GzipFile):
-                    file.read(1)  # to its end, where its checksum is
+                    file.read(1)  # read to the end of the file, where the checksum is
         except (OSError, EOFError, zlib.error) as error:
             raise StoreError(f"{self.packed}: this part of a log is damaged ({error}); {_ADVICE}") from error
         if number != self.last:
@@ -82,14 +79,13 @@ class Segment(NamedTuple):
                 break
         try:
             return gzip.open(path, "rb") if path == self.packed else path.open("rb")  # type: ignore[return-value]
-        except FileNotFoundError:  # it was compressed since
+        except FileNotFoundError:  # compressed meanwhile
             return gzip.open(self.packed, "rb")  # type: ignore[return-value]
 
     def compress(self) -> None:
-        """Replace the plain file by the compressed one; its lines beyond ``last`` are left out.
-
-        Raises OSError if the file cannot be written, StoreError if lines are missing; the plain file stays.
-        """
+        """Replace the plain file by the compressed file, without lines beyond ``last``. Raises
+        OSError if the file cannot be written, StoreError if lines are missing; the plain file
+        stays."""
         if not self.packed.exists():
             with self.plain.open("rb") as source:
                 lines = list(islice(source, self.last - self.first + 1))
@@ -106,12 +102,12 @@ class Segment(NamedTuple):
 
 
 def segments_directory(log: Path) -> Path:
-    """Where the segments of a log are: beside it, under its name without the suffix."""
+    """Directory of a log's segments: the log's path without its suffix."""
     return log.with_suffix("")
 
 
 def segments_of(log: Path) -> list[Segment]:
-    """The segments of a log that are there, in order."""
+    """The existing segments of a log, in order."""
     directory = segments_directory(log)
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     return sorted(
@@ -124,7 +120,7 @@ def segments_of(log: Path) -> list[Segment]:
 
 
 def check_whole(log: Path, segments: Sequence[Segment]) -> None:
-    """StoreError where lines before or between the segments of a log are missing."""
+    """Raise StoreError if lines before or between the segments of a log are missing."""
     for first, segment in zip([1, *(each.last + 1 for each in segments)], segments, strict=False):
         if segment.first != first:
             gone = f"lines {first} to {segment.first - 1} of the log are missing"
@@ -132,22 +128,20 @@ def check_whole(log: Path, segments: Sequence[Segment]) -> None:
 
 
 class EventLog(LineLog):
-    """A buffered appender of events to ``path``, which also compresses segments that an earlier writer
-    left.
-
-    Raises StoreError if the file cannot be opened or written; a full disk is named as such.
-    """
+    """A buffered appender of events to ``path``; it also compresses segments left by an earlier
+    writer. Raises StoreError if the file cannot be opened or written; the message names a full
+    disk."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         self._compressing = _compressing(self.path)
 
     def write(self, line: Line) -> None:
-        """Add one line. It reaches the file with the next `flush`, or some hundreds later."""
+        """Add one line. It reaches the file with the next `flush`, or when the buffer is full."""
         self.write_line(to_json(line))
 
     def rotate(self) -> None:
-        """Close a segment, which a thread compresses, if the file is large enough; see `from_last_snapshot`."""
+        """Close a segment if the file is large enough; a thread compresses the segment."""
         self.flush()
         if os.fstat(self._descriptor).st_size < SEGMENT_BYTES or not _is_open(self.path, self._descriptor):
             return  # too small; or a later start of the run has taken the log over
@@ -155,7 +149,7 @@ class EventLog(LineLog):
             self._compressing = _compressing(self.path)
 
     def close(self, *, wait: bool = True) -> None:
-        """Flush and close, and ``wait`` for the compression. A second call does nothing."""
+        """Flush and close; ``wait`` for the compression. A second call does nothing."""
         super().close()
         if wait:
             self.wait_compressed()
@@ -166,7 +160,7 @@ class EventLog(LineLog):
         return not self._compressing.done()
 
     def wait_compressed(self) -> None:
-        """Return when every closed segment is compressed."""
+        """Wait until every closed segment is compressed."""
         self._compressing.result()
 
     def _close_segment(self) -> bool:
@@ -217,7 +211,6 @@ def _compress_all(log: Path) -> None:
 
 
 def _is_open(path: Path, descriptor: int) -> bool:
-    """Whether a path is the name of an open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -232,10 +225,9 @@ def _finite(text: str) -> float:
 
 
 class EventReader(LineReader):
-    """As `LineReader`, segments included. Segments before ``line`` are not opened."""
+    """A `LineReader` that also reads segments; segments that end before ``line`` are not opened."""
 
     def _value(self, line: bytes) -> Any:
-        """Unlike Python's ``json``, refuses numbers that are not finite."""
         try:
             try:
                 return msgspec.json.decode(line)
@@ -264,15 +256,14 @@ class EventReader(LineReader):
 
 
 class LoggedEvents(NamedTuple):
-    """The events of a log as dicts, and its torn last line, if any."""
+    """The events of a log as dicts, and the torn last line, if any."""
 
     events: list[dict[str, Any]]
     torn: str | None
 
 
 def read_events(path: str | Path) -> LoggedEvents:
-    """All events of a log in order; `libra.facts.from_dict` makes typed values of them. Raises as
-    `LineReader`."""
+    """All events of a log in order, for `libra.facts.from_dict`. Raises as `LineReader`."""
     reader = EventReader(path)
     found = [value for _, value in reader]
     reader.warn_if_torn()
@@ -280,10 +271,8 @@ def read_events(path: str | Path) -> LoggedEvents:
 
 
 def from_last_snapshot(path: str | Path) -> EventReader | None:
-    """A reader that begins at the last whole ``policy_snapshot`` of a log; None without one.
-
-    Lines before the snapshot are not parsed. Raises StoreError if the file is missing.
-    """
+    """A reader that starts at the last whole ``policy_snapshot`` of a log; None without a snapshot.
+    Raises StoreError if the file is missing."""
     segments, file = _opened(Path(path))
     begin = segments[-1].last + 1 if segments else 1
     with file:
@@ -295,7 +284,7 @@ def from_last_snapshot(path: str | Path) -> EventReader | None:
 
 
 def lines_of(path: str | Path, kind: type[Fact]) -> Iterator[bytes]:
-    """The unparsed lines of events of one kind; damaged parts of the log are left out."""
+    """The unparsed lines of events of one kind; damaged parts of the log are skipped."""
     word = f'"name":"{name_of(kind)}"'.encode()
     if not Path(path).is_file():
         return
@@ -319,7 +308,7 @@ def _opened(path: Path) -> tuple[list[Segment], BinaryIO]:
             file: BinaryIO = path.open("rb")
         except OSError as error:
             if isinstance(error, FileNotFoundError) and (segments := segments_of(path)):
-                return segments, io.BytesIO()  # a writer is about to begin the next one, or has died before
+                return segments, io.BytesIO()  # a writer is about to create the next file, or died before it did
             raise StoreError(f"{path}: cannot read this log: {error.strerror}") from error
         segments = segments_of(path)
         if _is_open(path, file.fileno()):

@@ -1,15 +1,14 @@
-"""Files that are created once, whole or not at all, and the lock that one process holds.
+"""Files that are created once, whole or not at all, and the lock of a store.
 
-1. Of any number of writers of one path exactly one succeeds; the others get RecordExists.
-2. A reader sees no file or the whole file: the bytes go to a temporary file first, which is then
-   linked to its name.
-3. A crash leaves at most a temporary file (its name begins with ``.`` and ends with ``.tmp``),
-   which no reader opens.
-4. A lock has at most one holder among all processes that reach its file system. The kernel releases
-   it when its holder dies, so there are no stale locks. The file names the holder.
+1. If several writers create one path, exactly one succeeds; the others get RecordExists.
+2. A reader sees no file or the whole file: the bytes go to a temporary file, which is then linked
+   to its final name.
+3. A crash leaves at most a temporary file (``.NAME.tmp``), which no reader opens.
+4. At most one process holds a lock. The kernel releases the lock when the process dies, and the
+   lock file names the process.
 
-`os.link` is atomic on local file systems and over NFS, where O_EXCL alone would still show a
-half-written file.
+`os.link` is atomic on local file systems and over NFS. With O_EXCL alone, readers would see
+half-written files.
 """
 
 # Plain strings and os, no pathlib: that would cost a fifth of an append, and two happen per quantum.
@@ -31,30 +30,27 @@ from libra.seals import parsed_json
 
 
 def write_failure(error: OSError, path: str | Path) -> StoreError:
-    """``error`` met while writing ``path`` as a StoreError with the remedy."""
+    """``error``, raised while writing ``path``, as a StoreError with the remedy."""
     return StoreError(disk_refusal(path, error))
 
 
 def already_written(path: str | Path) -> RecordExists:
-    """The error of a writer that came second."""
+    """The error for the second writer of ``path``."""
     return RecordExists(f"{path}: already written by another writer; this one must stop")
 
 
 def create_exclusive(path: str | Path, data: bytes, *, fsync: bool = False) -> None:
-    """Create ``path`` with ``data``; its directory is made where missing.
+    """Create ``path`` with ``data``, and its directory if missing.
 
-    Parameters
-    ----------
-    fsync : bool
-        Flush the file and its directory to the device (milliseconds), to survive a power failure.
-        Without it the file survives the death of any process.
+    With ``fsync``, the file survives a power failure (at a cost of milliseconds); without, it
+    survives the death of any process.
 
     Raises
     ------
     RecordExists
         Another writer created ``path`` first.
     StoreError
-        The file cannot be written; a full disk is named as such.
+        The file cannot be written; the message names a full disk.
     """
     directory, name = os.path.split(path)
     temporary = f"{directory}/.{name}.{os.urandom(12).hex()}.tmp"
@@ -77,8 +73,7 @@ def create_exclusive(path: str | Path, data: bytes, *, fsync: bool = False) -> N
 
 
 def write_all(descriptor: int, data: bytes, offset: int | None = None) -> None:
-    """Write all of ``data`` at ``offset``, or where the file stands (None); the kernel may take it in
-    parts."""
+    """Write all of ``data`` at ``offset``, or at the file's position if None."""
     view = memoryview(data)
     while view:
         count = os.write(descriptor, view) if offset is None else os.pwrite(descriptor, view, offset)
@@ -105,7 +100,7 @@ def _link(temporary: str, path: str | Path) -> None:
 
 
 def replace_file(path: str | Path, data: bytes) -> None:
-    """Replace a file by an atomic rename, not flushed to the device. OSError, and the old content stays."""
+    """Replace a file by an atomic rename, without fsync. After an OSError the old content stays."""
     temporary = f"{path}.{os.getpid()}.partial"
     try:
         with open(temporary, "wb") as file:  # noqa: PTH123
@@ -118,7 +113,7 @@ def replace_file(path: str | Path, data: bytes) -> None:
 
 
 def sync_directory(directory: str | Path) -> None:
-    """Flush a directory, so that a name just made in it survives a power failure."""
+    """Flush a directory to the device, so that new names in it survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -127,15 +122,12 @@ def sync_directory(directory: str | Path) -> None:
 
 
 LOOKS_S = (0.01, 0.1, None)
-"""Waits before further attempts: `lock_holder` takes the lock for a moment, too."""
+"""Waits between attempts to take the lock: `lock_holder` holds it for a moment, too."""
 
 
 class CommitterLock:
-    """An advisory lock on ``<store>.lock``, held from creation to `release`.
-
-    Raises StoreError if another process holds it (the message names the process), or the file system
-    has no locks.
-    """
+    """An advisory lock on ``<store>.lock``, held from creation to `release`. Raises StoreError if
+    another process holds the lock (the message names it), or the file system has no locks."""
 
     def __init__(self, store: Path) -> None:
         self.path = store.with_name(f"{store.name}.lock")
@@ -163,7 +155,7 @@ class CommitterLock:
             ) from error
 
     def release(self) -> None:
-        """Release the lock; a second call does nothing. The file stays."""
+        """Release the lock and keep its file; a second call does nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -181,21 +173,20 @@ def _take(descriptor: int) -> None:
 
 
 class Holder(NamedTuple):
-    """The process that holds a lock; ``pid`` 0 and an empty ``host`` if the file does not name it."""
+    """The process that holds a lock; ``pid`` 0 and ``host`` "" if the file does not name it."""
 
     pid: int
     host: str
 
 
 def lock_holder(store: Path) -> Holder | None:
-    """The process that holds a store's lock; None if none does, or that cannot be found out. The lock is
-    not taken."""
+    """The process that holds a store's lock; None if unlocked or unknown. Takes no lock."""
     try:
         descriptor = os.open(store.with_name(f"{store.name}.lock"), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until it is closed below
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the descriptor is closed below
     except BlockingIOError:
         try:
             return Holder(**parsed_json(os.pread(descriptor, 4096, 0)))

@@ -1,7 +1,7 @@
-"""An append-only file of JSON objects, one a line, written by one process.
+"""An append-only file of JSON objects, one per line, written by one process.
 
-1. Lines appear in the order of `write_line`, each whole: the buffer is appended in one write that
-   ends with a newline.
+1. Lines appear whole, in the order of `write_line`: each flush is one write that ends with a
+   newline.
 2. Lines since the last `flush` may be lost with the process.
 3. A torn last line (the writer died, the disk was full) is skipped and reported by the reader, and
    cut off by the next writer; a bad line anywhere else is an error.
@@ -25,18 +25,9 @@ _TAIL_BYTES = 65536
 
 
 class LineLog:
-    """A buffered appender to ``path``; its directory is made if missing.
-
-    Parameters
-    ----------
-    buffer_lines : int
-        Lines that wait before a `flush` happens by itself; 1 writes through.
-
-    Raises
-    ------
-    StoreError
-        The file cannot be opened or written; a full disk is named as such.
-    """
+    """A buffered appender to ``path``; a missing directory is created. Each ``buffer_lines`` lines
+    cause a `flush`; 1 writes every line at once. Raises StoreError if the file cannot be opened or
+    written; the message names a full disk."""
 
     def __init__(self, path: str | Path, *, buffer_lines: int = 512) -> None:
         self.path = Path(path)
@@ -51,17 +42,17 @@ class LineLog:
             raise write_failure(error, self.path) from error
 
     def write_line(self, line: str) -> None:
-        """Add one line, without its newline."""
+        """Add one line, given without its newline."""
         self.write_lines([line])
 
     def write_lines(self, lines: Iterable[str]) -> None:
-        """Add lines, without their newlines."""
+        """Add lines, given without newlines."""
         self._lines.extend(lines)
         if len(self._lines) >= self._buffer_lines:
             self.flush()
 
     def flush(self) -> None:
-        """Pass all buffered lines to the operating system. After an error they are still buffered."""
+        """Pass all buffered lines to the operating system; after an error they stay buffered."""
         if not self._lines:
             return
         if self._closed:
@@ -107,23 +98,22 @@ class LineLog:
 
 
 class LineReader:
-    """The objects of a log, one at a time: iterating gives (line number from 1, object).
+    """The objects of a log: iteration yields (line number from 1, object).
 
     Parameters
     ----------
     line : int
-        The line to begin with; lines before it are not parsed.
+        First line to parse.
 
     Attributes
     ----------
     torn : str or None
-        After the iteration: the torn last line, which was skipped; the caller reports it.
+        The torn last line, if any; set by the iteration, reported by the caller.
 
     Raises
     ------
     StoreError
-        While iterating, with the line's number: the file is missing, or a line but the last is not a
-        JSON object.
+        While iterating: the file is missing, or a line other than the last is not a JSON object.
     """
 
     def __init__(self, path: str | Path, *, line: int = 1) -> None:
@@ -134,7 +124,7 @@ class LineReader:
         return self.with_any(())
 
     def with_any(self, words: Sequence[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The lines that contain one of ``words``; no other is parsed. No words: all lines."""
+        """Parse only lines that contain one of ``words``; without words, all lines."""
         for number, line in self.raw():
             if not words or any(word in line for word in words):
                 yield number, self._parsed(line, f"{self.path}, line {number}")
@@ -148,7 +138,7 @@ class LineReader:
             raise StoreError(f"{self.path}: cannot read this log: {error.strerror}") from error
 
     def whole_lines(self, file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
-        """Whole lines of an open file, whose first is line ``first`` of the log; notes a torn last one."""
+        """Numbers (from ``first`` on) and bytes of the lines of ``file``; sets `torn`."""
         self.torn = None
         for number, line in enumerate(file, first):
             if not line.endswith(b"\n"):
@@ -170,13 +160,13 @@ class LineReader:
         return parsed_json(line)
 
     def warn_if_torn(self) -> None:
-        """After the iteration: log a warning where a torn last line was skipped."""
+        """After the iteration, log a warning if a torn last line was skipped."""
         if self.torn is not None:
             logger.warning("%s: the last line is torn and was skipped: %r", self.path, self.torn[:120])
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """All objects of a log in order; a torn last line is reported by a warning. Raises as `LineReader`."""
+    """All objects of a log in order; a torn last line causes a warning. Raises as `LineReader`."""
     reader = LineReader(path)
     objects = [value for _, value in reader]
     reader.warn_if_torn()

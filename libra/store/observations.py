@@ -1,11 +1,11 @@
-"""Large observations: what a tool returned above `REFERENCE_BYTES`, a file each, by reference.
+"""Large tool returns: a return above `REFERENCE_BYTES` is a file of its own.
 
-A record then has the reference and what the model read of it, so that neither journal nor messages
-carry megabytes.
+A record has only the reference and the text that the model read, so journals and messages stay
+small.
 
-1. A file is created once, whole; its name has the digest of its bytes, and `read_observation`
-   checks it.
-2. A reference is relative to the run directory: a run may be moved.
+1. A file is created once, whole; its name has the digest of its bytes, which `read_observation`
+   checks.
+2. A reference is relative to the run directory, so a run may be moved.
 3. A return of more than `MOST_BYTES` is not kept and has no reference; the log has a warning.
 
 Layout: ``observations/<trajectory>/<draw>-<turn>-<call>-<sha256>.txt``.
@@ -38,7 +38,7 @@ _REFERENCE = re.compile(rf"{DIRECTORY}/[A-Za-z0-9][A-Za-z0-9_.\-]{{0,127}}/{_NAM
 
 @dataclass(frozen=True, slots=True)
 class StoredObservation:
-    """One file; ``sound``: its bytes are as they were written."""
+    """One file; ``sound`` is whether its bytes match the digest in its name."""
 
     reference: str
     turn: int
@@ -48,8 +48,7 @@ class StoredObservation:
 
 
 def keep_observation(run_dir: Path, trajectory: str, draw: int, turn: int, call: int, text: str) -> str:
-    """Write the return of a call; its reference, empty if it is small or too large. StoreError on a full
-    disk."""
+    """Write a large return; its reference, or "" if it is not kept. StoreError if that fails."""
     if 4 * len(text) <= REFERENCE_BYTES:
         return ""
     data = text.encode(errors="surrogatepass")
@@ -67,7 +66,7 @@ def keep_observation(run_dir: Path, trajectory: str, draw: int, turn: int, call:
 
 
 def read_observation(run_dir: Path, reference: str) -> str:
-    """The whole text; StoreError if the reference is none of ours, or the file is gone, torn or altered."""
+    """The whole text; StoreError if the reference is invalid, or the file damaged."""
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         raise StoreError(f"observation {reference!r:.200}: no reference of a run; ToolReturn.reference has one")
@@ -82,12 +81,9 @@ def read_observation(run_dir: Path, reference: str) -> str:
 
 
 def observation(returned: ToolReturn, run: str | Path | None = None) -> str:
-    """All that a tool returned: the text that the model read, or the whole file if it is kept by
-    reference.
-
-    ``run`` is the run directory; None for the run that this process works for. StoreError as of
-    `read_observation`, and if the file is in no such run.
-    """
+    """The full output of a tool, read from its file if the record has only a reference. ``run`` is
+    the run directory, None for the runs of this process. Raises StoreError as `read_observation`,
+    or if no run has the file."""
     if not returned.reference:
         return returned.content
     places = runs_here() if run is None else [Path(run)]
@@ -110,7 +106,7 @@ def observations_of(run_dir: Path, trajectory: str) -> Iterator[StoredObservatio
 
 
 def observation_fault(path: Path) -> str | None:
-    """The damage of a file of observations, if any."""
+    """The damage of an observation's file, None if it is sound."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         return "no file of Libra's"

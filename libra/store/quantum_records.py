@@ -1,8 +1,7 @@
-"""The records of a journal, one for each quantum of a trajectory; resume, repair and the checks of a
-run read them back.
+"""The records of a journal, one per quantum of a trajectory, read by resume, repair and checks.
 
-A state (``state``) is the environment's own, as bytes, after the record; it is absent where the
-environment has none, or it did not change.
+``state`` is the environment's state after the record, as bytes; None if the environment has no
+state, or the state did not change.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Array = NDArray[Any]
 
 
 class QuantumStamp(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """Worker, Unix times and start of the run of one quantum."""
+    """Worker, Unix times and start of the run (``epoch``) of one quantum."""
 
     worker: str = ""
     start_s: float = 0.0
@@ -27,8 +26,8 @@ class QuantumStamp(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="
 
 
 class GenerationRecord(QuantumStamp, kw_only=True, tag="generation"):
-    """One generation, or a part of a turn that goes on (`is_unfinished`); the last part has text and calls
-    of the whole turn.
+    """One generation, or one part of an unfinished turn; the last part has text and calls of the
+    whole turn.
 
     Attributes
     ----------
@@ -38,8 +37,8 @@ class GenerationRecord(QuantumStamp, kw_only=True, tag="generation"):
         One entry per generated token; log-probabilities in nats.
     drawn : list of arrays, optional
         The fields of `libra.types.Drawn`.
-    routes : int16 array, optional
-        Experts of the tokens from ``routes_from`` on (T, layers, experts per token).
+    routes : int16 array (T, layers, experts per token), optional
+        Experts of the tokens from ``routes_from`` on.
     stopped : str, optional
         The client's stop text that ended an agent's turn.
     unstorable : str, optional
@@ -67,16 +66,14 @@ class GenerationRecord(QuantumStamp, kw_only=True, tag="generation"):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the turn goes on."""
+        """Whether another part of the turn follows."""
         return self.stop_reason is StopReason.PARKED
 
 
 class ActionRecord(QuantumStamp, kw_only=True, tag="action"):
-    """The returns of a turn's calls, and the tokens appended for the model to read.
-
-    ``lease``: worker and name of the trajectory's session. ``ends``: the environment's ``step`` ended
-    it.
-    """
+    """The returns of a turn's calls, and the tokens appended for the model to read. ``lease`` is
+    worker and name of the trajectory's session. ``ends`` is whether the environment's ``step``
+    ended the trajectory."""
 
     turn: int
     returns: tuple[ToolReturn, ...] = ()
@@ -87,20 +84,20 @@ class ActionRecord(QuantumStamp, kw_only=True, tag="action"):
 
 
 class RequestRecord(QuantumStamp, kw_only=True, tag="request"):
-    """A request of an agent to the model: the answer will be turn ``turn``.
+    """A request of an agent to the model; the answer becomes turn ``turn``.
 
     Attributes
     ----------
     parent : int
         The turn that the request continues; -1 for none.
     returns : tuple of ToolReturn
-        Returns of the tools of that turn.
+        Returns of the tools of turn ``parent``.
     observation_ids : int32 array
-        Tokens that follow the parent.
+        Tokens that follow turn ``parent``.
     messages, tools : list of lists, str
-        The request as `libra.agents` reads it again after a restart.
+        The request, from which `libra.agents` restores the conversation after a restart.
     reason : str
-        "first", "continued", or why it begins a branch.
+        "first", "continued", or why the request starts a branch.
     """
 
     turn: int
@@ -117,7 +114,7 @@ class RequestRecord(QuantumStamp, kw_only=True, tag="request"):
 
 
 class AgentEndRecord(QuantumStamp, kw_only=True, tag="agent_end"):
-    """The end of an agent, with its result (JSON; empty: None) and the reward that it gave itself."""
+    """The end of an agent, with its ``result`` (JSON; empty for None) and its own reward."""
 
     turn: int
     end: EndReason
@@ -128,15 +125,14 @@ class AgentEndRecord(QuantumStamp, kw_only=True, tag="agent_end"):
 
 
 class FailureRecord(QuantumStamp, kw_only=True, tag="failure"):
-    """The end of an attempt without an answer."""
+    """The end of an attempt without an answer, because of a ``failure``."""
 
     failure: FailureClass
     detail: str = ""
 
 
 class RestartRecord(QuantumStamp, kw_only=True, tag="restart"):
-    """A trajectory begins again: its engine serves another version (``began``, ``serves``), or its agent
-    asks something else."""
+    """The restart of a trajectory, by a new version (``began``, ``serves``) or agent request."""
 
     began: int = -1
     serves: int = -1

@@ -1,12 +1,12 @@
-"""Records as bytes: for each a header with magic, schema number, length and crc32, then msgpack with
-numpy arrays.
+"""Records as bytes: a header (magic, schema number, length, crc32), then msgpack with numpy arrays.
 
-1. `unpack` inverts `pack`, but tuples become lists and numpy scalars plain numbers. Any str of a
-   mapping is kept, lone surrogates included; a struct with one is `Unstorable`.
+1. `unpack` inverts `pack`, but tuples become lists and numpy scalars become plain numbers. A
+   mapping keeps every str, lone surrogates included; a struct with a lone surrogate is
+   `Unstorable`.
 2. Bytes that were cut, extended or changed never decode: `unpack` raises StoreError with the
    source's name.
 3. An unknown schema number is refused.
-4. `joined` records are written and read as one; a header has the number of records that follow.
+4. `joined` records are read all or none; each header has the number of records that follow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from libra.errors import StoreError, Unstorable
 
 SCHEMA = 1
-"""Layout of a record."""
+"""Version of the layout of a record."""
 
 _MAGIC = b"LBRR"
 _HEADER = struct.Struct("<4sHHII")  # magic, schema, records that follow, body length, crc32 of the body
@@ -61,16 +61,16 @@ def _decode_extension(code: int, data: bytes | memoryview) -> Any:
 _STRUCTS = msgspec.msgpack.Encoder(enc_hook=_plain(msgspec.msgpack.Ext))
 _FOR_MSGPACK = _plain(msgpack.ExtType)
 _MAPPINGS = msgspec.msgpack.Decoder(ext_hook=_decode_extension)
-"""Takes two thirds of msgpack's time, but no text that is not UTF-8."""
+"""Decodes in two thirds of msgpack's time, but only valid UTF-8."""
 
 
 def struct_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """A decoder of one type of `msgspec.Struct`, or a union of tagged ones, for `unpack_all`."""
+    """A decoder for `unpack_all` of one `msgspec.Struct`, or of a union of tagged structs."""
     return msgspec.msgpack.Decoder(kind, ext_hook=_decode_extension)
 
 
 def pack(record: Mapping[str, Any] | msgspec.Struct, *, source: str) -> bytes:
-    """``record`` as bytes; Unstorable names ``source`` if a value is of a kind that cannot be stored."""
+    """``record`` as bytes; Unstorable names ``source`` if a value's type cannot be stored."""
     try:
         if isinstance(record, msgspec.Struct):
             body = _STRUCTS.encode(record)
@@ -96,7 +96,7 @@ def joined(records: Sequence[bytes]) -> bytes:
 
 
 def unpack_all(data: bytes, decoder: msgspec.msgpack.Decoder[Any], *, source: str | Path) -> list[Any]:
-    """All records in ``data``, as ``decoder`` (`struct_decoder`) reads them; errors as of `unpack`."""
+    """All records in ``data``, decoded by a `struct_decoder`. Raises as `unpack`."""
     records: list[Any] = []
     expected = 0
     while True:
@@ -118,13 +118,8 @@ def unpack_all(data: bytes, decoder: msgspec.msgpack.Decoder[Any], *, source: st
 
 
 def unpack(data: bytes, *, source: str | Path) -> dict[str, Any]:
-    """The mapping in ``data``. Arrays are writable copies.
-
-    Raises
-    ------
-    StoreError
-        The bytes are torn, corrupt, not a record, or of another schema; the message names ``source``.
-    """
+    """The mapping in ``data``; arrays are writable copies. Raises StoreError, which names
+    ``source``, if the bytes are torn, corrupt, not a record, or of another schema."""
     body = _checked(data, source)
     try:
         return _MAPPINGS.decode(body)  # type: ignore[no-any-return]

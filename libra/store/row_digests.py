@@ -1,14 +1,14 @@
 """Digests of the committer's rows, and the check of a store against them.
 
 ``trajectories.zarr.digests`` stands beside the store. Its first line has the attributes of the
-store and the metadata of every array; each further line an append: its rows, and a digest of those
-rows of each column. Lines are sealed.
+store and the metadata of every array. Each further line describes one append: its range of rows,
+and a digest of these rows for each column. Each line has a checksum.
 
 1. The line of an append is written before the append is committed. Opening the store for appending
-   cuts off the lines of appends that were not committed.
-2. A digest is of values, not of the bytes of a chunk: chunks change with every append, rows never.
-3. The check only reads. It opens arrays one by one; rows of a chunk that zarr cannot read are
-   unsound.
+   cuts off the lines of uncommitted appends.
+2. A digest covers values, not the bytes of a chunk: chunks change with every append, rows never.
+3. The check only reads. It opens arrays one by one; rows of a chunk that zarr cannot read count as
+   damaged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from libra.store.zarr_layout import CHUNK_ROWS, COLUMNS, COUNTS, LEVELS, Level, 
 COMMITTED = "committed"
 """The attribute of a store with its numbers of rows; not part of the header."""
 ISOLATION = "isolation"
-"""The attribute that lists levels of sandboxes; each start may add one, so it is not part of the
+"""The attribute with the sandbox levels; each start may add a level, so it is not part of the
 header."""
 
 PATHS = tuple(array_path(level, column.name) for level in LEVELS for column in COLUMNS[level])
@@ -47,7 +47,7 @@ def digests_path(store: Path) -> Path:
 
 
 def column_digest(values: NDArray[Any]) -> str:
-    """Hexadecimal blake2b-64 of the values of some rows of a column."""
+    """Hexadecimal blake2b-64 of some values of a column."""
     state = hashlib.blake2b(digest_size=8)
     if isinstance(values.dtype, np.dtypes.StringDType) or values.dtype.kind == "O":
         texts = [str(text).encode(errors="surrogatepass") for text in values]
@@ -59,11 +59,8 @@ def column_digest(values: NDArray[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AppendedRows:
-    """One append: its rows by level, from ``first`` to before ``stop``, and their digests by column path.
-
-    ``batch`` is the batch whose step consumed them, -1 without one; ``version`` the iteration of the
-    first trajectory.
-    """
+    """One append: its rows by level, ``first`` to ``stop`` - 1, and digests by column path.
+    ``batch`` trained on the rows (-1: none); ``version`` is the first trajectory's iteration."""
 
     first: dict[Level, int]
     stop: dict[Level, int]
@@ -73,7 +70,7 @@ class AppendedRows:
 
     @classmethod
     def of(cls, rows: Rows, first: Mapping[Level, int]) -> AppendedRows:
-        """The append of ``rows``, at least one trajectory, behind the ``first`` ones."""
+        """The append of ``rows``, at least one trajectory, after ``first`` committed rows."""
         stop = {level: first[level] + len(next(iter(rows[level].values()))) for level in LEVELS}
         digests = {
             array_path(level, name): column_digest(values) for level in LEVELS for name, values in rows[level].items()
@@ -82,7 +79,7 @@ class AppendedRows:
         return cls(dict(first), stop, batch, version, digests)
 
     def to_line(self) -> str:
-        """One line, sealed."""
+        """The append as one line with a checksum."""
         digests = [self.digests[path] for path in PATHS]
         first, stop = ([rows[level] for level in LEVELS] for rows in (self.first, self.stop))
         return sealed_text(
@@ -101,9 +98,9 @@ class StoreRecord:
     metadata : dict of path to dict
         The ``zarr.json`` of each array and group below the root, arrays without their shape.
     appends : list of AppendedRows
-        In order; the last may be of an append that was not committed.
+        In order; the last append may be uncommitted.
     begin, ends : int, list of int
-        Where the first line of ``appends`` begins, and where each ends, in bytes.
+        Offset of the first line of ``appends``, and the end of each line, in bytes.
     """
 
     attributes: dict[str, Any]
@@ -114,7 +111,7 @@ class StoreRecord:
 
 
 def read_record(store: Path) -> StoreRecord:
-    """The digests of a store; StoreError if the file is missing or altered. A torn last line is left out."""
+    """The digests of a store, without a torn last line; StoreError if damaged or missing."""
     path = digests_path(store)
     try:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -136,8 +133,7 @@ def read_record(store: Path) -> StoreRecord:
 
 
 def metadata_of(store: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Attributes of a store's root that never change, and every ``zarr.json`` below it; arrays without
-    their shape."""
+    """The root's constant attributes, and every ``zarr.json`` below it, arrays without shape."""
     attributes = parsed_json((store / "zarr.json").read_bytes())["attributes"]
     for name in (COMMITTED, ISOLATION):
         attributes.pop(name, None)
@@ -149,17 +145,15 @@ def metadata_of(store: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]
 
 
 def begin_record(store: Path) -> None:
-    """Write the first line for a store that is empty, whose name may still change."""
+    """Write the first line for an empty store, whose name may still change."""
     attributes, metadata = metadata_of(store)
     header = sealed_text({"attributes": attributes, "metadata": metadata})
     digests_path(store).write_text(header + "\n")
 
 
 class DigestLog:
-    """The digests of a store that is open for appending.
-
-    Raises StoreError if the file is missing or altered, or has not the committed rows.
-    """
+    """The digests of a store that is open for appending. Raises StoreError if the file is missing
+    or altered, or does not cover the committed rows."""
 
     def __init__(self, store: Path, committed: Mapping[Level, int]) -> None:
         self._path = digests_path(store)
@@ -175,7 +169,7 @@ class DigestLog:
         os.truncate(self._path, end)
 
     def write(self, rows: Rows, first: Mapping[Level, int]) -> None:
-        """Write the line of an append, over an uncommitted one. `accept` keeps it."""
+        """Write the line of an append, over an uncommitted line; `accept` keeps it."""
         data = (AppendedRows.of(rows, first).to_line() + "\n").encode()
         try:
             with self._path.open("r+b", buffering=0) as file:
@@ -205,10 +199,8 @@ class StoreFault(NamedTuple):
 
 
 def store_faults(store: Path, limit_bytes: int | None = None) -> list[StoreFault]:
-    """The damage of a store: metadata first, and rows only if the metadata is sound.
-
-    ``limit_bytes``: read about that many bytes of the newest rows; None for all.
-    """
+    """The damage of a store; rows are checked only if the metadata is sound. ``limit_bytes`` is how
+    much of the newest rows to read, about; None for all rows."""
     before = committed_if_readable(store)  # before the digests: a commit in between adds to both
     try:
         record = read_record(store)
@@ -232,7 +224,7 @@ def store_faults(store: Path, limit_bytes: int | None = None) -> list[StoreFault
 
 
 def metadata_faults(store: Path, record: StoreRecord) -> Iterator[tuple[str, str]]:
-    """Path within the store and damage of each ``zarr.json`` that differs from the record."""
+    """Path within the store and damage of each ``zarr.json`` that differs from ``record``."""
     committed, root = committed_if_readable(store), _root(store)
     attributes = {name: value for name, value in root_attributes(store).items() if name not in (COMMITTED, ISOLATION)}
     as_written = {"zarr_format": 3, "node_type": "group"}.items() <= root.items() and attributes == record.attributes
@@ -254,7 +246,7 @@ def metadata_faults(store: Path, record: StoreRecord) -> Iterator[tuple[str, str
 
 
 def committed_if_readable(store: Path) -> dict[Level, int] | None:
-    """`committed_rows`, None if the root is damaged."""
+    """The result of `committed_rows`, or None if the root is damaged."""
     try:
         return committed_rows(store)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -262,13 +254,13 @@ def committed_if_readable(store: Path) -> dict[Level, int] | None:
 
 
 def committed_rows(store: Path) -> dict[Level, int]:
-    """The committed rows of each level. Raises any error of reading JSON if the root is damaged."""
+    """The committed rows of each level. A damaged root raises any error of reading JSON."""
     counts = parsed_json((store / "zarr.json").read_bytes())["attributes"][COMMITTED]
     return {level: int(counts[name]) for level, name in COUNTS.items()}
 
 
 def unsound_appends(store: Path, path: str, appends: Iterable[AppendedRows]) -> list[AppendedRows]:
-    """The appends whose rows of one column differ from the written ones; those of a few chunks are read at once."""
+    """The appends whose rows of column ``path`` differ from the digests."""
     level = LEVEL[path]
     blocks = groupby(appends, key=lambda append: append.first[level] // (4 * CHUNK_ROWS[level]))
     return [append for _, block in blocks for append in _unsound_of_block(store, path, list(block))]
@@ -285,7 +277,7 @@ def _unsound_of_block(store: Path, path: str, block: Sequence[AppendedRows]) -> 
 
 
 def column_rows(store: Path, path: str, first: int, stop: int) -> NDArray[Any] | None:
-    """Some rows of a column; None where zarr cannot read them."""
+    """Some rows of a column; None if zarr cannot read them."""
     try:
         array: Any = zarr.open_array(store / path, mode="r", zarr_format=3)
         values = np.asarray(array[first:stop])
@@ -295,7 +287,7 @@ def column_rows(store: Path, path: str, first: int, stop: int) -> NDArray[Any] |
 
 
 def root_attributes(store: Path) -> dict[str, Any]:
-    """Attributes of the root of a store; none if it is damaged."""
+    """Attributes of the root of a store; empty if the root is damaged."""
     found = _root(store).get("attributes")
     return found if isinstance(found, dict) else {}
 

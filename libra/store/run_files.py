@@ -1,11 +1,11 @@
-"""The files of a run: one table of their kinds, and the check of a run against it.
+"""The files of a run: one table of their kinds, and the check of a run against the table.
 
-Every file that a resumed run reads carries a checksum, and most have a second trace elsewhere in the
-run. Imports neither torch nor Dask, so that damage is named within seconds.
+Every file that a resumed run reads carries a checksum. Imports neither torch nor Dask, so that
+damage is reported within seconds.
 
 1. The check only reads.
-2. The state that a killed run leaves is not damage: a torn last line of a log, an append that was not
-   committed, the missing file of unfinished work.
+2. The state that a killed run leaves is not damage: a torn last line of a log, an uncommitted
+   append, a missing file of unfinished work.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from libra.tensor_files import checkpoint_fault, version_fault
 from libra.types import TrajectoryId
 
 LOG_LIMIT_BYTES = 16 * 2**20
-"""A longer event log is only read where all files are."""
+"""A longer event log is read only if there is no limit of bytes."""
 METRICS, EVENTS, SEGMENTS = "metrics.jsonl", "events.jsonl", "events"
 STORE, SCORES = "trajectories.zarr", "checkpoints/scores.json"
 TIDIED = 3
-"""A run with this many checkpoints has tidied one and written scores; see `libra.driver.submitted_graphs`."""
+"""A run with this many checkpoints has written `SCORES`; see `libra.driver.submitted_graphs`."""
 _RECORD = re.compile(r"(?P<trajectory>.+)\.(?P<quantum>\d{4,})\.rec")
 _GROUP = re.compile(r"(?P<split>train|eval)-(?P<iteration>\d{6,})-(?P<group>\d{6,})\.group")
 _ADVICE = re.compile(r"\. Delete|; type|; libra replay")
@@ -47,14 +47,14 @@ _ADVICE = re.compile(r"\. Delete|; type|; libra replay")
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One damaged file: its path within the run directory, and what is wrong with it."""
+    """One damaged file: its path within the run directory, and its damage."""
 
     name: str
     what: str
 
     @property
     def kind(self) -> str:
-        """The first part of its path."""
+        """The first part of the path."""
         return self.name.split("/")[0]
 
 
@@ -65,19 +65,20 @@ class RunCheck:
     Attributes
     ----------
     whole_checkpoints, all_checkpoints : list of int
-        Steps of the undamaged checkpoints, and of all; the newest first.
+        Steps of the undamaged checkpoints, and of all checkpoints; the newest first.
     num_batches : int
-        Batches that were committed, by any trace of them.
+        Number of committed batches, counted from any file that mentions a batch.
     stored : set of int or None
         Batches whose trajectories are in the store; None if its rows cannot be read.
     logged, evaluated : set of int
-        Steps and evaluated versions that the metrics have.
+        Steps and evaluated versions in the metrics.
     stored_evaluations : set of int
-        Versions whose evaluation the store has.
+        Versions whose evaluation is in the store.
     groups, taught : dict of int to list of str
-        Names of the group records of each readable batch, and of those trained with scores of a teacher.
+        Names of the group records of each readable batch, and of groups trained with teacher
+        scores.
     epoch : int
-        The highest epoch in any file outside ``epochs/``, -1 without one.
+        The highest epoch in any file outside ``epochs/``, -1 without an epoch.
     """
 
     run: Path
@@ -95,7 +96,7 @@ class RunCheck:
     epoch: int = -1
 
     def add(self, name: str, what: str) -> None:
-        """Note a damaged file, once."""
+        """Note the damage of a file, unless the file is already noted."""
         if all(damage.name != name for damage in self.damages):
             self.damages.append(Damage(name, what))
 
@@ -106,7 +107,7 @@ class RunCheck:
 
 
 def existing_run(typed: Path) -> Path:
-    """The absolute path of a run; RunDirectoryError if there is no run."""
+    """The absolute path of a run; RunDirectoryError if ``typed`` has none."""
     directory = typed.expanduser().absolute()
     if not any((directory / name).exists() for name in (CONFIG_FILE, GIVEN_FILE, "epochs", "batches", STORE)):
         raise RunDirectoryError(
@@ -116,10 +117,8 @@ def existing_run(typed: Path) -> Path:
 
 
 def check_run(directory: Path, limit_bytes: int | None = None) -> RunCheck:
-    """Check every file of a run; RunDirectoryError if ``directory`` has none.
-
-    ``limit_bytes``: about how many bytes of each kind of file to read, the newest first; None for all.
-    """
+    """Check every file of a run; RunDirectoryError if ``directory`` has no run. ``limit_bytes`` is
+    about how many bytes of each kind of file to read, the newest files first; None for all."""
     check = RunCheck(existing_run(directory), limit_bytes)
     for kind in KINDS:
         left = limit_bytes
@@ -156,7 +155,7 @@ def _size(path: Path) -> int:
 def _config(check: RunCheck, path: Path, contents: bool) -> None:
     try:
         was = read_given(check.run)["config"]
-    except StoreError:  # which is named itself
+    except StoreError:  # the check of that file reports it
         return
     now = path.read_bytes()
     if now != was.encode():
@@ -199,7 +198,7 @@ def _add_inner(check: RunCheck, path: Path, fault: str | None) -> None:
 
 
 def _store(check: RunCheck, path: Path, contents: bool) -> None:
-    # imports zarr, which a first start does without
+    # here, because it imports zarr, which a first start does not need
     from libra.store.row_digests import column_rows, committed_if_readable, store_faults
 
     for name, what in store_faults(path, check.limit_bytes):
@@ -258,7 +257,7 @@ def _log(check: RunCheck, path: Path, contents: bool) -> None:
 
 
 def _segments(check: RunCheck, path: Path, contents: bool) -> None:
-    if check.limit_bytes is not None:  # a resumed run reads none of them
+    if check.limit_bytes is not None:  # a resumed run reads no segment
         return
     segments = segments_of(check.run / EVENTS)
     for segment in segments:
@@ -286,7 +285,7 @@ def _journal(check: RunCheck, path: Path, contents: bool) -> None:
 
 
 def journal_faults(directory: Path, check: RunCheck) -> Iterator[tuple[str, int, str]]:
-    """Trajectory, first missing or unreadable quantum, and the reason; raises ``check.epoch`` to the records' epochs."""
+    """Trajectory, first missing or unreadable quantum, and reason; updates ``check.epoch``."""
     quanta: dict[str, set[int]] = {}
     for path in directory.iterdir():
         if match := _RECORD.fullmatch(path.name):
@@ -319,7 +318,7 @@ def _group(check: RunCheck, path: Path, contents: bool) -> None:
 
 def _teacher(check: RunCheck, path: Path, contents: bool) -> None:
     scored = [None if each is None else len(each.own_logp) for each in read_scores(path)]
-    with suppress(StoreError):  # the group is named itself
+    with suppress(StoreError):  # the check of the group reports it
         lengths = [member.num_action_tokens for member in read_group(check.run / "groups" / f"{path.stem}.group")]
         if len(scored) != len(lengths) or any(one not in (None, two) for one, two in zip(scored, lengths, strict=True)):
             check.add(f"teacher/{path.name}", "it has the scores of another group")
@@ -332,11 +331,11 @@ class FileKind:
     Attributes
     ----------
     pattern : str
-        Its paths below the run directory, as a glob.
+        Paths below the run directory, as a glob.
     read : callable
-        Reads one into a `RunCheck`; adds its damage, or raises it.
+        Reads one file into a `RunCheck`; adds its damage, or raises it.
     quarantined : str
-        Consequence of moving a damaged one away; empty: `libra.driver.repair` rebuilds it.
+        Consequence of moving a damaged file away; empty if `libra.driver.repair` rebuilds the file.
     has_headers : bool
         Whether headers are read beyond the limit of bytes, too.
     """
@@ -367,7 +366,7 @@ KINDS = (
     FileKind("groups/*.group", _group),
     FileKind("teacher/*.scores", _teacher),
 )
-"""In this order: later ones use what earlier ones found."""
+"""Order of the check: later kinds use the findings of earlier kinds."""
 
 
 # ------------------------------------------------------------------------------------------------ missing files
@@ -421,7 +420,7 @@ def _gone_evaluations(check: RunCheck) -> Iterator[tuple[str, str]]:
         text = path.stem.partition("-")[2]
         if int(text) < min(steps, default=0) or int(text) not in check.stored_evaluations:
             continue
-        with suppress(OSError, ValueError, KeyError):  # a damaged one is named itself
+        with suppress(OSError, ValueError, KeyError):  # the check of a damaged file reports it
             for group in range(unseal(path.read_bytes())["num"]):
                 if not (run / (name := f"groups/eval-{text}-{group:06d}.group")).exists():
                     yield name, "it is gone; the store would be made again from it"

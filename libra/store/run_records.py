@@ -1,12 +1,10 @@
-"""The record files of a run: groups, batches, waves, late rewards and scores of a teacher.
+"""The record files of a run: groups, batches, waves, late rewards and teacher scores.
 
-Invariants
-----------
 1. A record is created once, whole, and never changes. A second writer gets RecordExists and must
    stop.
-2. A file that was cut, altered or renamed is never read as a record: JSON is sealed, msgpack has a
-   checksum, and each record has its key. StoreError names the file.
-3. Every record but a group's is flushed to the device before its writer goes on; a group may be.
+2. A file that was cut, altered or renamed is never read as a record, because each record has a
+   checksum and its key. StoreError names the file.
+3. Every record except a group's is flushed to the device before its writer continues.
 4. The groups of a wave are committed before its gradient is computed, the members of a batch before
    its step. Waves of a batch are numbered from 0 without gaps, and the batch repeats their groups
    in the same order.
@@ -33,13 +31,13 @@ from libra.store.record_codec import pack, unpack
 from libra.types import Drawn, EndReason, FailureClass, Prompt, Taught, Trajectory, TrajectoryId
 
 SCHEMA = 1
-"""Layout of the sealed records; a change that old code cannot read takes the next number."""
+"""Version of the layout of JSON records; a change that old code cannot read raises it."""
 WAVE = "wave"
-"""Name of the fact of a batch's group that has the number of its wave."""
+"""Fact of a batch's group: the number of its wave."""
 TEACHER = "teacher"
-"""Directory of a run for scores of a teacher, beside its group records."""
+"""Directory of teacher scores, beside the group records."""
 Rows = list[dict[str, Any]]
-"""Facts of groups in a batch or a wave."""
+"""Facts of the groups of a batch or a wave."""
 R = TypeVar("R", bound=msgspec.Struct)
 
 
@@ -47,8 +45,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class BatchRecord(msgspec.Struct):
-    """Members of a batch as (split, iteration, group, sample), in the order of its step, and JSON-able
-    facts."""
+    """Members of a batch (split, iteration, group, sample) in order, and JSON-able facts."""
 
     batch: int
     members: list[tuple[str, int, int, int]]
@@ -64,7 +61,7 @@ class WaveRecord(msgspec.Struct):
 
 
 class LateReward(msgspec.Struct):
-    """A reward that was delivered late, at Unix time ``at_s``; the first delivery counts."""
+    """A reward delivered late, at Unix time ``at_s``; the first delivery counts."""
 
     trajectory: tuple[int, int, int, str]
     value: float
@@ -73,20 +70,20 @@ class LateReward(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class RecordKind(Generic[R]):
-    """One kind of sealed record.
+    """One kind of JSON record with a checksum.
 
     Attributes
     ----------
     noun : str
-        For messages.
+        Name of the kind in messages.
     template : str
-        Name of a file, a format string of the record's key.
+        File name, a format string of the record's key.
     struct : type
         The content.
     key : callable
         Arguments of the template, from a record.
     cure : str
-        Remedy for a damaged one, a format string of the run directory and the key.
+        Remedy for a damaged record, a format string of the run directory and the key.
     """
 
     noun: str
@@ -100,8 +97,7 @@ class RecordKind(Generic[R]):
         return Path(root) / self.template.format(*key)
 
     def write(self, root: str | Path, record: R) -> Path:
-        """Create a record, flushed to the device. RecordExists if it was written before, StoreError if it
-        cannot be."""
+        """Create a record, flushed to the device. RecordExists, or StoreError if it fails."""
         path = self.path(root, *self.key(record))
         try:
             text = sealed_text({"schema": SCHEMA, **{name: getattr(record, name) for name in record.__struct_fields__}})
@@ -122,7 +118,7 @@ class RecordKind(Generic[R]):
                     f"{path}: {self.noun} schema {schema}, this Libra reads {SCHEMA}; use the Libra that wrote it"
                 )
             record = msgspec.convert(content, self.struct)
-        except StoreError:  # which is an OSError
+        except StoreError:  # a subclass of OSError
             raise
         except OSError as error:
             raise StoreError(f"{path}: cannot read this {self.noun}: {error.strerror}") from error
@@ -149,17 +145,14 @@ LATE = RecordKind(
 
 
 def batch_path(root: str | Path, batch: int) -> Path:
-    """File of the membership of one batch."""
+    """File of the record of one batch."""
     return BATCH.path(root, batch)
 
 
 def commit_batch(root: str | Path, batch: int, members: Sequence[TrajectoryId], **facts: Any) -> Path:
-    """Create the membership file of one batch, members in the order of the step, flushed to the device;
-    its path.
-
-    RecordExists if the batch was already committed: read it and use that one. StoreError without
-    members, if one appears twice, or if the file cannot be written.
-    """
+    """Create the record of one batch, members in the order of the step, and return its path. Raises
+    RecordExists if the batch was already committed (the caller then reads and uses that batch);
+    StoreError without members, if a member appears twice, or if the file cannot be written."""
     if not members or len(set(members)) != len(members):
         raise StoreError(
             f"{batch_path(root, batch)}: got {len(members)} members, {len(set(members))} different; each must appear once"
@@ -169,8 +162,7 @@ def commit_batch(root: str | Path, batch: int, members: Sequence[TrajectoryId], 
 
 
 def read_batch(root: str | Path, batch: int) -> list[TrajectoryId]:
-    """Members of one batch in order; StoreError if it is missing, corrupt, of another schema or of another
-    batch."""
+    """Members of one batch in order; StoreError if its file is missing or not this batch's."""
     return [
         TrajectoryId(iteration, group, sample, split)
         for split, iteration, group, sample in BATCH.read(root, batch).members
@@ -183,7 +175,7 @@ def read_batch_facts(root: str | Path, batch: int) -> dict[str, Any]:
 
 
 def group_names(facts: Mapping[str, Any]) -> list[str]:
-    """Names of the group records that a batch and those after it need, by its facts."""
+    """Names of the group records that a batch and later batches need, by the facts of the batch."""
     late = facts.get("late", {})
     rows = (*facts.get("groups", ()), *late.get("rows", ()))
     waiting = (group_path("", iteration, group).name for iteration, group, *_ in late.get("waiting", ()))
@@ -191,17 +183,17 @@ def group_names(facts: Mapping[str, Any]) -> list[str]:
 
 
 def taught_names(facts: Mapping[str, Any]) -> list[str]:
-    """Names of the group records of a batch that trained with scores of a teacher, by its facts."""
+    """Names of a batch's group records that trained with teacher scores, by its facts."""
     return [Path(row["path"]).name for row in facts.get("groups", ()) if row.get("taught")]
 
 
 def commit_wave(root: str | Path, batch: int, wave: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Create the record of a wave, flushed to the device; RecordExists if it was committed before."""
+    """Create the record of a wave, flushed to the device; RecordExists if it exists."""
     WAVES.write(root, WaveRecord(batch, wave, [row | {WAVE: wave} for row in rows]))
 
 
 def read_waves(root: str | Path, batch: int) -> list[Rows]:
-    """The committed waves of a batch, in order; StoreError if one of them is torn."""
+    """The committed waves of a batch, in order; StoreError if a wave is torn."""
     waves: list[Rows] = []
     while WAVES.path(root, batch, len(waves)).exists():
         waves.append(WAVES.read(root, batch, len(waves)).groups)
@@ -226,8 +218,7 @@ def groups_of(rows: Rows) -> tuple[tuple[int, int], ...]:
 
 
 def write_step(root: Path, step: int, numbers: Mapping[str, Any]) -> None:
-    """Write the numbers of a step, which a replica that is asked to repeat an earlier step returns;
-    replaces older ones."""
+    """Write the numbers of a step, over older numbers, for a replica that must repeat it."""
     path = root / f"step-{step:06d}.json"
     try:
         root.mkdir(exist_ok=True)
@@ -263,7 +254,7 @@ _HERE: Counter[Path] = Counter()
 
 @contextmanager
 def run_here(directory: Path) -> Iterator[None]:
-    """Within it, this process drives or works for the run in ``directory``."""
+    """Within this context, this process drives or works for the run in ``directory``."""
     _HERE[directory] += 1
     try:
         yield
@@ -279,13 +270,12 @@ def runs_here() -> list[Path]:
 
 
 def write_late(root: str | Path, trajectory: TrajectoryId, value: float) -> Path:
-    """Record that ``value`` was delivered; RecordExists after an earlier delivery, StoreError if it cannot
-    be written."""
+    """Record a delivered reward; RecordExists if there is one, StoreError if writing fails."""
     return LATE.write(root, LateReward((*trajectory,), value, time.time()))
 
 
 def read_late(root: str | Path, trajectory: TrajectoryId) -> float | None:
-    """The delivered value, if any; StoreError if its file is torn, altered or of another trajectory."""
+    """The delivered reward, if any; StoreError if its file is damaged."""
     path = LATE.path(root, trajectory)
     if not path.exists():
         return None
@@ -296,7 +286,7 @@ def read_late(root: str | Path, trajectory: TrajectoryId) -> float | None:
 
 
 def came(root: str | Path, trajectories: Iterable[TrajectoryId]) -> dict[TrajectoryId, float]:
-    """Trajectories whose reward was delivered, with its value."""
+    """The delivered rewards, by trajectory."""
     found = ((trajectory, read_late(root, trajectory)) for trajectory in trajectories)
     return {trajectory: value for trajectory, value in found if value is not None}
 
@@ -305,12 +295,11 @@ def came(root: str | Path, trajectories: Iterable[TrajectoryId]) -> dict[Traject
 
 _SOME = ("late", "counted", "routes", "drawn", "taught")
 _FIELDS = tuple(field.name for field in fields(Trajectory) if field.name not in _SOME)
-"""Fields of every record; ``late``, ``routes`` and ``drawn`` follow where set. ``counted`` and
-``taught`` belong to a step."""
+"""Fields of every record; ``late``, ``routes`` and ``drawn`` follow if set."""
 
 
 def prompt_to_json(prompt: Prompt) -> str:
-    """Messages and facts of a prompt as one JSON object; StoreError if the facts are not JSON-able."""
+    """Messages and facts of a prompt as one JSON object; StoreError if not JSON-able."""
     try:
         return json.dumps({"messages": [dict(message) for message in prompt.messages], "facts": dict(prompt.facts)})
     except (TypeError, ValueError) as error:
@@ -318,7 +307,7 @@ def prompt_to_json(prompt: Prompt) -> str:
 
 
 def prompt_from_json(prompt_id: str, text: str) -> Prompt:
-    """The inverse of `prompt_to_json`; tuples among the facts come back as lists."""
+    """The inverse of `prompt_to_json`, but tuples in the facts become lists."""
     content = parsed_json(text)
     return Prompt(prompt_id, tuple(content["messages"]), content["facts"])
 
@@ -331,12 +320,9 @@ def group_path(root: str | Path, iteration: int, group: int, split: str = "train
 def write_group(
     root: str | Path, iteration: int, group: int, trajectories: Sequence[Trajectory], *, fsync: bool = False
 ) -> Path:
-    """Create the record of one group, all its samples in reading order; with ``fsync`` it survives a power
-    failure.
-
-    RecordExists if the group was already committed. StoreError if a trajectory is of another group or
-    appears twice, or the file cannot be written.
-    """
+    """Create the record of one group, all samples in order; with ``fsync`` it survives a power
+    failure. RecordExists if the group was already committed; StoreError if a trajectory is of
+    another group or appears twice, or writing fails."""
     ids = [trajectory.trajectory_id for trajectory in trajectories]
     if not ids:
         raise StoreError(f"group {iteration}-{group} in {root}: got no trajectories; a group has at least one sample")
@@ -354,7 +340,7 @@ def write_group(
 
 
 def read_group(path: str | Path) -> list[Trajectory]:
-    """The trajectories of one group; StoreError names the file if it is missing, torn or corrupt."""
+    """The trajectories of one group; StoreError names the file if missing or damaged."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -368,7 +354,7 @@ def pack_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def unpack_trajectory(data: bytes, *, source: str) -> Trajectory:
-    """The inverse of `pack_trajectory`; StoreError names ``source`` if the bytes are torn or corrupt."""
+    """The inverse of `pack_trajectory`; StoreError names ``source`` if damaged."""
     return _from_record(unpack(data, source=source))
 
 
@@ -402,20 +388,19 @@ def _from_record(record: Mapping[str, Any]) -> Trajectory:
 
 
 def scores_path(group: str | Path) -> Path:
-    """File of the teacher's scores of the group whose record is ``group``."""
+    """File of the teacher scores of the group whose record is ``group``."""
     path = Path(group)
     return path.parent.with_name(TEACHER) / f"{path.stem}.scores"
 
 
 def write_scores(path: Path, scores: Sequence[Taught | None]) -> None:
-    """Create the file of a group, one entry for each member, None if it was not scored. RecordExists or
-    StoreError."""
+    """Create a group's file, an entry per member or None. RecordExists or StoreError."""
     record = {"scores": [None if each is None else list(each) for each in scores]}
     create_exclusive(path, pack(record, source=str(path)), fsync=True)
 
 
 def read_scores(path: Path, num_members: int | None = None) -> list[Taught | None]:
-    """The scores of a group, one entry for each of its ``num_members``; StoreError names a bad file."""
+    """The teacher scores of a group, one entry per member; StoreError names a bad file."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -435,7 +420,7 @@ def evaluation_path(directory: Path, version: int) -> Path:
 
 
 def read_evaluation(directory: Path, version: int) -> dict[str, Any] | None:
-    """The outcome of an evaluation; None if the version was not evaluated. StoreError if the file is torn or altered."""
+    """The outcome of an evaluation, None if there was none; StoreError if damaged."""
     path = evaluation_path(directory, version)
     if not path.exists():
         return None

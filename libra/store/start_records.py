@@ -1,13 +1,14 @@
-"""The starts of a run: its input, a line for each start, and the epochs that fence off older starts.
+"""The starts of a run: its input, a line per start, and the epochs that fence off older starts.
 
-The input is kept twice, so that either copy can be rebuilt from the other: ``config.resolved.yaml``
-is the configuration, ``given.json`` has its text and which Python objects were given with it.
-``starts.jsonl`` has for each start its epoch, the same facts, the digest of the configuration, and
-``iterations`` where a resumed run has others than the configuration.
+The input is kept twice, so that either copy can be rebuilt from the other:
+``config.resolved.yaml`` is the configuration, and ``given.json`` has its text and which Python
+objects were given. ``starts.jsonl`` has for each start its epoch, the same facts, the digest of the
+configuration, and ``iterations`` if a resumed run changed that number.
 
-1. A process is *fenced off* as soon as the next epoch exists: its next `Epoch.check` raises, and
-   every writer of a run calls that before it writes. A check is not a lock: a record that is written
-   after the check is the one of that name, with its epoch in it, or is refused.
+1. A process is *fenced off* as soon as the next epoch exists: its next `Epoch.check` raises.
+2. Every writer of a run calls `Epoch.check` before it writes. The check is not a lock: a later
+   write either creates the record, with the writer's epoch, or is refused because the record
+   exists.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def config_digest(text: str | bytes) -> str:
 
 
 def write_given(directory: Path, config: str, *, environment: bool, score: bool) -> None:
-    """Write ``given.json``: the text of the configuration, and whether an environment or a score node was given as an object."""
+    """Write ``given.json``: the configuration, and whether two Python objects were given."""
     values = {"environment": environment, "score": score, "config": config}
     (directory / GIVEN_FILE).write_text(sealed_text(values) + "\n")
 
 
 def read_given(directory: Path) -> dict[str, Any]:
-    """The content of ``given.json``; StoreError if it is gone, torn or altered."""
+    """The content of ``given.json``; StoreError if it is missing, torn or altered."""
     path = directory / GIVEN_FILE
     try:
         given = unseal(path.read_bytes())
@@ -49,14 +50,14 @@ def read_given(directory: Path) -> dict[str, Any]:
 
 
 def log_start(directory: Path, epoch: int, iterations: int | None = None) -> None:
-    """Add the line of a start; ``iterations`` only where they differ from the configuration."""
+    """Add the line of a start; give ``iterations`` only if they differ from the configuration."""
     facts = {**read_given(directory), "config": config_digest((directory / CONFIG_FILE).read_bytes()), "epoch": epoch}
     with LineLog(directory / STARTS_FILE, buffer_lines=1) as log:
         log.write_line(sealed_text(facts if iterations is None else {**facts, "iterations": iterations}))
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """Every start on record; none if the file is gone. StoreError if a line is altered; a torn last one is left out."""
+    """Every recorded start, without a torn last line; StoreError if a line is altered."""
     path = directory / STARTS_FILE
     try:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -66,19 +67,19 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
 
 
 def newest_logged(directory: Path) -> int:
-    """The highest epoch in ``starts.jsonl``, -1 if there is none. StoreError as `read_starts`."""
+    """The highest epoch in ``starts.jsonl``, -1 without a start. Raises as `read_starts`."""
     return max((int(start.get("epoch", -1)) for start in read_starts(directory)), default=-1)
 
 
 class Epoch:
-    """One start of a run, for its workers and its driver; ``directory`` is ``epochs/`` of the run."""
+    """One start of a run, for workers and driver; ``directory`` is ``epochs/`` of the run."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self.directory, self.number = directory, number
         self._next = os.fspath(directory / f"{number + 1:04d}")
 
     def check(self) -> None:
-        """FencedOff if a newer start of the run exists."""
+        """Raise FencedOff if a newer start of the run exists."""
         if os.access(self._next, os.F_OK):  # once a quantum; without an exception, unlike `exists`
             raise FencedOff(
                 f"{self.directory.parent}: epoch {self.number} has ended, the run was started again as epoch "
@@ -93,16 +94,16 @@ def epochs_in(directory: Path) -> set[int]:
 
 
 def newest_epoch(directory: Path) -> int:
-    """Number of the last start, -1 if there was none."""
+    """Number of the last start, -1 without a start."""
     return max(epochs_in(directory), default=-1)
 
 
 def take_epoch(directory: Path, *, above: int = -1) -> Epoch:
-    """The next epoch of a run, from 0 and ``above`` a number known otherwise; fences off every older one."""
+    """Take the next epoch, above ``above``, and so fence off every older epoch."""
     while True:
         number = max(newest_epoch(directory), above) + 1
         try:
             create_exclusive(directory / f"{number:04d}", b"", fsync=True)
         except RecordExists:
-            continue  # another start was faster; ours comes after it
+            continue  # another start took this number
         return Epoch(directory, number)

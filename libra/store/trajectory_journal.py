@@ -1,17 +1,14 @@
 """The journal: one record per finished quantum of a trajectory, outside Dask.
 
-1. A record is named (trajectory, quantum) and created once: of two writers one succeeds, the other
-   gets RecordExists. Two quanta that are committed together, a generation and its inline action,
-   have the name of the first.
+Each writer appends to its own log, and commits a record by linking that log to the record's name. A
+link is an exclusive create that takes no inode, which is cheaper than a file per record.
+
+1. A record is named (trajectory, quantum) and created once; a second writer gets RecordExists. Two
+   quanta committed together, a generation and its inline action, have the name of the first.
 2. A reader sees a whole record or none; bytes of a write that a crash cut short are never read.
 3. A committed record never changes. `read` returns quanta in order, without gaps, up to the first
-   missing one.
+   missing quantum.
 4. Any process that reaches the directory may append and read; no record is kept only in memory.
-
-Layout: each writer appends to its own log, and commits a record by linking that log to the record's
-name. A link is an exclusive create that takes no inode: creating and deleting a file per record
-costs ext4 hundreds of microseconds after some thousands were deleted. A reader opens the name, and
-looks the record up in that log by its name.
 """
 
 # Plain strings and os, no pathlib: that would cost a fifth of an append, and two happen per quantum.
@@ -38,17 +35,16 @@ _IDENTITY_BYTES = 16
 _DECODER = struct_decoder(QuantumRecord)
 LOG_PREFIX = ".log-"
 MOST_RECORDS = 4096
-"""Records in one log; file systems limit the links of a file (ext4: 65,000), and readers index a log
-from its beginning."""
+"""Records in one log: file systems limit the links of a file (ext4: 65,000), and a reader indexes a
+log from its beginning."""
 MOST_TOGETHER = 2
-"""Records that are appended together."""
+"""Records that may be appended together."""
 _READ_BYTES = 1 << 13
-"""Bytes of a log that a reader takes first where it looks for a record."""
+"""Bytes of a log that a reader's first look for a record takes."""
 KEPT_INDEXES = 256
-"""Logs whose record positions a reader keeps, and which it keeps open on one machine."""
+"""Logs whose record positions a reader keeps; on one machine, it also keeps these logs open."""
 KEPT_LOOKUPS = 32_768
-"""Lookups in other logs after which a reader forgets a log: its trajectories end at about the same
-time."""
+"""Lookups after which a reader forgets an unused log, whose trajectories have ended."""
 
 
 @dataclass(slots=True)
@@ -56,13 +52,13 @@ class _Log:
     path: str
     end: int
     descriptor: int | None = None
-    """Open for writing, where it stays open."""
+    """Open for writing; None if the log is opened for each record."""
     names: set[bytes] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class _Index:
-    """Positions of the records of a log, up to ``end``; ``used`` is the number of the last lookup."""
+    """Positions of a log's records, up to ``end``; ``used`` is the number of the last lookup."""
 
     descriptor: int | None = None
     end: int = _IDENTITY_BYTES
@@ -79,38 +75,37 @@ class Journal:
         Directory of ``<trajectory>.<quantum>.rec``, with hard links. Only workers that reach it can
         continue a lost worker's trajectories.
     fsync : bool
-        Flush every record to the device before `append` returns. False: a record survives its process,
-        not a power failure.
+        Flush every record to the device before `append` returns. False: a record survives its
+        process, not a power failure.
     one_machine : bool
-        Whether all who write and read it are on this machine, so that logs may stay open between two
-        records. A log that stays open is known by its inode, which no other file takes meanwhile.
+        Whether all writers and readers are on this machine. Logs then stay open between two
+        records; an open log is known by its inode, which no other file can take.
     """
 
     def __init__(self, root: Path, *, fsync: bool = False, one_machine: bool = False) -> None:
         self.root = os.fspath(root)
         self.fsync, self.one_machine = fsync, one_machine
         self._log: _Log | None = None
-        self._indexes: OrderedDict[bytes | tuple[int, int], _Index] = OrderedDict()  # the one used last is the last
+        self._indexes: OrderedDict[bytes | tuple[int, int], _Index] = OrderedDict()  # least recently used first
         self._lookups = 0
         self._lock = threading.Lock()
 
     def pack(self, trajectory_id: str, quantum: int, record: QuantumRecord) -> bytes:
-        """A record as `append` takes it, to be appended later; Unstorable if it holds a value of another kind."""
+        """A record as bytes for a later `append`; Unstorable if a type cannot be stored."""
         return pack(record, source=self._path(trajectory_id, quantum))
 
     def append(self, trajectory_id: str, quantum: int, *records: QuantumRecord | bytes) -> None:
-        """Create the record of one quantum (0-based), or of some that follow each other, all or none of them.
-
-        Bytes are a record from `pack`.
+        """Create the record of one quantum (0-based), or of several consecutive quanta, all or
+        none.
 
         Raises
         ------
         RecordExists
             Another worker ran this quantum; the caller must stop.
         StoreError
-            The record cannot be written (a full disk is named).
+            The record cannot be written (the message names a full disk).
         Unstorable
-            It holds a value of another kind.
+            A value has a type that cannot be stored.
         """
         path = self._path(trajectory_id, quantum)
         if not 1 <= len(records) <= MOST_TOGETHER:
@@ -180,11 +175,8 @@ class Journal:
             Path(log.path).unlink(missing_ok=True)
 
     def read(self, trajectory_id: str, start: int = 0, until: int = 0) -> list[QuantumRecord]:
-        """Records of quanta ``start``, ``start + 1``, ... up to the first that does not exist; StoreError
-        names a torn one.
-
-        ``until``: number from which on the caller knows that there are none; 0 if it does not know.
-        """
+        """Records from quantum ``start`` to the last before a gap; StoreError names a torn record.
+        ``until`` is the number of quanta if the caller knows it, else 0."""
         records: list[QuantumRecord] = []
         path, stem = self._path(trajectory_id, start), f"{self.root}/{trajectory_id}"
         while (data := self._load(path)) is not None:
@@ -197,7 +189,7 @@ class Journal:
         return records
 
     def read_at(self, trajectory_id: str, quantum: int) -> list[QuantumRecord]:
-        """The records that were appended together from one quantum on; StoreError if they are missing or torn."""
+        """The records appended together from ``quantum`` on; StoreError if missing or torn."""
         data = self._load(path := self._path(trajectory_id, quantum))
         if data is None:
             raise StoreError(f"{path}: there is no such record")
@@ -245,7 +237,6 @@ class Journal:
         return f"{self.root}/{trajectory_id}.{quantum:04d}.rec"
 
     def _load(self, path: str) -> bytes | None:
-        """A record; None where there is none. Each call of the system costs a turn of the interpreter."""
         name = path[len(self.root) + 1 :]
         try:
             if self.one_machine:
@@ -272,12 +263,11 @@ class Journal:
             index = self._index((file.st_dev, file.st_ino))
             if index.descriptor is None:
                 index.descriptor = descriptor
-            elif descriptor >= 0:  # meanwhile the name has become one of a log that is open already
+            elif descriptor >= 0:  # the name now belongs to a log that is already open
                 os.close(descriptor)
             return _record(index.descriptor, name, index)
 
     def _index(self, log: bytes | tuple[int, int]) -> _Index:
-        """The index of a log, by its identity or inode; unused ones are forgotten."""
         index = self._indexes.pop(log, None) or _Index()
         self._indexes[log] = index
         self._lookups = index.used = self._lookups + 1
@@ -302,7 +292,7 @@ def _record(descriptor: int, name: str, index: _Index) -> bytes:
     if (place := index.places.get(name)) is not None:
         return os.pread(descriptor, place[1], place[0])
     step = _READ_BYTES
-    while True:  # what comes after it need not be read
+    while True:  # bytes after the record need not be read
         begin, data = index.end, os.pread(descriptor, step, index.end)
         if (place := _found(data, name, index)) is not None:
             return data[place[0] - begin : place[0] - begin + place[1]]
@@ -312,12 +302,8 @@ def _record(descriptor: int, name: str, index: _Index) -> bytes:
 
 
 def _found(data: bytes, name: str, index: _Index) -> tuple[int, int] | None:
-    """The place of a record among the frames in ``data``, the log from ``index.end`` on; None if it is not
-    there.
-
-    It is linked, so it and all before it are committed, and indexed. The bytes behind it may still be
-    overwritten.
-    """
+    """Place of record ``name`` in ``data``, the log from ``index.end`` on; None if it is not there.
+    This record and those before it are committed and indexed; bytes after it may be overwritten."""
     seen: dict[str, tuple[int, int]] = {}
     at = 0
     while at + _FRAME.size <= len(data):
@@ -336,6 +322,6 @@ def _found(data: bytes, name: str, index: _Index) -> tuple[int, int] | None:
 
 
 def sweep_logs(root: Path) -> None:
-    """Remove the own names of all logs, before a run is resumed; their records keep the files."""
+    """Remove the own names of all logs before a run is resumed; records' names keep them."""
     for path in root.glob(f"{LOG_PREFIX}*"):
         path.unlink(missing_ok=True)

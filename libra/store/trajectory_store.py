@@ -1,16 +1,13 @@
 """The store of a run: its trajectories in one zarr v3 group, with the batch that consumed each.
 
-1. One committer: a store is open for appending once at a time, under a lock that ends with its
-   process.
+1. A store has at most one committer, under a lock that ends with its process.
 2. An append is whole or absent. The ``committed`` attribute is written last, by one atomic rename.
-   Readers see that many rows; the next append, or the next opening for append, overwrites rows
-   behind them.
-3. Conservation: each (split, iteration, group, sample) is there at most once.
-4. Committed rows never change, and never move. What was written is on record beside the store
-   (`libra.store.row_digests`).
+   Readers see that many rows; the next append or opening overwrites later rows.
+3. Each (split, iteration, group, sample) is stored at most once.
+4. Committed rows never change and never move; `libra.store.row_digests` keeps their digests.
 
-Plain ``zarr.open_group(path)`` and ``xarray.open_zarr(path, group=...)`` read it. While it is
-written, or after its committer was killed, such readers must cut the arrays at
+Plain ``zarr.open_group(path)`` and ``xarray.open_zarr(path, group=...)`` can read a store. If its
+committer is writing or was killed, such readers must cut the arrays at
 ``group.attrs["committed"]``.
 """
 
@@ -62,10 +59,8 @@ Arrays = dict[Level, dict[str, AsyncArray[Any]]]
 
 
 class TrajectoryStore:
-    """A store opened for reading, or by the one committer for appending; made by `create` and `open`.
-
-    Indices count trajectories in the order in which they were appended.
-    """
+    """A store, made by `create` or `open`, for reading or for its committer. Indices count
+    trajectories in the order in which they were appended."""
 
     def __init__(self, path: Path, lock: CommitterLock | None) -> None:
         self.path = path
@@ -80,10 +75,8 @@ class TrajectoryStore:
 
     @classmethod
     def create(cls, path: str | Path, attributes: Mapping[str, Any] | None = None) -> Self:
-        """A new, empty store, open for appending; ``attributes`` are JSON-able facts kept in the root group.
-
-        Raises StoreError if ``path`` exists, or the disk is full.
-        """
+        """A new, empty store, open for appending; ``attributes`` are JSON-able facts of the root
+        group. Raises StoreError if ``path`` exists, or the disk is full."""
         path = Path(path)
         lock = CommitterLock(path)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -108,11 +101,9 @@ class TrajectoryStore:
 
     @classmethod
     def open(cls, path: str | Path, mode: Literal["r", "a"] = "r") -> Self:
-        """An existing store, for reading (``"r"``) or as its one committer (``"a"``).
-
-        Raises StoreError without a store at ``path``, for another schema, or if another committer has it
-        open.
-        """
+        """An existing store, for reading (``"r"``) or for its one committer (``"a"``). Raises
+        StoreError without a store at ``path``, for another schema, or if it has another
+        committer."""
         path = Path(path)
         if mode not in ("r", "a"):
             raise StoreError(f"{path}: got mode {mode!r}; allowed are 'r' (read) and 'a' (the one committer)")
@@ -130,18 +121,17 @@ class TrajectoryStore:
             raise
 
     def append(self, trajectories: Sequence[Trajectory], *, batch: int | None = None) -> range:
-        """Commit trajectories, all or none, and return their indices; ``batch`` is the one whose step consumed
-        them.
+        """Commit trajectories, all or none, and return their indices; ``batch`` trained on them.
 
-        Raises StoreError if the store is not open for appending, a trajectory is stored already or
-        malformed, or the disk is full. Nothing was committed then; the same append may be repeated.
+        Raises StoreError if the store is not open for appending, a trajectory is already stored or
+        malformed, or the disk is full. Nothing is committed then, and the append may be repeated.
         """
         with self._writing:
             self._check_new([trajectory.trajectory_id for trajectory in trajectories])
             return self._append(rows_of(trajectories, first=self._committed, batch=-1 if batch is None else batch))
 
     def append_rows(self, rows: Rows) -> range:
-        """Commit rows as they stood in another store, behind the same rows. Raises StoreError as `append`."""
+        """Commit rows of the same position in another store. Raises as `append`."""
         with self._writing:
             self._check_new(_ids(rows["trajectory"]))
             return self._append(rows)
@@ -161,10 +151,8 @@ class TrajectoryStore:
         return range(start, start + len(ids))
 
     def note_isolation(self, level: str) -> None:
-        """Add the level of the sandbox for the model's programs to the attribute ``isolation``, if it is new.
-
-        StoreError if the attribute cannot be written.
-        """
+        """Add a level of the sandbox for the model's programs to the attribute ``isolation``.
+        Raises StoreError if the attribute cannot be written."""
         self._check_writable()
         noted = self._group.attrs.get(ISOLATION, [])
         assert isinstance(noted, list)
@@ -175,7 +163,7 @@ class TrajectoryStore:
                 raise write_failure(error, self.path) from error
 
     def trajectory(self, index: int) -> Trajectory:
-        """One trajectory, with every token and turn; fields that a turn does not have are -1, NaN or ""."""
+        """One trajectory, with every token and turn; missing fields of a turn are -1, NaN or ""."""
         if not 0 <= index < self.num_trajectories:
             raise StoreError(
                 f"{self.path}: got index {index}; there are {self.num_trajectories} trajectories, counted from 0"
@@ -227,7 +215,7 @@ class TrajectoryStore:
         return self._cache[level]
 
     def tokens(self, first: int, last: int, names: Sequence[str]) -> list[NDArray[Any]]:
-        """Some columns of the tokens of trajectories ``first`` to ``last`` - 1, not cached."""
+        """Some token columns of trajectories ``first`` to ``last`` - 1, not cached."""
         columns = self.columns()
         if first >= last:
             return [np.zeros(0, array.dtype) for array in (self._arrays["token"][name] for name in names)]
@@ -239,7 +227,7 @@ class TrajectoryStore:
         return trajectory_id in self._seen
 
     def among(self, ids: Iterable[TrajectoryId]) -> list[TrajectoryId]:
-        """Those of ``ids`` that a store opened for appending has."""
+        """The members of ``ids`` that a store opened for appending has."""
         return [each for each in ids if each in self._seen]
 
     @property
@@ -263,12 +251,12 @@ class TrajectoryStore:
         return dict(self._group.attrs)
 
     def refresh(self) -> None:
-        """Read the rows that the committer has appended since; for a store opened for reading."""
+        """Make rows appended since visible to a reader."""
         if self._lock is None:
             self._load()
 
     def close(self) -> None:
-        """Release the committer's lock, after an append that another thread has begun; a reader has none."""
+        """Release the committer's lock, after any append in progress in another thread."""
         with self._writing:
             if self._lock is not None:
                 self._lock.release()
@@ -335,7 +323,6 @@ class TrajectoryStore:
         self._stale = True  # the open arrays still have their old lengths
 
     def _hold_arrays(self) -> dict[Level, dict[str, ColumnFile]]:
-        """Open every array for appending, and cut off the rows of an append that was killed."""
         lengths = [(a.shape[0], self._committed[level]) for level in LEVELS for a in self._arrays[level].values()]
         if torn := sum(length != committed for length, committed in lengths):
             logger.warning("%s: an append was cut short; its rows were dropped from %d arrays", self.path, torn)

@@ -1,15 +1,14 @@
-"""The arrays of the trajectory store: names, types and meanings, and trajectories as their rows.
+"""The arrays of the trajectory store: names, types and meanings, and trajectories as rows.
 
 Five levels, each a dimension: ``token`` (in the root group), ``turn``, ``trajectory``, ``score``
 and ``route`` (in groups of that name). Trajectory i has ``length[i]`` tokens from ``offset[i]`` on,
 and ``num_turns[i]`` turns from ``turn_offset[i]`` on.
 
-Scores of a teacher and experts of each layer have several numbers for a token. Both are flat
-arrays. A trajectory with A generated tokens and ``scores_per_token`` W has A x W rows in the level
-``score``, from ``score_offset[i]`` on: for each generated token first that token, then those that
-the teacher scored there (``distil``), and with a top-k one more for all others, whose ``token_id``
-is -1. A trajectory of T tokens has T x ``route_layers`` x ``experts_per_token`` rows in the level
-``route``, from ``route_offset[i]`` on, the last index fastest.
+A trajectory with A generated tokens and ``scores_per_token`` W has A x W rows in the level
+``score``, from ``score_offset[i]`` on: for each generated token the token itself, the tokens that
+the teacher scored there (``distil``), and with a top-k one row for all other tokens, with
+``token_id`` -1. A trajectory of T tokens has T x ``route_layers`` x ``experts_per_token`` rows in
+the level ``route``, from ``route_offset[i]`` on, the last index fastest.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _UNKNOWN: Mapping[str, int | float | bool] = {"i": -1, "f": float("nan"), "b": F
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One array of a level. ``unknown`` is its value for unknown entries: -1, NaN or the empty string."""
+    """One array of a level."""
 
     name: str
     dtype: str
@@ -40,7 +39,7 @@ class Column:
 
     @property
     def unknown(self) -> int | float | str:
-        """Value of a row without one."""
+        """Value of an unknown entry: -1, NaN or the empty string."""
         return "" if self.dtype == "string" else _UNKNOWN[np.dtype(self.dtype).kind]
 
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -50,7 +49,7 @@ class Column:
 
 Further = Literal["score", "route"]
 OTHERS = -1
-"""In place of a token: all tokens that a top-k leaves out, together."""
+"""Token id that stands for all tokens outside a top-k."""
 
 SCORE = (
     Column(
@@ -63,7 +62,7 @@ ROUTE = (Column("expert", "int16", "expert chosen for a token in a layer; -1: no
 
 
 def per_token(trajectory: Trajectory, level: Further) -> int:
-    """Rows for each generated token (``score``) or for each token (``route``); 0: there are none."""
+    """Rows per generated token (level ``score``) or per token (``route``); 0 without such rows."""
     if level == "route":
         return 0 if trajectory.routes is None else int(np.prod(trajectory.routes.shape[1:]))
     taught = trajectory.taught
@@ -89,7 +88,7 @@ def num_rows(trajectory: Trajectory, level: Level) -> int:
 
 
 def score_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
-    """The level ``score`` of trajectories; StoreError if there is not a score for each generated token."""
+    """The level ``score`` of trajectories; StoreError unless each generated token has a score."""
     parts = [_scores(each) for each in trajectories if per_token(each, "score")]
     return {
         column.name: np.concatenate([np.zeros(0, column.numpy_dtype()), *(part[column.name] for part in parts)])
@@ -123,8 +122,7 @@ def _scores(trajectory: Trajectory) -> dict[str, NDArray[Any]]:
 
 
 def taught_of(rows: Mapping[str, NDArray[Any]], scores_per_token: int) -> Taught:
-    """A teacher's scores of a trajectory, from its rows of the level ``score``; the inverse of
-    `score_rows`."""
+    """Teacher scores of a trajectory, from its rows of level ``score``; inverts `score_rows`."""
     token_ids, logp, student = (rows[column.name].reshape(-1, scores_per_token) for column in SCORE)
     with_rest = bool((token_ids[:, -1] == OTHERS).all())
     scored = slice(1, -1) if with_rest else slice(1, None)
@@ -139,7 +137,7 @@ def taught_of(rows: Mapping[str, NDArray[Any]], scores_per_token: int) -> Taught
 
 
 def route_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
-    """The level ``route`` of trajectories; StoreError if a trajectory has not experts for each token."""
+    """The level ``route`` of trajectories; StoreError unless each token has experts."""
     parts = [np.zeros(0, np.int16)]
     for each in trajectories:
         if each.routes is None:
@@ -154,7 +152,7 @@ def route_rows(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
 
 
 SCHEMA = 4
-"""Layout of a store; another number is refused."""
+"""Version of the layout of a store; another version is refused."""
 
 Level = Literal["token", "turn", "trajectory", "score", "route"]
 LEVELS: tuple[Level, ...] = ("token", "turn", "trajectory", "score", "route")
@@ -174,10 +172,10 @@ OFFSETS: Mapping[Level, str] = {
 }
 """The column with the first row of a trajectory in each other level."""
 CHUNK_ROWS: Mapping[Level, int] = {"token": 32768, "turn": 4096, "trajectory": 1024, "score": 65536, "route": 262144}
-"""Rows of one chunk. An append rewrites the last chunk of every array, so chunks are small multiples
-of a batch."""
+"""Rows of one chunk. An append rewrites the last chunk of every array, so chunks are small
+multiples of a batch."""
 COMPRESSED: tuple[Level, ...] = ("token", "route")
-"""Levels whose numbers are compressed, too: scores would hardly become smaller."""
+"""Levels whose numbers are compressed; scores hardly shrink."""
 
 TOKEN = (
     Column("token_ids", "int32", "prompt, generated and observed tokens in order"),
@@ -249,7 +247,7 @@ COLUMNS: Mapping[Level, tuple[Column, ...]] = {
 }
 
 Rows = dict[Level, dict[str, NDArray[Any]]]
-"""One array per column and level, all of one level equally long."""
+"""One array per column and level; the arrays of a level have equal lengths."""
 
 
 def array_path(level: Level, name: str) -> str:
@@ -263,11 +261,8 @@ def is_compressed(level: Level, column: Column) -> bool:
 
 
 def create_arrays(group: zarr.Group) -> None:
-    """Make every array, empty, in an empty group.
-
-    Numeric columns of turns and trajectories are not compressed: they are small, and an append costs
-    half.
-    """
+    """Create every array, empty, in an empty group. Numeric columns of turns and trajectories are
+    small; without compression an append costs half."""
     for level in LEVELS:
         for column in COLUMNS[level]:
             group.create_array(
@@ -283,13 +278,9 @@ def create_arrays(group: zarr.Group) -> None:
 
 
 def rows_of(trajectories: Sequence[Trajectory], *, first: Mapping[Level, int], batch: int) -> Rows:
-    """Trajectories as columns, to be appended to the ``first`` rows of each level.
-
-    Raises
-    ------
-    StoreError
-        Arrays of a trajectory differ in length or kind, or a turn has a field that is not a column.
-    """
+    """Trajectories as columns, to be appended after the ``first`` rows of each level. Raises
+    StoreError if arrays of a trajectory differ in length or kind, or a turn has an unknown
+    field."""
     tokens: dict[str, NDArray[Any]] = {
         column.name: np.concatenate([_tokens(trajectory, column) for trajectory in trajectories])
         if trajectories

@@ -1,10 +1,10 @@
-"""Advantages: how much better than expected a sample, or a token, was.
+"""Advantages: how much better than expected a sample or a token was.
 
-Estimators of one reward per sample (S,) take group numbers and may leave failed samples out;
-estimators of a reward per token take padded rows (B, T).
+Estimators of one reward per sample (S,) take group numbers; estimators of a reward per token take
+padded rows (B, T).
 
 Shape legend: S samples of the batch, K groups, G samples of one group, B rows, T places of a row, N
-values in any arrangement.
+values.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Groups:
         return cls(slot_S, valid_S, reward_S.masked_fill(~valid_S, 0), count_K)
 
     def sum(self, value_S: Tensor) -> Tensor:
-        """Sum of each group over its valid samples (K,)."""
+        """Sum over the valid samples of each group (K,)."""
         return torch.zeros_like(self.count_K).index_add(0, self.slot_S, value_S.masked_fill(~self.valid_S, 0))
 
     @property
@@ -58,12 +58,12 @@ class Groups:
 
     @property
     def alone_S(self) -> Tensor:
-        """Whether a sample is the only valid one of its group (S,)."""
+        """Whether a sample is the only valid sample of its group (S,)."""
         return (self.count_K == 1)[self.slot_S] & self.valid_S
 
     @property
     def uniform_S(self) -> Tensor:
-        """Whether all valid rewards of a sample's group are exactly equal (S,); True for one or none."""
+        """Whether a group's valid rewards are equal (S,); True for fewer than two."""
         zeros_K = torch.zeros_like(self.count_K)
         slot_V, reward_V = self.slot_S[self.valid_S], self.reward_S[self.valid_S]
         low_K = zeros_K.scatter_reduce(0, slot_V, reward_V, "amin", include_self=False)
@@ -71,7 +71,7 @@ class Groups:
         return (low_K == high_K)[self.slot_S]
 
     def lone(self, advantage_S: Tensor, singleton: Singleton) -> Tensor:
-        """``advantage_S`` with the value of ``singleton`` for a group's only valid sample, 0 if invalid."""
+        """``advantage_S``, 0 if invalid, and by ``singleton`` for a group's only valid sample."""
         alone_S = self.reward_S if singleton == "reward" else torch.zeros_like(self.reward_S)
         return torch.where(self.alone_S, alone_S, advantage_S).masked_fill(~self.valid_S, 0)
 
@@ -86,13 +86,13 @@ def grpo(
     eps: float = 1e-6,
     singleton: Singleton = "reward",
 ) -> Tensor:
-    """Reward minus the mean of its group, with ``normalize_std`` divided by the group's deviation (S,).
+    """Reward minus the group's mean (S,), divided by the group's deviation if ``normalize_std``.
 
-    GRPO (DeepSeekMath, arXiv:2402.03300) with verl's conventions as defaults; TRL has ``eps=1e-4``.
-    ``normalize_std=False`` is Dr.GRPO's (arXiv:2503.20783). Samples with the same number in ``group_S``
-    are siblings. A sample outside ``valid_S`` has no part in mean and deviation and gets 0; its reward
-    may be NaN. TrainError if a valid reward is not finite. The deviation plus ``eps`` divides; ``ddof``
-    1 is unbiased (verl, TRL), 0 the population's. Exactly 0 if all valid rewards of a group are equal.
+    GRPO (DeepSeekMath, arXiv:2402.03300) with verl's defaults; TRL has ``eps=1e-4``. Dr.GRPO
+    (arXiv:2503.20783) has ``normalize_std=False``. ``group_S`` has a number per group. A sample
+    outside ``valid_S`` does not count and gets 0; its reward may be NaN. The divisor is the
+    deviation plus ``eps``; ``ddof`` is 1 for the unbiased deviation (verl, TRL), else 0. Exactly 0
+    if all valid rewards of a group are equal. TrainError if a valid reward is not finite.
     """
     groups = Groups.of(reward_S, group_S, valid_S)
     deviation_S = torch.where(groups.valid_S, groups.reward_S - groups.mean_S, torch.zeros_like(reward_S))
@@ -108,10 +108,8 @@ def grpo(
 def rloo(
     reward_S: Tensor, group_S: Tensor, *, valid_S: Tensor | None = None, singleton: Singleton = "reward"
 ) -> Tensor:
-    """Reward minus the mean reward of the siblings (S,), as `grpo`. RLOO, arXiv:2402.14740; verl 0.9.1.
-
-    ``singleton`` is verl's ``rloo`` ("reward") or ``rloo_vectorized`` ("zero").
-    """
+    """Reward minus the mean reward of the siblings (S,), as `grpo`. RLOO, arXiv:2402.14740; verl
+    0.9.1. ``singleton`` is verl's ``rloo`` ("reward") or ``rloo_vectorized`` ("zero")."""
     groups = Groups.of(reward_S, group_S, valid_S)
     factor_S = (groups.count_K / (groups.count_K - 1).clamp(min=1))[groups.slot_S]
     advantage_S = (groups.reward_S - groups.mean_S) * factor_S
@@ -126,11 +124,9 @@ def opo(
     valid_S: Tensor | None = None,
     singleton: Singleton = "reward",
 ) -> Tensor:
-    """Reward minus the length-weighted mean reward of the group (S,), as `grpo`.
-
-    OPO, arXiv:2505.23585, eq. 9; verl 0.9.1. ``length_S`` are generated tokens; a group without any has
-    baseline 0.
-    """
+    """Reward minus the length-weighted mean reward of the group (S,), as `grpo`. OPO,
+    arXiv:2505.23585, eq. 9; verl 0.9.1. ``length_S`` counts generated tokens; a group without
+    tokens has baseline 0."""
     groups = Groups.of(reward_S, group_S, valid_S)
     weight_S = length_S.to(reward_S.dtype)
     total_K = groups.sum(weight_S)
@@ -140,10 +136,11 @@ def opo(
 
 
 def whiten(value_N: Tensor, weight_N: Tensor) -> Tensor:
-    """``(value - mean) / sqrt(variance + 1e-8)`` with Bessel's correction, as verl 0.9.1's masked_whiten.
+    """``(value - mean) / sqrt(variance + 1e-8)``, unbiased, as verl 0.9.1's masked_whiten.
 
-    ``weight_N`` is how often a value counts. If the weights sum to 1 or less, or all counted values are
-    equal, values are only centred: dividing by sqrt(1e-8) would turn rounding into signal.
+    ``weight_N`` is how often a value counts. If the weights sum to 1 or less, or all counted values
+    are equal, the mean is subtracted without division: dividing by sqrt(1e-8) would amplify
+    rounding.
     """
     weight_N = weight_N.to(value_N.dtype)
     counted_N = value_N.masked_fill(weight_N <= 0, 0)
@@ -157,10 +154,8 @@ def whiten(value_N: Tensor, weight_N: Tensor) -> Tensor:
 
 
 def reinforce_pp(reward_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (B, T) of REINFORCE++, arXiv:2501.03262, as in verl 0.9.1.
-
-    Masked places have return 0, their rewards are ignored, and no discount applies to them.
-    """
+    """Advantages and returns (B, T) of REINFORCE++, arXiv:2501.03262, as in verl 0.9.1. Masked
+    places have return 0; their rewards are ignored, and they add no discount."""
     mask_BT = mask_BT.to(reward_BT.dtype)
     return_BT = torch.zeros_like(reward_BT)
     running_B = reward_BT.new_zeros(len(reward_BT))
@@ -174,10 +169,8 @@ def reinforce_pp(reward_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0) -> t
 def reinforce_pp_baseline(
     reward_S: Tensor, length_S: Tensor, group_S: Tensor, *, valid_S: Tensor | None = None
 ) -> Tensor:
-    """Reward minus its group's mean, whitened over the batch's tokens (S,); as in verl 0.9.1.
-
-    ``length_S`` are the tokens of each sample. A lone sample keeps its reward before whitening.
-    """
+    """Reward minus the group's mean, whitened over the batch's tokens (S,); as in verl 0.9.1.
+    ``length_S`` counts tokens. A group's only valid sample keeps its reward before whitening."""
     centred_S = grpo(reward_S, group_S, valid_S=valid_S, normalize_std=False)
     if valid_S is None:
         return whiten(centred_S, length_S)
@@ -186,17 +179,15 @@ def reinforce_pp_baseline(
 
 def remax(reward_BT: Tensor, baseline_B: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Advantages and returns (B, T) of ReMax, arXiv:2310.10505; agrees with verl 0.9.1.
-
-    ``reward_BT`` is the reward of each token (an outcome reward is on the last), ``baseline_B`` the
-    reward of the greedy answer, and ``mask_BT`` is 1 for generated tokens.
-    """
+    ``reward_BT`` is the reward of each token (an outcome reward is on the last token),
+    ``baseline_B`` the reward of the greedy answer, and ``mask_BT`` is 1 for generated tokens."""
     return_BT = (reward_BT * mask_BT).flip(-1).cumsum(-1).flip(-1)
     return return_BT - baseline_B[:, None] * mask_BT, return_BT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupRewards:
-    """One group as an estimator sees it; arrays (G,)."""
+    """One group as the input of an estimator; arrays (G,)."""
 
     reward: NDArray[np.float64]  # may be NaN where not valid
     valid: NDArray[np.bool_]  # False for failures that do not train
@@ -214,12 +205,12 @@ def batch_advantages(
     drop_uniform_groups: bool = False,
     drop_truncated: bool = False,
 ) -> tuple[list[NDArray[np.float64]], list[NDArray[np.bool_]]]:
-    """Advantage of every sample, and whether it takes part in the loss; one array (G,) each per group.
+    """Advantage of every sample, and whether the sample trains; an array (G,) of each per group.
 
-    ``estimator`` is one of `libra.config.algorithms.ADVANTAGES`, or a function of the groups. Invalid
-    samples and the only valid sample of a larger group have advantage 0; a group configured with one
-    sample keeps its reward. A sample outside the loss counts in the baseline of its group, but in no
-    denominator of the step.
+    ``estimator`` is one of `libra.config.algorithms.ADVANTAGES`, or a function of the groups. An
+    invalid sample has advantage 0, and so has the only valid sample of a larger group; a group
+    configured with one sample keeps its reward. A sample that does not train counts in its group's
+    baseline, but in no denominator of the step.
     """
     if not groups:
         return [], []
@@ -260,7 +251,6 @@ def batch_advantages(
 
 
 def _against_greedy(groups: Sequence[GroupRewards], reward_S: Tensor, valid_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages over the greedy sample, which does not train; no sibling does if it failed."""
     baseline_S, takes_part_S, start = torch.zeros_like(reward_S), valid_S.clone(), 0
     for group in groups:
         members = slice(start, start + len(group.reward))

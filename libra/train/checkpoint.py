@@ -1,22 +1,20 @@
-"""One checkpoint: a Hugging Face model directory with the optimizer's state beside it.
+"""One checkpoint: a Hugging Face model directory with the optimizer's state.
 
 ::
 
     checkpoints/step-000012/
         config.json, model.safetensors, tokenizer*   as transformers and vLLM read them
-        optimizer.safetensors   <parameter>.exp_avg, .exp_avg_sq, .step, .master (wider copies), .ewma
-        trainer.json            schema, steps_done, settings, seed, dtype, digests, last_report; sealed
+        optimizer.safetensors   <parameter>.exp_avg, .exp_avg_sq, .step, .master, .ewma
+        trainer.json            schema, steps_done, settings, seed, dtype, digests, last_report
     checkpoints/best -> step-000012                  see `libra.train.checkpoint_directory`
 
-Invariants
-----------
 1. A checkpoint directory is whole or absent: it is filled under a temporary name, synced and
    renamed. A killed writer leaves a name that begins with ".", which no reader opens and the next
    writer removes.
-2. A whole checkpoint is never overwritten, a torn one is replaced. Writing the same state again has
-   no effect.
+2. A whole checkpoint is never overwritten; a torn checkpoint is replaced. Writing the same state
+   again has no effect.
 3. The replica may take further steps while a `ReplicaSnapshot` is written.
-4. Loading changes nothing in the replica before everything was read and every digest agrees.
+4. Loading changes nothing in the replica before all files are read and every digest agrees.
 5. One process writes into a directory of checkpoints.
 """
 
@@ -46,7 +44,7 @@ from libra.train.weight_copies import ADAPTER_DIR, EWMA, LowRankWeights, adapter
 logger = logging.getLogger(__name__)
 
 SCHEMA = 2
-"""Layout of a checkpoint; a change that old code cannot read takes the next number."""
+"""Version of the layout of a checkpoint; a change that old code cannot read raises it."""
 MASTER = "master"
 TEMPORARY = ".tmp"
 """Suffix of the hidden name of a checkpoint being written."""
@@ -70,11 +68,9 @@ def step_of(directory: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
-    """A replica's state at one step, to be written.
-
-    ``weights`` and ``optimizer`` are copies in host memory (views with ``copy=False``), ``facts`` is
-    ``trainer.json`` without digests, and ``adapter`` the JSON configuration of adapters, if any.
-    """
+    """A replica's state at one step, to be written. ``weights`` and ``optimizer`` are copies in
+    host memory (views with ``copy=False``), ``facts`` is ``trainer.json`` without digests, and
+    ``adapter`` is the JSON configuration of adapters, or empty."""
 
     model: Any
     weights: dict[str, Tensor]
@@ -85,7 +81,7 @@ class ReplicaSnapshot:
 
     @classmethod
     def of(cls, replica: ReplicaState, *, copy: bool = True) -> ReplicaSnapshot:
-        """The present state, which no step may change meanwhile. A collective if the replica is sharded."""
+        """The present state; no step may run meanwhile. A collective if the replica is sharded."""
 
         def kept(tensor: Tensor) -> Tensor:
             tensor = whole(tensor)
@@ -120,10 +116,8 @@ class ReplicaSnapshot:
 
 
 def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
-    """Write ``snapshot`` as ``directory``, whole or not at all; nothing if it exists already.
-
-    CheckpointError if ``directory`` holds something else, or the disk refuses.
-    """
+    """Write ``snapshot`` as ``directory``, whole or not at all; does nothing if it exists.
+    CheckpointError if ``directory`` has other content, or cannot be written."""
     content = {"digest": digest(snapshot.weights), "optimizer_digest": digest(snapshot.optimizer)}
     if _is_there(directory, content):
         return
@@ -161,7 +155,7 @@ def save_checkpoint(directory: Path, snapshot: ReplicaSnapshot) -> None:
 
 
 def load_checkpoint(directory: Path, replica: ReplicaState) -> None:
-    """Bring ``replica`` to the saved state; CheckpointError if it is torn or of another model."""
+    """Load the saved state into ``replica``; CheckpointError if torn or of another model."""
     facts, weights, optimizer = _read(directory)
     own = replica.tensors()
     differing = sorted(name for name in own.keys() | weights.keys() if _form(own.get(name)) != _form(weights.get(name)))
@@ -178,10 +172,8 @@ def load_checkpoint(directory: Path, replica: ReplicaState) -> None:
 
 
 def load_optimizer(directory: Path, replica: ReplicaState) -> None:
-    """Load the optimizer's state into ``replica``, which has the weights of ``directory``; its step count stays.
-
-    CheckpointError if the directory is torn, or the replica has other weights.
-    """
+    """Load only the optimizer's state into ``replica``, which has the weights of ``directory``.
+    CheckpointError if the directory is torn, or the replica has other weights."""
     facts, _, optimizer = _read(directory)
     own = digest(replica.weights())
     if own != facts["digest"]:
@@ -209,17 +201,17 @@ def read_facts(directory: Path) -> dict[str, Any]:
 
 
 def has_optimizer(directory: Path) -> bool:
-    """Whether it is a checkpoint of Libra, not only a Hugging Face model."""
+    """Whether ``directory`` is a checkpoint of Libra, not only a Hugging Face model."""
     return (directory / FACTS_FILE).is_file()
 
 
 def verify(directory: Path) -> dict[str, Any]:
-    """The facts of a checkpoint that agrees with its digests; otherwise CheckpointError."""
+    """The facts of a checkpoint; CheckpointError if its content differs from its digests."""
     return _read(directory)[0]
 
 
 def complete(directory: str | Path) -> list[Path]:
-    """Checkpoints under ``directory`` by step, without leftovers of killed writers. Digests are not read."""
+    """Checkpoints under ``directory`` by step, without leftovers; digests are not checked."""
     directory = Path(directory)
     if not directory.is_dir():
         return []
@@ -228,7 +220,7 @@ def complete(directory: str | Path) -> list[Path]:
 
 
 def newest(directory: str | Path, up_to: int | None = None) -> Path | None:
-    """The last checkpoint (not above ``up_to``) whose digests agree; torn ones are skipped with a warning."""
+    """The last checkpoint (up to step ``up_to``) with correct digests; others cause warnings."""
     for path in reversed([path for path in complete(directory) if up_to is None or step_of(path) <= up_to]):
         try:
             verify(path)
@@ -265,7 +257,6 @@ def _hidden(directory: Path) -> Path:
 
 
 def _is_there(directory: Path, content: dict[str, str]) -> bool:
-    """Whether this content is there; a torn checkpoint is moved away, another one is an error."""
     if not directory.exists():
         return False
     try:
@@ -285,7 +276,6 @@ def _is_there(directory: Path, content: dict[str, str]) -> bool:
 
 
 def _take_optimizer(replica: ReplicaState, state: dict[str, Tensor]) -> None:
-    """Load moments, cast to the dtype of their weights, which a new run may have changed."""
     replica.optimizer.state.clear()
     for name, parameter in replica.optimized().items():
         if f"{name}.step" in state:

@@ -1,12 +1,10 @@
-"""The checkpoints of a run that are kept, the last m and the best, and the one a run may start from.
+"""The checkpoints that a run keeps (the last m and the best), and the checkpoint it may start from.
 
-The best has the highest score, the later one of equals: the mean reward of held-out questions at
-that version, or without ``evaluation.every`` of the batch whose step made it.
+The best checkpoint has the highest score; of equal scores the later one wins. The score is the mean
+reward of held-out questions at that version, or, without ``evaluation.every``, of its step's batch.
 
-Invariants
-----------
-1. Never removed: the best, the newest, the last ``keep``, and one that is being written.
-2. ``best`` is a relative link replaced in one rename before anything is removed: it never dangles.
+1. These are never removed: the best, the newest, the last ``keep``, and a checkpoint being written.
+2. ``best`` is a relative link, replaced in one rename before anything is removed: it never dangles.
 3. A removed checkpoint loses its name first, so no reader sees a part of it. The next `tidy`
    removes files of a killed process.
 4. One process, the driver, calls `KeptCheckpoints`.
@@ -31,11 +29,11 @@ logger = logging.getLogger(__name__)
 BEST = "best"
 SCORES_FILE = "scores.json"
 _REMOVED, _REPLACING = ".gone", ".new"
-"""Suffixes of the hidden names of checkpoints being removed, and of files about to replace others."""
+"""Suffixes of hidden names: checkpoints being removed, and files about to replace others."""
 
 
 class KeptCheckpoints:
-    """The ``checkpoints`` directory of one run, which need not exist yet; earlier starts' scores count."""
+    """The ``checkpoints`` directory of a run, existing or not, with all earlier scores."""
 
     def __init__(self, directory: Path, *, keep: int) -> None:
         self.directory, self.keep = directory, keep
@@ -52,12 +50,13 @@ class KeptCheckpoints:
                 raise CheckpointError(f"checkpoint: {self.directory} cannot be written to: {fault}") from fault
 
     def best(self) -> Path | None:
-        """The checkpoint with the highest score; None if none has a score."""
+        """The checkpoint with the highest score; None without a score."""
         scored = [path for path in complete(self.directory) if path.name in self._scores]
         return max(scored, key=lambda path: (self._scores[path.name], step_of(path)), default=None)
 
     def tidy(self) -> list[Path]:
-        """Link the best one and remove the others that are not kept; returns them. CheckpointError of the disk."""
+        """Link the best checkpoint; remove and return those not kept. CheckpointError if the disk
+        fails."""
         there = complete(self.directory)
         if not there:
             return []
@@ -116,11 +115,9 @@ _HEAD = "lm_head.weight"
 
 
 def checked_start(given: Path, model_dir: str | Path, dtype: str) -> Path:
-    """The absolute directory ``given``, if a run of ``model_dir`` can start from it; else CheckpointError.
-
-    It is a checkpoint of the same names, shapes and dtype, or a Hugging Face directory, whose optimizer
-    then starts from zero with a warning.
-    """
+    """The absolute directory ``given``, if a run of ``model_dir`` can start there; else
+    CheckpointError. The directory is a checkpoint of the same names, shapes and dtype, or a Hugging
+    Face model, whose optimizer starts from zero with a warning."""
     directory = given.expanduser().resolve()
     if not directory.is_dir():
         raise CheckpointError(f"{_FIELD}: there is no directory {str(given)!r}; type --from RUN/checkpoints/best")

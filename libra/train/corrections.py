@@ -1,9 +1,9 @@
-"""Corrections for samples that another policy drew: weights, masks, and mismatch split from staleness.
+"""Corrections for samples of another policy: weights and masks, for mismatch and staleness.
 
-An importance ratio has two factors, engines that compute differently (mismatch) and weights that
-have changed (staleness); log p_now - log p_engine = (log p_now - log p_old) + (log p_old - log
-p_engine). ``p_old`` is the trainer's own probability under the weights that generated the token;
-where it is unknown, everything counts as staleness.
+log p_now - log p_engine = (log p_now - log p_old) + (log p_old - log p_engine): staleness (the
+weights changed) plus mismatch (engine and trainer compute differently). ``p_old`` is the trainer's
+probability under the weights that generated the token; if unknown, the whole ratio counts as
+staleness.
 
 Shape legend: N tokens, S sequences.
 """
@@ -34,16 +34,17 @@ def importance_weights(
     normalize: bool = False,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """Weights (N,) without gradient, 0 in masked places, to multiply the loss of each token with.
+    """Factors (N,) for the loss of each token, without gradient; 0 in masked places.
 
     Parameters
     ----------
     log_ratio_N : Tensor
-        log p_trainer - log p_engine of each token; its dtype is the weights' (AReaL: float32).
+        log p_trainer - log p_engine of each token; weights have its dtype (AReaL: float32).
     level : {"token", "sequence", "geometric"}
-        The token's ratio, the product over its sequence (verl, TRL ``sequence_*``), or the geometric mean (AReaL).
+        Ratio of the token, product over its sequence (verl, TRL), or geometric mean (AReaL).
     action : {"truncate", "mask", "none"}
-        Ratios outside [low, high] become the bound (TIS), 0 (IcePop, arXiv:2510.18855), or are kept.
+        Ratios outside [low, high] become the bound (TIS), 0 (IcePop, arXiv:2510.18855), or are
+        kept.
     normalize : bool
         Divide by the mean weight of tokens, or of non-empty sequences (verl's ``batch_normalize``).
     bound : float, optional
@@ -84,18 +85,19 @@ def rejection_mask(
     high: float | None = None,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """Whether a token is kept (N,) bool, with low <= metric <= high; False in masked places.
+    """Whether a token is kept (N,) bool: low <= metric <= high; False in masked places.
 
     Parameters
     ----------
     log_ratio_N : Tensor
-        d = log p_trainer - log p_engine, clamped to [-bound, bound]; a value that is not finite counts as 0.
+        d = log p_trainer - log p_engine, clamped to [-bound, bound]; 0 replaces values not finite.
     metric : str
-        ``ratio`` e^d; ``k1`` d; ``k2`` d^2/2; ``k3`` e^d - 1 - d (verl); ``k3-reverse`` e^-d - 1 + d (AReaL's ``kl_k3``).
+        ``ratio`` e^d; ``k1`` d; ``k2`` d^2/2; ``k3`` e^d - 1 - d (verl); ``k3-reverse`` e^-d - 1 +
+        d (AReaL).
     level : {"token", "sequence"}
         Whether tokens or whole sequences are rejected.
     reduce : {"mean", "sum", "max"}
-        From tokens to a sequence; for ``ratio`` of the logarithm.
+        Reduction over a sequence; for ``ratio``, of the logarithms.
     """
     check_option("rejection_mask metric", metric, ("ratio", "k1", "k2", "k3", "k3-reverse"))
     check_option("rejection_mask level", level, ("token", "sequence"))
@@ -120,7 +122,7 @@ def rejection_mask(
 def binary_kl_mask(
     logp_N: Tensor, old_logp_N: Tensor, sequences: Sequences, *, high: float, eps: float = 1e-6
 ) -> Tensor:
-    """Kept where the KL of "this token or another" is at most ``high`` in both directions (verl, AReaL)."""
+    """Tokens whose KL of "this token or another" is at most ``high`` both ways (verl, AReaL)."""
     now_N, old_N = logp_N.exp().clamp(eps, 1 - eps), old_logp_N.exp().clamp(eps, 1 - eps)
 
     def divergence(p: Tensor, q: Tensor) -> Tensor:
@@ -133,11 +135,9 @@ def binary_kl_mask(
 def off_policy_sequence_mask(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, sequences: Sequences, *, threshold: float
 ) -> Tensor:
-    """Kept where A >= 0, or the sequence's mean of log p_old - log p is at most ``threshold``.
-
-    DeepSeek-V3.2, arXiv:2512.02556; TRL's ``off_policy_mask_threshold``, where rejected tokens still
-    count in the denominator.
-    """
+    """Tokens with A >= 0, or whose sequence has a mean log p_old - log p up to ``threshold``.
+    DeepSeek-V3.2, arXiv:2512.02556; TRL's ``off_policy_mask_threshold``, where rejected tokens
+    still count in the denominator."""
     gap_N = torch.nan_to_num(old_logp_N - logp_N, nan=0.0)
     close_N = sequences.spread(sequence_mean(gap_N, sequences) <= threshold)
     return sequences.mask_N & ((advantage_N >= 0) | close_N)
@@ -149,10 +149,10 @@ def m2po_mask(
 ) -> Tensor:
     """Whether a token is kept (N,) bool; False in masked places. M2PO, arXiv:2510.01161.
 
-    Tokens with the largest squared log ratio (log p_now - log p_behaviour) are masked first, until the
-    mean square of the rest is at most ``threshold`` (the paper's 0.04). With ``advantage_N``, only
-    tokens that the advantage pushes further away, as in the paper; without it any token (AReaL). The
-    tokens given are the whole minibatch.
+    Tokens with the largest squared log ratio (log p_now - log p_behaviour) are masked first, until
+    the mean square of the rest is at most ``threshold`` (the paper's 0.04). With ``advantage_N``,
+    only tokens that the advantage pushes further away are masked, as in the paper; without it, any
+    token (AReaL). The arguments cover a whole minibatch.
     """
     mask_N = sequences.mask_N
     square_N = sequences.only(log_ratio_N).double().square()
@@ -179,6 +179,6 @@ class TwoFactors(NamedTuple):
 
 @torch.no_grad()
 def two_factors(old_logp_N: Tensor, engine_logp_N: Tensor, exact_N: Tensor) -> TwoFactors:
-    """The split, from log-probabilities under the weights that generated each token; only exact ones are read."""
+    """The split of the log ratio; ``old_logp_N`` is read only where ``exact_N``."""
     old_N = torch.where(exact_N, old_logp_N, engine_logp_N)
     return TwoFactors(old_N, old_N - engine_logp_N)

@@ -1,18 +1,15 @@
-"""The gradient of an optimizer step: slices of core replicas and hybrids, merged as sums, divided once.
+"""The gradient of an optimizer step: sums of core replicas and hybrids, merged and divided once.
 
-Every replica of the core calls `StepGradient.add` with the same samples, at once or wave by wave,
-and then `StepGradient.sum_over_core` once. Rank 0 announces the number of hybrids, and all cut the
-same slices; the core computes the slice of a lost hybrid. Shards are summed in each backward pass.
+Every core replica calls `StepGradient.add` with the same samples, at once or wave by wave, and then
+`StepGradient.sum_over_core` once. Rank 0 announces the number of hybrids, and all cut the same
+slices; the core computes the slice of a lost hybrid. Shards are summed in each backward pass.
 
-Invariants
-----------
-1. The result does not depend on how many replicas or waves there are, except for the rounding of
-   sums.
+1. The result does not depend on the number of replicas or waves, except for the rounding of sums.
 2. A slice counts once or the step fails: a hybrid's sums are added whole, after all arrived, or not
    at all.
-3. A fault on one replica (NaN, a bad sequence) is raised by all, before anything is stepped.
-4. No replica waits for a hybrid that it did not plan with; a joiner contributes zeros until it has
-   its state.
+3. A fault on one replica (NaN, a bad sequence) is raised by all, before the optimizer steps.
+4. A replica waits only for hybrids that it planned with; a joining hybrid contributes zeros until
+   it has its state.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from libra.train.step_report import Tally
 
 @dataclass(slots=True)
 class StepGradient:
-    """The gradient of a step while it is added up; the tensors are the parameters' ``grad``."""
+    """The gradient of a step while it is summed; the tensors are the parameters' ``grad``."""
 
     state: ReplicaState
     step: int
@@ -66,10 +63,8 @@ class StepGradient:
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Add the undivided sum of weight x gradient of ``samples`` to the parameters' ``grad``.
-
-        Unless sharded, ``grad`` is this replica's part, rank 0's with the hybrids'. TrainError if a loss is
-        not finite, GroupLost if a replica of the core is lost.
-        """
+        Unless sharded, ``grad`` is this replica's part, on rank 0 with the hybrids' parts.
+        TrainError if a loss is not finite, GroupLost if a replica of the core is lost."""
         weight = self.state.gradient.weight_of(samples)
         self.expected += weight
         if not self.state.gradient.useful(samples):
@@ -88,7 +83,7 @@ class StepGradient:
         self.useful, self.connected, self.hybrids = True, self.connected or hybrids + joining > 0, hybrids
 
     def sum_over_core(self) -> None:
-        """Give every replica the sum of all parts; shards are summed in the backward pass already."""
+        """Replace ``grad`` by the sum over all replicas; shards are already summed."""
         started = time.perf_counter()
         group, parameters = self.state.group, list(self.state.optimized().values())
         held = group.gather([parameter.grad is not None for parameter in parameters])
@@ -102,7 +97,6 @@ class StepGradient:
         self.tally.add(reduce_s=time.perf_counter() - started)
 
     def _planned(self) -> tuple[int, int]:
-        """Hybrids that compute a slice, and hybrids that join, which are offered weights; equal on all replicas."""
         pool, group = self.state.hybrids, self.state.group
         if group.from_first(pool is not None and pool.connected and pool.stale):
             self.state.offer_weights()

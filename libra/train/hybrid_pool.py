@@ -1,20 +1,18 @@
-"""Hybrid replicas as the core sees them: rank 0 sends slices and weights, and receives undivided sums.
+"""The core's side of hybrid replicas: rank 0 sends slices and weights, and receives undivided sums.
 
-A message is a frame ``{"kind": ..., "tensors": [[name, dtype, shape], ...], "fields": {...}}`` and the
-bytes of its tensors, sent from and received into their own memory. The frame is authenticated, the
-elements are not, as in torch.distributed; a message arrives whole or raises TransferError.
+A message is a frame ``{"kind": ..., "tensors": [[name, dtype, shape], ...], "fields": {...}}`` and
+the bytes of its tensors. The frame is authenticated, the bytes are not, as in torch.distributed; a
+message arrives whole or raises TransferError.
 
-Invariants
-----------
-1. The training thread waits for hybrids only in `HybridPool.collect`, until each answers, is lost, or
-   is silent for ``timeout_s``; and before a step, at most one tensor long, for a copy for a joiner to
-   yield (`HybridPool.undisturbed`).
-2. A hybrid gets a slice only after it has reported that a state arrived; until then it contributes
+1. The training thread waits for hybrids only in `HybridPool.collect`, until each answers, is lost,
+   or is silent for ``timeout_s``; and before a step in `HybridPool.undisturbed`, at most until one
+   tensor is copied.
+2. A hybrid gets a slice only after it has reported that weights arrived; until then it contributes
    zeros.
 3. Every assignment has a number that is never used again; answers to other numbers are dropped.
 4. A contribution is whole or None, and returned once.
-5. Weights are copied while nothing changes them (`HybridPool.quiet`), under a number that only grows;
-   a hybrid computes a slice only with weights of the number that came with it.
+5. Weights are copied while nothing changes them (`HybridPool.quiet`), under a number that only
+   grows; a hybrid computes a slice only with the weights of the slice's number.
 6. `from_tensors` returns the slice given to `to_tensors`, bit for bit.
 """
 
@@ -46,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 PURPOSE = "hybrid replicas"
 TIMEOUT_S = 60.0
-"""Seconds that the core, after its own slice, waits for a hybrid that neither answers nor disconnects."""
+"""Seconds that the core, after its own slice, waits for a silent but connected hybrid."""
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "bool", "uint8")
@@ -58,7 +56,7 @@ _TRAFFIC = ("hybrid_sent_bytes", "hybrid_received_bytes", "hybrid_copy_s", "hybr
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A received message: ``num_bytes`` is the size of its frame and elements."""
+    """A received message; ``num_bytes`` is the size of its frame and tensors."""
 
     kind: str
     fields: dict[str, Any]
@@ -67,7 +65,7 @@ class Message:
 
 
 class Wire:
-    """One end of a connection: several threads may send whole messages, one receives."""
+    """One end of a connection: several threads may send whole messages, one thread receives."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -76,7 +74,7 @@ class Wire:
     def send(
         self, kind: str, fields: Mapping[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None
     ) -> int:
-        """Send one message; returns its bytes. TransferError if the peer has disconnected."""
+        """Send one message and return its bytes. TransferError if the peer has disconnected."""
         plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in (tensors or {}).items()}
         described = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in plain.items()]
         with _as_transfer_error(f"sending {kind!r} failed"), self._sending:
@@ -86,7 +84,7 @@ class Wire:
             return self._channel.sent_bytes - before
 
     def receive(self) -> Message:
-        """The next message. TransferError if the connection ends, or its content is not a message."""
+        """The next message. TransferError if the connection ends or sends something else."""
         with _as_transfer_error("receiving failed"):
             before = self._channel.received_bytes
             frame = self._channel.recv_frame()
@@ -97,12 +95,12 @@ class Wire:
             return Message(frame["kind"], frame["fields"], tensors, self._channel.received_bytes - before)
 
     def close(self) -> None:
-        """End the connection; a thread that waits in `receive` at either end gets a TransferError."""
+        """End the connection; threads that wait in `receive` at either end get TransferError."""
         self._channel.close()
 
 
 def connect(address: Address, token: str) -> Wire:
-    """A wire to the server at ``address``; TransferError if none answers or it does not know ``token``."""
+    """A wire to the server at ``address``; TransferError if there is none or ``token`` is wrong."""
     with _as_transfer_error("no handshake with the core"):
         return Wire(connect_channel(address, token, purpose=PURPOSE, silence_s=None))
 
@@ -128,7 +126,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """A slice as flat tensors: each array of all samples in order, their shapes and other fields as JSON."""
+    """A slice as flat tensors: each array of all samples, with shapes and other fields as JSON."""
     arrays: dict[str, list[NDArray[Any]]] = {}
     facts = []
     for sample in samples:
@@ -170,7 +168,7 @@ class _Hybrid:
     has_state: bool = False
     leaving: bool = False
     gone: bool = False
-    ticket: int | None = None  # of the slice it is computing
+    ticket: int | None = None  # number of the slice that the hybrid is computing
     result: Message | None = None
 
 
@@ -179,8 +177,8 @@ class HybridPool:
 
     A hybrid must have the secret ``token``, new in each epoch of the group, and the same
     ``description`` (`libra.train.replica_state.ReplicaState.description`). ``source`` returns the
-    weights for a hybrid that joins between steps; without it the hybrid waits for a step. ``stale``:
-    the weights have changed since they were last published.
+    weights for a hybrid that joins between steps; without it the hybrid waits for a step. ``stale``
+    is whether the weights have changed since they were last published.
     """
 
     def __init__(
@@ -200,7 +198,7 @@ class HybridPool:
         self._source = source
         self._changed = threading.Condition()
         self._hybrids: list[_Hybrid] = []
-        self._working: list[_Hybrid | None] = []  # by slice; None: there was no hybrid for it
+        self._working: list[_Hybrid | None] = []  # by slice; None if no hybrid got the slice
         self._ticket = self._version = 0
         self._weights: dict[str, Tensor] | None = None
         self._traffic = dict.fromkeys(_TRAFFIC, 0.0)
@@ -219,13 +217,13 @@ class HybridPool:
             return bool(self._hybrids)
 
     def counts(self) -> tuple[int, int]:
-        """Hybrids that can be given a slice, and hybrids without a state."""
+        """Number of hybrids that can be given a slice, and of hybrids without weights."""
         with self._changed:
             return len(self._members()), sum(not hybrid.has_state for hybrid in self._hybrids)
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Around a step: no weights are copied, and a copy in progress stops."""
+        """Within this context, no weights are copied; a copy in progress stops."""
         started = time.perf_counter()
         self._hurry.set()
         with self.quiet:
@@ -235,9 +233,7 @@ class HybridPool:
 
     def publish(self, weights: Mapping[str, Tensor], *, gives_way: bool = False) -> None:
         """Copy weights into host memory and announce them to every hybrid, which then pulls them.
-
-        ``gives_way``: nothing if a step is about to begin, which will publish its result.
-        """
+        With ``gives_way``, stop if a step is about to begin, which will publish its result."""
         started = time.perf_counter()
         copied: dict[str, Tensor] = {}
         for name, tensor in weights.items():
@@ -266,11 +262,9 @@ class HybridPool:
                 self._working[number] = hybrid
 
     def collect(self) -> list[Message | None]:
-        """Wait for the contributions, in the order of `assign`; None if a slice is lost.
-
-        Each has undivided sums by parameter in ``tensors``, and ``weight_sum`` and a tally's ``sums`` and
-        ``maxima`` in ``fields``.
-        """
+        """Wait for the contributions, in the order of `assign`; None if a slice is lost. A
+        contribution has undivided sums by parameter in ``tensors``, and ``weight_sum`` and a
+        tally's ``sums`` and ``maxima`` in ``fields``."""
         until_s = time.monotonic() + self._timeout_s
         with self._changed:
             working = [hybrid for hybrid in self._working if hybrid is not None]
@@ -292,13 +286,13 @@ class HybridPool:
             return results
 
     def traffic(self) -> dict[str, float]:
-        """Bytes and seconds since the last call, by field of `libra.train.step_report.StepReport`."""
+        """Bytes and seconds since the last call, by field of `StepReport`."""
         with self._changed:
             found, self._traffic = self._traffic, dict.fromkeys(_TRAFFIC, 0.0)
             return found
 
     def wait_for(self, num_hybrids: int, timeout_s: float | None = None, *, joining: bool = False) -> bool:
-        """Wait until this many can be given a slice, or are connected; False after ``timeout_s``."""
+        """Wait until this many hybrids have weights (or connected); False after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: len(self._hybrids if joining else self._members()) >= num_hybrids, timeout_s

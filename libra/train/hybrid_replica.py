@@ -1,7 +1,7 @@
-"""A hybrid replica: outside the core's process group, it computes slices with the weights of each step.
+"""A hybrid replica: outside the core's process group, it computes slices of each step.
 
-It has no optimizer. It may join and leave between any two steps, or die during one: the core then
-computes its slice (`libra.train.hybrid_pool`).
+A hybrid has no optimizer. It may join and leave between any two steps, or die during a step: then
+the core computes its slice (`libra.train.hybrid_pool`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ logger = logging.getLogger(__name__)
 
 class HybridReplica:
     """Computes slices for the core at ``address``, until it leaves or the core releases it.
-
-    ``replica`` has the core's model and settings; its weights are replaced. TransferError if no core
-    that knows ``token`` listens at ``address``.
-    """
+    ``replica`` has the core's model and settings; its weights are replaced. TransferError if no
+    core with ``token`` listens at ``address``."""
 
     def __init__(self, replica: Replica, address: tuple[str, int], token: str, *, name: str = "hybrid") -> None:
         self.replica = replica
@@ -41,10 +39,8 @@ class HybridReplica:
         self._wire.send("hello", {"name": name, "description": replica.description()})
 
     def run(self) -> int:
-        """Serve until it has left or the core has ended; returns the number of slices computed.
-
-        TrainError if the core has another model or other settings.
-        """
+        """Serve until `leave` or the core's end; returns the number of slices computed. TrainError
+        if the core has another model or other settings."""
         try:
             while True:
                 message = self._wire.receive()
@@ -69,7 +65,7 @@ class HybridReplica:
         return self.slices_done
 
     def leave(self) -> None:
-        """Request to leave, from any thread: a slice in progress counts, and no other one follows."""
+        """Request to leave, from any thread; a slice in progress counts and is the last."""
         self._leaving.set()
         self._wire.send("leave")
 
@@ -89,10 +85,10 @@ class HybridReplica:
 
     def _work(self) -> None:
         message = self._pending
-        if message is None or message.fields["version"] > self.version:  # its weights have not arrived
+        if message is None or message.fields["version"] > self.version:  # the slice's weights have not arrived
             return
         self._pending = None
-        if message.fields["version"] < self.version:  # newer weights make it obsolete
+        if message.fields["version"] < self.version:  # newer weights make the slice obsolete
             return
         fields, parameters = message.fields, self.replica.optimized()
         ticket, tally = fields["ticket"], Tally(stepped=bool(fields["stepped"]))

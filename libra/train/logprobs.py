@@ -1,8 +1,8 @@
-"""Log-probabilities of action tokens under a transformers model, for packed rows, without (R, W, V) logits.
+"""Log-probabilities of action tokens of packed rows, without an array of (R, W, V) logits.
 
-Hidden states before the output head become log-probabilities chunk by chunk, recomputed in the
-backward pass. Two arrays of ``chunk_tokens`` x V exist at once, in at least float32, and a third one
-in the model's dtype if that is narrower.
+Hidden states become log-probabilities chunk by chunk, and again in the backward pass. Two arrays of
+``chunk_tokens`` x V exist at once, in at least float32, and a third if the model's dtype is
+narrower.
 
 Shape legend: R rows, W width in tokens, N action tokens, C tokens of a chunk, H hidden size, V
 vocabulary, K columns (tokens of the vocabulary) of each token.
@@ -23,11 +23,10 @@ from libra.heads import AfterHead, after_head, at_head, head_of
 from libra.model_loader import build_model, plain_attention
 
 CHUNK_TOKENS = 1024
-"""The default size of a chunk."""
 
 
 def load_model(model_dir: Path, dtype: torch.dtype, loader: str | None = None) -> Any:
-    """The causal model of a directory, dropout off, attention by torch's scaled dot product; or ModelError."""
+    """The causal model of a directory, without dropout, with torch's SDPA; or ModelError."""
     model = build_model(loader, model_dir, dtype=dtype, attention="sdpa")
     if (attention := plain_attention(model.config)) != "sdpa":
         model.set_attn_implementation(attention)
@@ -58,10 +57,8 @@ def _keep_double(model: Any) -> None:
 
 
 class Scorer:
-    """A causal language model that scores given tokens, with logits of at most ``chunk_tokens`` in memory.
-
-    It includes everything that the architecture does after its head, which must be a linear map.
-    """
+    """A causal language model that scores given tokens, with logits of ``chunk_tokens`` at a time.
+    The model's head must be a linear map; a transformation of its logits is applied."""
 
     def __init__(self, model: Any, temperature: float = 1.0, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.model = model
@@ -71,7 +68,7 @@ class Scorer:
         self._after: AfterHead | None = after_head(model)
 
     def logp(self, *inputs: Tensor | None, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target (N,), and entropy (N,), in nats; inputs and gradients as in `columns`."""
+        """Log-probability of each target and entropy, both (N,) in nats; arguments as `columns`."""
         logp_NK, entropy_N, _ = self.columns(*inputs, entropy_gradient=entropy_gradient)  # type: ignore[arg-type]
         return logp_NK[:, 0], entropy_N
 
@@ -87,11 +84,13 @@ class Scorer:
         rest: bool = False,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of each target and its K further columns (N, 1 + K), with gradient; entropy (N,).
+        """Log-probabilities of each target and its K columns (N, 1 + K), entropy (N,) and rest
+        (N,).
 
-        With ``rest`` also the log-probability of all tokens but those columns (N,), with gradient; the
-        entropy has one on request. At least float32. ``mask_R1WW`` (bool, True: reads) replaces the
-        separation by positions.
+        All are in nats, in at least float32. Log-probabilities have a gradient; the entropy has a
+        gradient on request. With ``rest``, the third array is the log-probability of all tokens but
+        the K columns. ``mask_R1WW`` (bool, True: may be read) replaces the separation of sequences
+        by positions.
         """
         head, wanted_NK = self._head, target_N[:, None]
         if columns_NK is not None:
@@ -111,7 +110,7 @@ class Scorer:
             )
             return torch.cat([logp_NK, entropy_N[:, None], rest_N[:, None]], -1)
 
-        # Without a mask transformers derives segments from the restarts of position_ids; one of four axes it takes as is.
+        # Without a mask transformers derives segments from the restarts of position_ids; a mask of four axes is used unchanged.
         places = {"input_ids": token_ids_RW, "attention_mask": mask_R1WW, "position_ids": position_ids_RW}
         made_NM = at_head(self.model, make, **places, use_cache=False)
         logp_NK, entropy_N, rest_N = made_NM[:, :-2], made_NM[:, -2], made_NM[:, -1]
@@ -120,7 +119,7 @@ class Scorer:
 
 @torch.no_grad()
 def check_packing(scorer: Scorer, tolerance: float) -> None:
-    """TrainError if two sequences in one row do not score as they do alone: the model ignores restarts."""
+    """TrainError if two sequences in one row do not score as each does alone."""
     lengths, vocabulary = (5, 7), int(scorer.model.config.get_text_config().vocab_size)
     sequences = [torch.arange(length) * 7 % vocabulary for length in lengths]
     device = next(scorer.model.parameters()).device
@@ -152,12 +151,13 @@ def chunked_columns(
     after_head: AfterHead | None = None,
     rest_from: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities (N, K) in nats of ``columns_NK``, entropy (N,) and rest (N,), without an (N, V) array.
+    """Log-probabilities (N, K) of ``columns_NK``, entropy (N,) and rest (N,), all in nats.
 
-    They have a gradient to hidden states, weight and bias, the entropy only with ``entropy_gradient``.
-    Logits are computed in the dtype of ``hidden_NH``, go through ``after_head`` and are normalised in at
-    least float32. The rest is the log-probability of all tokens but the columns from ``rest_from`` on,
-    which must differ; -inf if no other token exists, 0 without ``rest_from``.
+    They have a gradient to hidden states, weight and bias, the entropy only with
+    ``entropy_gradient``. Logits are computed in the dtype of ``hidden_NH``, go through
+    ``after_head`` and are normalised in at least float32. The rest is the log-probability of all
+    tokens but the columns from ``rest_from`` on, which must differ; -inf if no other token exists,
+    0 without ``rest_from``.
     """
     if chunk_tokens < 1:
         raise TrainError(f"chunked_columns: chunk_tokens is {chunk_tokens}; give 1 or more")
@@ -204,7 +204,7 @@ class _ChunkedLogp(torch.autograd.Function):
             if rest_from is not None:
                 rest_N[here] = torch.logsumexp(logp_CV.scatter(1, columns_NK[here, rest_from:], -torch.inf), -1)
             p_CV = logp_CV.exp()
-            # 0 * log 0 is 0: a finite floor for log 0 makes it so
+            # a finite floor for log 0, so that 0 * log 0 is 0
             entropy_N[here] = -p_CV.mul_(logp_CV.clamp_(min=torch.finfo(dtype).min)).sum(-1)
             del logp_CV, p_CV  # before the next chunk is made
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, columns_NK, norm_N, entropy_N, rest_N)
@@ -244,7 +244,6 @@ class _ChunkedLogp(torch.autograd.Function):
 
 
 def _grad_of_logits(ctx: Any, here: slice, grad_NK: Tensor, grad_entropy_N: Tensor, grad_rest_N: Tensor) -> Tensor:
-    """Gradient of a chunk's logits as its head made them (C, V), in the dtype they are normalised in."""
     hidden_NH, weight_VH, bias_V, columns_NK, norm_N, entropy_N, rest_N = ctx.saved_tensors
     temperature, _, entropy_gradient, after_head, rest_from = ctx.options
     raw_CV = torch.nn.functional.linear(hidden_NH[here], weight_VH, bias_V)

@@ -1,16 +1,13 @@
-"""Token losses and divergences, the sequences they belong to, and their sum over a minibatch.
+"""Token losses and divergences, the sequences of tokens, and the loss of a minibatch.
 
 Log-probabilities are in nats; only ``logp_N`` carries a gradient, and ``old_logp_N`` is the
-denominator of the ratio. Functions use the masks of a `Sequences`, which has none, so that golden
-tests can pass padded rows.
+denominator of the ratio. Functions read the mask of a `Sequences`, so tests can pass padded rows.
 
 Shape legend: N action tokens, S sequences, K columns (tokens of the vocabulary), O = K + 1.
 
-Invariants of `Aggregation`
----------------------------
-1. A token's weight depends on its own sequence, the denominator on counts of the whole minibatch:
-   the sum over any split into whole sequences, divided once, is the loss of one big batch, gradient
-   included.
+1. A token's weight depends on its own sequence, the denominator of `Aggregation` on counts of the
+   whole minibatch: the sum over any split into whole sequences, divided once, is the loss of one
+   big batch, gradient included.
 2. Masked places are ignored, even NaN; a minibatch without a token gives exactly 0.
 3. Sums of weights over whole sequences add up without rounding, so parts are merged undivided.
 """
@@ -30,9 +27,11 @@ from libra.config.task_sections import KLDirection
 from libra.errors import TrainError
 
 LOG_RATIO_BOUND = 20.0
-"""Largest |log ratio| exponentiated (verl's value): e^20 is finite in float32, e^89 is not. Beyond it, gradient 0."""
+"""Largest |log ratio| exponentiated (as in verl; e^89 overflows float32). The gradient beyond the
+bound is 0."""
 SEQUENCE_LOG_RATIO_BOUND = 10.0
-"""Largest mean log ratio of a sequence that is exponentiated (verl's value); there is no lower bound."""
+"""Largest mean log ratio of a sequence that is exponentiated (as in verl); there is no lower
+bound."""
 KL_BOUND = 10.0
 """Bound of a token's KL estimate in a step, in nats (verl, slime and OpenRLHF for k3)."""
 KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
@@ -52,7 +51,7 @@ def check_option(where: str, got: str, allowed: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """S sequences without padding: ``sequence`` int64 (N,) is the number of each token's sequence."""
+    """S sequences without padding; ``sequence`` int64 (N,) is each token's sequence."""
 
     sequence: Tensor
     num_sequences: int
@@ -68,7 +67,7 @@ class Sequences:
         return self.sequence.new_zeros(self.num_sequences).index_add(0, self.sequence, torch.ones_like(self.sequence))
 
     def only(self, value_N: Tensor) -> Tensor:
-        """``value_N`` with 0 in masked places, of which there are none."""
+        """``value_N``; with padding (in tests only), 0 in masked places."""
         return value_N
 
     def sum(self, value_N: Tensor) -> Tensor:
@@ -76,7 +75,7 @@ class Sequences:
         return value_N.new_zeros(self.num_sequences).index_add(0, self.sequence, value_N)
 
     def largest(self, value_N: Tensor) -> Tensor:
-        """Largest value in each sequence (S,); 0 for an empty one."""
+        """Largest value in each sequence (S,); 0 for an empty sequence."""
         start_S = value_N.new_full((self.num_sequences,), -torch.inf)
         top_S = start_S.scatter_reduce(0, self.sequence, value_N, "amax")
         return torch.where(self.count_S > 0, top_S, torch.zeros_like(top_S))
@@ -87,10 +86,8 @@ class Sequences:
 
 
 def sequence_mean(value_N: Tensor, sequences: Sequences, *, eps: float | None = None) -> Tensor:
-    """Mean over the tokens of each sequence (S,); 0 for an empty one.
-
-    The divisor is max(tokens, 1) (TRL, AReaL, verl's GSPO), or tokens + eps (verl's GMPO).
-    """
+    """Mean over the tokens of each sequence (S,); 0 for an empty sequence. The divisor is
+    max(tokens, 1) (TRL, AReaL, verl's GSPO), or tokens + eps (verl's GMPO)."""
     total_S = sequences.sum(value_N)
     if eps is None:
         return total_S / sequences.count_S.clamp(min=1)
@@ -133,7 +130,7 @@ class Aggregation:
         return total_S.sum()
 
     def weight_sum(self, *, num_tokens: float, num_sequences: float) -> float:
-        """Sum of weights of sequences with these counts, a whole number; it reveals a lost or repeated slice."""
+        """Sum of weights of sequences with these counts, a whole number."""
         return num_tokens if self.mode == "token-mean" else num_sequences
 
     def divisor_of(self, weight_sum: float) -> float:
@@ -149,7 +146,7 @@ class Aggregation:
 
 
 def token_ratio(logp_N: Tensor, old_logp_N: Tensor, *, bound: float | None = LOG_RATIO_BOUND) -> Tensor:
-    """p_now / p_old of each token; the logarithm is clamped to [-bound, bound] (no clamp in TRL, AReaL)."""
+    """p_now / p_old of each token; the logarithm is clamped to +-bound (not in TRL, AReaL)."""
     log_ratio_N = logp_N - old_logp_N
     return (log_ratio_N if bound is None else log_ratio_N.clamp(-bound, bound)).exp()
 
@@ -162,11 +159,13 @@ def sequence_ratio(
     gradient: str = "token",
     bound: float | None = SEQUENCE_LOG_RATIO_BOUND,
 ) -> Tensor:
-    """Geometric mean of a sequence's token ratios, at each token (N,). GSPO, arXiv:2507.18071, eq. 7, 14.
+    """Geometric mean of a sequence's token ratios, at each token (N,). GSPO, arXiv:2507.18071, eq.
+    7, 14.
 
-    Each token's copy has the gradient of that token ("token", straight-through, verl) or of the mean
-    ("sequence"; TRL, AReaL). With one advantage per sequence and equal token weights the loss has the
-    same gradient. The logarithm is at most ``bound`` (unbounded in TRL, AReaL).
+    The value at a token has the gradient of that token ("token", straight-through, verl) or of the
+    mean ("sequence"; TRL, AReaL). With one advantage per sequence and equal token weights, both
+    give the same gradient of the loss. The logarithm is at most ``bound`` (unbounded in TRL,
+    AReaL).
     """
     check_option("sequence_ratio gradient", gradient, ("token", "sequence"))
     log_ratio_N = sequences.spread(sequence_mean(logp_N - old_logp_N, sequences))
@@ -203,7 +202,7 @@ def clipped_surrogate(
 def weighted_logp_loss(
     ratio_N: Tensor, logp_N: Tensor, advantage_N: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """CISPO's loss for a ratio of any level."""
+    """CISPO's loss for a ratio of a token or a sequence."""
     return -ratio_N.clamp(1 - clip_low, 1 + clip_high).detach() * advantage_N * logp_N
 
 
@@ -222,7 +221,7 @@ def gated_surrogate(
 def ppo_loss(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, *, bound: float | None = LOG_RATIO_BOUND, **clips: Any
 ) -> Tensor:
-    """PPO (arXiv:1707.06347) with the ``clips`` of `clipped_surrogate`; clip-higher is DAPO's (arXiv:2503.14476)."""
+    """PPO (arXiv:1707.06347; clip-higher: DAPO, arXiv:2503.14476), clips as `clipped_surrogate`."""
     return clipped_surrogate(token_ratio(logp_N, old_logp_N, bound=bound), advantage_N, **clips)
 
 
@@ -238,7 +237,7 @@ def gspo_loss(
     bound: float | None = SEQUENCE_LOG_RATIO_BOUND,
     **clips: Any,
 ) -> Tensor:
-    """GSPO, arXiv:2507.18071, with the clips of sec. 5.1; aggregate with ``seq-mean-token-mean``."""
+    """GSPO, arXiv:2507.18071, clips of sec. 5.1; aggregate with ``seq-mean-token-mean``."""
     ratio_N = sequence_ratio(logp_N, old_logp_N, sequences, gradient=gradient, bound=bound)
     return clipped_surrogate(ratio_N, advantage_N, clip_low=clip_low, clip_high=clip_high, **clips)
 
@@ -252,11 +251,9 @@ def cispo_loss(
     clip_high: float = 4.0,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """``-stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p``. CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4, 5.
-
-    ``clip_low=1`` leaves the ratio unbounded below, as in the paper, which prints no upper bound; TRL
-    and AReaL recommend 5.
-    """
+    """``-stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p``. CISPO, arXiv:2506.13585, eq. 4, 5.
+    ``clip_low=1`` means no lower bound, as in the paper, which gives no upper bound; TRL and AReaL
+    recommend 5."""
     ratio_N = token_ratio(logp_N, old_logp_N, bound=bound)
     return weighted_logp_loss(ratio_N, logp_N, advantage_N, clip_low=clip_low, clip_high=clip_high)
 
@@ -264,7 +261,7 @@ def cispo_loss(
 def sapo_loss(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, *, bound: float | None = LOG_RATIO_BOUND, **taus: float
 ) -> Tensor:
-    """SAPO, arXiv:2511.20347, with the ``taus`` of `gated_surrogate`; aggregate with ``seq-mean-token-mean``."""
+    """SAPO, arXiv:2511.20347, taus as `gated_surrogate`; aggregate with ``seq-mean-token-mean``."""
     return gated_surrogate(token_ratio(logp_N, old_logp_N, bound=bound), advantage_N, **taus)
 
 
@@ -282,9 +279,9 @@ def gmpo_loss(
     """``-mean(A) exp(mean(clipped log r))`` of a sequence, at each token. GMPO, arXiv:2507.20673.
 
     Aggregate with ``seq-mean-token-mean``. A log ratio is clipped to [-clip_low, clip_high] if that
-    makes the objective smaller, as in PPO; the paper's range is (e^-0.4, e^0.4). ``token_eps`` is the
-    ``eps`` of the means (verl: 1e-8). Log ratios are first clamped to [-bound, bound], because for A < 0
-    nothing else bounds a large one (verl has no clamp).
+    makes the objective smaller, as in PPO; the paper's range is (e^-0.4, e^0.4). ``token_eps`` is
+    the ``eps`` of the means (verl: 1e-8). Log ratios are first clamped to [-bound, bound] (not in
+    verl), because the clip does not bound large ratios if A < 0.
     """
     sign_N = torch.sign(advantage_N)
     log_ratio_N = logp_N - old_logp_N
@@ -308,9 +305,9 @@ def dppo_keep(
 ) -> Tensor:
     """Whether a token keeps its gradient (N,) bool. DPPO, arXiv:2602.04879.
 
-    ``low`` (A <= 0) and ``high`` (A > 0) bound a divergence of the outcomes "this token or another":
-    total variation |p_now - p_old| ("tv"; prime-rl, verl's ``dppo_tv``), or KL(p_old | p_now) ("kl"),
-    bounded only in the direction of the advantage (verl's ``dppo_kl``).
+    ``low`` (A <= 0) and ``high`` (A > 0) bound a divergence of the outcomes "this token or
+    another": total variation |p_now - p_old| ("tv"; prime-rl, verl's ``dppo_tv``), or KL(p_old |
+    p_now) ("kl"; verl's ``dppo_kl``). Only changes in the direction of the advantage are bounded.
     """
     check_option("dppo divergence", divergence, ("tv", "kl"))
     now_N, old_N = logp_N.exp(), old_logp_N.exp()
@@ -333,11 +330,9 @@ def dppo_loss(
     ratio_max: float | None = None,
     bound: float | None = LOG_RATIO_BOUND,
 ) -> Tensor:
-    """``-A r`` where `dppo_keep`, plus ``log_ratio_coef * (log r)^2`` at every token (prime-rl: 1e-3).
-
-    With ``ratio_max`` the loss is ``-A stop(min(r, ratio_max)) log p`` (verl: 20); without it the
-    gradient goes through r (prime-rl).
-    """
+    """``-A r`` where `dppo_keep`, plus ``log_ratio_coef * (log r)^2`` at every token (prime-rl:
+    1e-3). With ``ratio_max`` the loss is ``-A stop(min(r, ratio_max)) log p`` (verl: 20); without
+    it the gradient goes through r (prime-rl)."""
     keep_N = dppo_keep(logp_N, old_logp_N, advantage_N, low=clip_low, high=clip_high, divergence=divergence)
     ratio_N = token_ratio(logp_N, old_logp_N, bound=bound)
     if ratio_max is not None:
@@ -349,10 +344,8 @@ def dppo_loss(
 
 
 def reinforce_loss(logp_N: Tensor, advantage_N: Tensor, *, weight_N: Tensor | None = None) -> Tensor:
-    """``-A log p`` (Williams 1992; verl's ``gpg``, ``reinforce``), times a weight without gradient.
-
-    Unbiased only on samples of the current policy, or with importance weights.
-    """
+    """``-A log p``, times ``weight_N`` without gradient (Williams 1992; verl: ``gpg``,
+    ``reinforce``). Unbiased only on samples of the current policy, or with importance weights."""
     loss_N = -advantage_N * logp_N
     return loss_N if weight_N is None else loss_N * weight_N.detach()
 
@@ -369,10 +362,11 @@ def vespo_loss(
     lambda_negative: float = 2.0,
     weight_N: Tensor | None = None,
 ) -> Tensor:
-    """``-phi(w) A log p``, ``phi(w) = e^lambda w^k e^(-lambda w)``, w the sequence's ratio. VESPO, arXiv:2602.10693.
+    """``-phi(w) A log p``, ``phi(w) = e^lambda w^k e^(-lambda w)``. VESPO, arXiv:2602.10693.
 
-    As in TRL 1.16, token log ratios are clamped to +-20 and the sequence's to [log 1e-8, 20], A >= 0
-    counts as positive, and phi has no gradient. ``weight_N``, engine against trainer, enters w.
+    w is the sequence's ratio, times ``weight_N`` (trainer over engine). As in TRL 1.16, token log
+    ratios are clamped to +-20 and the sequence's to [log 1e-8, 20], A >= 0 counts as positive, and
+    phi has no gradient.
     """
     floor = math.log(1e-8)
     with torch.no_grad():
@@ -391,7 +385,7 @@ def vespo_loss(
 def clip_sums(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, *, clip_low: float, clip_high: float
 ) -> dict[str, Tensor]:
-    """Sums for a report (ratio, clipped tokens, k3 from the old policy), and the largest ratio; scalars."""
+    """Sums (scalars): ratio, clipped tokens, k3 from the old policy; and the largest ratio."""
     log_ratio_N = (logp_N - old_logp_N).double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_N = log_ratio_N.exp()
     return {
@@ -413,9 +407,10 @@ def kl_estimate(
 
     Schulman, "Approximating KL divergence" (2020). With d = log p - log p_reference: ``k1`` d (its
     gradient has mean 0), ``abs`` |d|, ``k2`` d^2/2 (biased, with the gradient of the divergence),
-    ``k3`` exp(-d) - 1 + d (unbiased, never negative). A trailing ``+`` keeps the value and takes the
-    gradient of k2, unbounded (straight-through, arXiv:2506.09477). The estimate is clamped to [-bound,
-    bound], for k3 d first to twice that (verl). Beyond a bound the gradient is 0.
+    ``k3`` exp(-d) - 1 + d (unbiased, never negative). A trailing ``+`` keeps the value and takes
+    the gradient of k2, unbounded (straight-through, arXiv:2506.09477). The estimate is clamped to
+    [-bound, bound]; for k3, d is first clamped to twice that (verl). Beyond a bound the gradient is
+    0.
     """
     check_option("kl_estimate", estimator, KL_ESTIMATORS)
     difference_N = logp_N - reference_logp_N
@@ -439,16 +434,15 @@ def kl_estimate(
 
 @dataclass(slots=True)
 class KLCoefficient:
-    """The coefficient of a KL penalty, adapted per batch (arXiv:1909.08593, sec. 2.2; verl's controller).
-
-    ``seen``: sum over the batch's trajectories of their mean KL per token in nats, and their number.
-    """
+    """The coefficient of a KL penalty, adapted per batch (arXiv:1909.08593, sec. 2.2, and verl).
+    ``seen`` is the sum of trajectories' mean KL per token in nats, and their number."""
 
     value: float
     seen: tuple[float, int] = (0.0, 0)
 
     def adapt(self, target: float, horizon: float) -> None:
-        """Move towards a mean KL of ``target`` nats, by a share of at most 0.2 x trajectories / ``horizon``."""
+        """Adapt ``value`` so that the mean KL approaches ``target`` nats. One batch changes the
+        value by a share of at most 0.2 x trajectories / ``horizon``."""
         total, count = self.seen
         if count:
             error = min(max(total / count / target - 1, -_MOST_CHANGE), _MOST_CHANGE)
@@ -458,10 +452,11 @@ class KLCoefficient:
 def top_k_divergence(
     logp_NK: Tensor, rest_N: Tensor, teacher_NK: Tensor, teacher_rest_N: Tensor, direction: KLDirection
 ) -> Tensor:
-    """Divergence (N,) in nats of K tokens and all others as one outcome, at most the vocabulary's.
+    """Divergence (N,) in nats over K tokens and one outcome for all other tokens.
 
-    AsyncOPD (arXiv:2606.24143), after GKD (arXiv:2306.13649). Differs from the paper, whose sum over K
-    tokens alone can be negative. Both ``rest_N`` are -inf if no other token exists.
+    A lower bound of the divergence over the vocabulary. AsyncOPD (arXiv:2606.24143), after GKD
+    (arXiv:2306.13649); the paper's sum over K tokens alone can be negative. ``rest_N`` and
+    ``teacher_rest_N`` are -inf if no other token exists.
     """
     ours_NO = torch.cat([logp_NK, rest_N[:, None]], -1)
     theirs_NO = torch.cat([teacher_NK, teacher_rest_N[:, None]], -1)
@@ -474,11 +469,11 @@ def top_k_divergence(
 
 
 def sampled_divergence(logp_NK: Tensor, teacher_NK: Tensor, old_NK: Tensor | None) -> Tensor:
-    """Estimate of the divergence (N,) in nats; its gradient estimates the divergence's.
+    """Estimate of the divergence (N,) in nats; its gradient estimates the divergence's gradient.
 
     Forward: the teacher drew the K tokens. Reverse: the student drew them with log-probabilities
-    ``old_NK``; as sum_a p grad log p = 0, the unclipped ratio p / p_old gives the mean gradient of KL(p | q),
-    however old p_old is.
+    ``old_NK``; as sum_a p grad log p = 0, the unclipped ratio p / p_old gives the mean gradient of
+    KL(p | q), however old p_old is.
     """
     if old_NK is None:
         return (teacher_NK - logp_NK).mean(-1)

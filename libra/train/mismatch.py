@@ -1,21 +1,19 @@
-"""The mismatch of one step, rollout against trainer on the same tokens and weights, and its alarm.
+"""The mismatch of one step, engine against trainer on the same tokens and weights, and its alarm.
 
-With g = log p(trainer) - log p(rollout) of a token and w = e^g: largest and mean |g|; k3 = mean of
-w - 1 - g (never negative, an estimate of KL(rollout | trainer)); and the effective sample size (sum
-w)^2 / (n sum w^2), 1 if the two agree. Mean |g| and k3 are also kept per *cell*, an engine and a
-length class; a *part* is the sum of an engine's cells, or of a length class's. Parts of fewer than
-`FEWEST_MISMATCH_TOKENS` tokens raise no alarm. The largest gaps leave out hybrids' slices.
+With g = log p(trainer) - log p(engine) of a token and w = e^g, the figures are mean and largest
+|g|, k3 (mean of w - 1 - g, an estimate of KL(engine | trainer)), and the effective sample size (sum
+w)^2 / (n sum w^2). A *part* is all tokens of one engine, or of one length class; a *cell* is all
+tokens of one engine and one length class.
 
-Invariants
-----------
-1. Only tokens whose weights and KV cache are both of the version being trained count. With
-   ``trainer.old_logp=version`` tokens of one older version count too, against the trainer under it.
-2. Only tokens scored before the first optimizer step of a batch count. Without any, the figures are
-   None.
-3. Exactly 0 means bit for bit equal: with ``rollout.exact_logprobs`` both sides run
+1. Only tokens whose weights and KV cache are of the version being trained count. With
+   ``trainer.old_logp=version``, tokens of one older version count too, compared with the trainer
+   under that version.
+2. Only tokens scored before the first optimizer step of a batch count. Without such tokens, the
+   figures are None.
+3. Exactly 0 means bit for bit equal: with ``rollout.exact_logprobs`` engine and trainer run
    `libra.heads.score_alone` on the same prefixes, one at a time.
-
-Shape legend: N tokens.
+4. Parts of fewer than `FEWEST_MISMATCH_TOKENS` tokens raise no alarm. The largest gaps omit the
+   slices of hybrids.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from libra.train.step_report import Tally
 NUM_WORST: Final = 16
 """Tokens with the largest gaps that a step records."""
 UNKNOWN: Final = "unknown"
-"""Engine of a token whose trajectory does not have it."""
+"""Engine of a token whose trajectory does not name the engine."""
 _CELL: Final = "mismatch/"
 Part = dict[str, float]
 """tokens, mean_abs (nats), k3 (nats), max_abs (nats)."""
@@ -51,7 +49,7 @@ def length_class(num_tokens: int) -> int:
 
 
 def observe(tally: Tally, sample: Sample, actions: NDArray[np.integer[Any]], gaps: NDArray[np.float64]) -> None:
-    """Add actions of a sample (indices) with their log p(trainer) - log p(rollout)."""
+    """Add actions of a sample (indices) with their log p(trainer) - log p(engine)."""
     if not len(actions):
         return
     weights = np.exp(gaps)
@@ -118,7 +116,7 @@ def parts_of(tally: Tally) -> dict[str, Part]:
 
 
 def worst_part(parts: Mapping[str, Mapping[str, float]], figure: str) -> tuple[str, float, int] | None:
-    """Name, figure and tokens of the part of enough tokens with the largest ``figure``, if any."""
+    """Name, figure and tokens of the part with the largest ``figure`` and enough tokens, if any."""
     enough = [
         (name, float(part[figure]), int(part["tokens"]))
         for name, part in parts.items()
@@ -134,7 +132,7 @@ def metrics_of(parts: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def observe_batch(tally: Tally, batch: MicroBatch, logp_N: Tensor) -> None:
-    """Add the current tokens of a micro-batch; ``logp_N`` is the trainer's of all its actions."""
+    """Add the current tokens of a micro-batch; ``logp_N`` is the trainer's, for all actions."""
     gaps, first = (logp_N - batch.behaviour_logp_N).double().cpu().numpy(), 0
     for sample in batch.samples:
         actions = np.flatnonzero(sample.current)
@@ -143,7 +141,7 @@ def observe_batch(tally: Tally, batch: MicroBatch, logp_N: Tensor) -> None:
 
 
 def observe_alone(tally: Tally, model: Any, samples: Sequence[Sample], temperature: float) -> None:
-    """Add whole samples: each run of tokens is scored as the engine scored it, alone and at that length."""
+    """Add whole samples, scored as the engine scored them: alone, one generation at a time."""
     for sample in samples:
         for begin, end in stretches(sample):
             start = max((each for each in sample.starts if each <= sample.action_at[begin]), default=0)
@@ -163,7 +161,7 @@ def observe_versions(tally: Tally, samples: Sequence[Sample]) -> None:
 
 
 def stretches(sample: Sample) -> Iterator[tuple[int, int]]:
-    """Runs of actions of one generation by the trained version, as (first, last + 1) among the actions."""
+    """Runs of actions of one generation by the trained version, as (first, last + 1) action."""
     cuts = np.flatnonzero(
         (np.diff(sample.action_at) != 1) | np.diff(sample.current) | np.isin(sample.action_at[1:], sample.turn_at)
     )
@@ -180,11 +178,12 @@ def alarm_text(
     k3_nats: float | None = None,
     rounding_nats: float | None = None,
 ) -> str | None:
-    """The alarm of a step's mismatch, None if it is within both thresholds, in all and in each part.
+    """The alarm of a step's mismatch, None if the step and each part are within both thresholds.
 
-    ``numbers`` are the report's fields ``mismatch_...``; ``mean_nats`` is ``trainer.mismatch_args.mean``
-    and ``k3_nats`` is ``trainer.mismatch_args.k3``. ``rounding_nats`` replaces a missing ``mean_nats``,
-    in narrow types only for at least `FEWEST_MISMATCH_TOKENS`.
+    ``numbers`` are the report's fields ``mismatch_...``; ``mean_nats`` is
+    ``trainer.mismatch_args.mean`` and ``k3_nats`` is ``trainer.mismatch_args.k3``.
+    ``rounding_nats`` replaces a missing ``mean_nats``; in narrow dtypes only if the step has at
+    least `FEWEST_MISMATCH_TOKENS`.
     """
     if not numbers["mismatch_tokens"]:
         return None
@@ -213,7 +212,7 @@ def alarm_text(
 
 
 def raise_alarm(tally: Tally, settings: TrainSettings, step: int) -> None:
-    """Before the first optimizer step: MismatchAlarm beyond a threshold with ``trainer.mismatch_action=stop``."""
+    """Raise MismatchAlarm beyond a threshold if ``trainer.mismatch_action`` is ``stop``."""
     if settings.mismatch_action != "stop":
         return
     tokens = int(tally.sums.get("mismatch_tokens", 0))

@@ -71,7 +71,7 @@ class Objective:
     def needs_every_sequence(self) -> bool:
         """Whether a sequence without advantage has a gradient."""
         settings = self.settings
-        if is_named(settings.loss) or settings.distil is not None:  # which may have a term without the advantage
+        if is_named(settings.loss) or settings.distil is not None:  # may have a term without the advantage
             return True
         in_loss = settings.kl_coef > 0 and not settings.kl_args["in_reward"]
         return in_loss or settings.entropy_coef > 0 or settings.loss_args.get("log_ratio_coef", 0.0) > 0
@@ -86,11 +86,9 @@ class Objective:
         columns_NK: Tensor | None = None,
         rest_N: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of each token (N,), with gradient, and sums for a report (scalars).
-
-        ``columns_NK`` and ``rest_N`` are log-probabilities, with gradient, of ``batch.taught.columns_NK`` and
-        of all other tokens. Without ``batch.proximal_logp_N``, ``logp_N`` itself is proximal.
-        """
+        """Loss of each token (N,), with gradient, and sums for a report (scalars). ``columns_NK``
+        and ``rest_N`` are log-probabilities, with gradient, of ``batch.taught.columns_NK`` and of
+        all other tokens. Without ``batch.proximal_logp_N``, ``logp_N`` replaces it."""
         settings = self.settings
         sequences = batch.sequences
         old_N, weight_N, exact_N = self._old(batch, logp_N.detach(), sequences)
@@ -155,7 +153,6 @@ class Objective:
 
     @torch.no_grad()
     def _old(self, batch: MicroBatch, logp_N: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """Log p_old, the weight, and whether p_old is the trainer's under the weights that sampled the token."""
         settings, engine_N = self.settings, batch.behaviour_logp_N
         if settings.old_logp == "behaviour":
             return engine_N, torch.ones_like(engine_N), torch.zeros_like(batch.current_N)
@@ -193,7 +190,6 @@ class Objective:
 
     @torch.no_grad()
     def _corrected(self, batch: MicroBatch, old_N: Tensor, weight_N: Tensor) -> dict[str, Tensor]:
-        """The number of tokens whose weight its bounds changed."""
         if self.settings.correction == "none":
             return {}
         free_N = importance_weights(
@@ -223,5 +219,4 @@ class Objective:
 
 
 def _once(term_N: Tensor, batch: MicroBatch) -> Tensor:
-    """A term that each trajectory has in one step: 0 in corrections of those that were trained before."""
     return term_N if batch.counted_N is None else term_N * batch.counted_N

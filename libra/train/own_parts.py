@@ -1,4 +1,4 @@
-"""The parts of training that a user may name as ``package.module:attribute``: loss, advantage, learning rate.
+"""Parts of training that a user names as ``package.module:attribute``: loss, advantage, rate.
 
 Each has a protocol, and a check before the run starts; `libra.testing.parts` has contract tests.
 
@@ -31,7 +31,7 @@ SCHEDULE_CALL = "f(step, *, settings)"
 
 
 class TokenLoss(Protocol):
-    """``trainer.loss``: the loss of each action token, which is then weighted, aggregated and minimised."""
+    """``trainer.loss``: the loss of each action token, later weighted and aggregated."""
 
     def __call__(
         self,
@@ -45,9 +45,10 @@ class TokenLoss(Protocol):
     ) -> Tensor:
         """One loss per token, floating (N,), with gradient to ``logp_N``.
 
-        Log-probabilities are in nats, ``old_logp_N`` in the ratio's denominator (``trainer.old_logp``). The
-        order and company of the ``sequences`` of a micro-batch must not change the loss of any.
-        ``settings`` is section ``trainer``, with the user's arguments in ``settings.loss_args``.
+        Log-probabilities are in nats; ``old_logp_N`` is in the ratio's denominator
+        (``trainer.old_logp``). The loss of a sequence must not depend on the other sequences of the
+        micro-batch or their order. ``settings`` is section ``trainer``, with the user's arguments
+        in ``settings.loss_args``.
         """
 
 
@@ -55,17 +56,15 @@ class AdvantageEstimator(Protocol):
     """``trainer.advantage``: how much better than expected each sample of a batch was."""
 
     def __call__(self, groups: Sequence[GroupRewards], /, *, settings: TrainerSection) -> Sequence[ArrayLike]:
-        """For each group one finite number per sample (G,), ignored for invalid ones; called once per batch."""
+        """For each group a finite number per sample (G,), ignored if invalid; once per batch."""
 
 
 class LRSchedule(Protocol):
     """``trainer.lr_schedule``: the learning rate over the steps of a run."""
 
     def __call__(self, step: int, /, *, settings: TrainSettings) -> float:
-        """Factor, finite and at least 0, of ``trainer.lr`` at step ``step``, from 0; warm-up multiplies it too.
-
-        A step has one rate, the same on every replica and after a resume.
-        """
+        """Factor of ``trainer.lr`` at ``step`` (from 0), finite and at least 0; warm-up multiplies
+        it. A step must have the same rate on every replica and after a resume."""
 
 
 # -------------------------------------------------------------------- use
@@ -87,7 +86,7 @@ def own_losses(
 
 
 def estimator_of(trainer: TrainerSection) -> str | Callable[[Sequence[GroupRewards]], list[NDArray[np.float64]]]:
-    """The argument of `batch_advantages` for ``trainer.advantage``: a name, or the user's checked function."""
+    """``trainer.advantage`` for `batch_advantages`: a name, or the user's checked function."""
     if not is_named(trainer.advantage):
         return trainer.advantage
     function = named_part("trainer.advantage", trainer.advantage)
@@ -152,7 +151,7 @@ def check_loss(name: str, trainer: TrainerSection | None = None) -> None:
 
 
 def check_advantage(name: str, trainer: TrainerSection | None = None) -> None:
-    """ConfigError unless ``name`` is an `AdvantageEstimator`, by a trial on mixed, uniform and failed groups."""
+    """ConfigError unless ``name`` is an `AdvantageEstimator`, by a trial on three groups."""
     settings, field = _settings(trainer, advantage=name), "trainer.advantage"
     groups = [group_of([1.0, 0.0, 0.5]), group_of([1.0, 1.0, 1.0]), group_of([1.0, 0.0, float("nan")])]
     named_function(field, name, ADVANTAGE_CALL, groups, settings=settings)
@@ -173,7 +172,6 @@ def check_schedule(name: str, trainer: TrainerSection | None = None) -> None:
 
 @contextmanager
 def _tried(field: str, name: str, what: str, call: str) -> Iterator[None]:
-    """The boundary to a user's function, which may raise anything."""
     try:
         yield
     except TrainError as error:

@@ -1,22 +1,20 @@
-"""A minibatch over replicas and micro-batches: balanced slices, rows of similar length, shared prompts.
+"""A minibatch over replicas and micro-batches: balanced slices, similar rows, shared prompts.
 
 A shared row is ``prompt, rest of sample 1, rest of sample 2, ...``, and may continue with another
-prompt and its samples; the rest of a sample is its tokens after the prompt, up to its last action.
+prompt and its samples; the rest of a sample is its tokens from the prompt's end to its last action.
 
 Shape legend: R rows, W width of a micro-batch in tokens, P = R * W places, N action tokens.
 
-Invariants
-----------
-1. Every sequence is in exactly one slice and one row, in order, and whole except for a prompt that
-   it shares there; every action token is scored once. No slice is empty if samples suffice.
-2. Positions restart at 0 with every sequence, also within one sample (`Sample.starts`);
-   transformers reads restarts as borders. Rows of shared prompts have a mask instead.
-3. In a shared row a token sees its prompt and its own sample up to itself. Samples share a prompt
-   only if all tokens before the first action agree.
+1. Every sequence is in exactly one slice and one row, whole except for a shared prompt; every
+   action token is scored once. No slice is empty if there are enough samples.
+2. Positions restart at 0 with every sequence, also within one sample (`Sample.starts`), and
+   transformers reads a restart as a border. Rows of shared prompts have a mask instead.
+3. In a shared row a token reads its prompt and the tokens of its own sample up to itself. Samples
+   share a prompt only if all tokens before the first action agree.
 4. A micro-batch has at most ``micro_batch_tokens`` places (rows times width, padding included).
 5. Padding is at the end of a row and continues the positions of its last sequence: causal attention
-   keeps it out of every real token, and a row of one sequence needs no mask.
-6. Deterministic: the same samples in the same order give the same slices and rows.
+   hides it from real tokens, and a row of one sequence needs no mask.
+6. The same samples in the same order give the same slices and rows.
 """
 
 from __future__ import annotations
@@ -44,11 +42,11 @@ _Part = tuple[int, int, tuple[int, ...]]  # (sum, number of items, items): compa
 
 
 def karmarkar_karp(weights: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Indices of ``weights`` in ``num_parts`` parts of nearly equal sum, by the largest differencing method.
+    """Indices of ``weights`` in ``num_parts`` parts of nearly equal sum, by largest differencing.
 
-    Karmarkar & Karp (1982), k-way: the two partial partitions of widest spread are merged, the heaviest
-    part of one with the lightest of the other. Sums agree with ``get_seqlen_balanced_partitions`` of
-    verl 0.9.1. TrainError if a part would be empty.
+    Karmarkar & Karp (1982), k-way: merge the two partial partitions of widest spread, the heaviest
+    part of one with the lightest of the other. Sums agree with ``get_seqlen_balanced_partitions``
+    of verl 0.9.1. TrainError if a part would be empty.
     """
     if not 1 <= num_parts <= len(weights):
         raise TrainError(
@@ -75,7 +73,6 @@ def _entry(parts: list[_Part]) -> tuple[int, _Part, list[_Part]]:
 
 
 def _without_empty(parts: list[list[int]], weights: Sequence[int]) -> list[list[int]]:
-    """An empty part (weights of 0, or many parts) gets the lightest item of the longest part."""
     for part in parts:
         if not part:
             donor = max(parts, key=len)
@@ -95,10 +92,8 @@ Row = list[Sample]
 
 
 def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
-    """Indices of ``lengths`` in rows of at most ``max_row_tokens``, first-fit decreasing, longest row first.
-
-    A longer sequence has its own row. At most 11/9 OPT + 6/9 rows (Johnson 1973; Dosa 2007).
-    """
+    """Indices of ``lengths`` in rows of up to ``max_row_tokens``, first-fit decreasing. A longer
+    sequence has its own row. At most 11/9 OPT + 6/9 rows (Johnson 1973; Dosa 2007)."""
     rows: list[list[int]] = []
     used: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -112,7 +107,7 @@ def fill_rows(lengths: Sequence[int], max_row_tokens: int) -> list[list[int]]:
 
 
 def can_share(model: Any) -> bool:
-    """Whether every layer has full attention, so that our mask alone decides which tokens are attended to."""
+    """Whether every layer has full attention, so that Libra's mask alone decides."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -140,7 +135,7 @@ def share_rows(samples: Sequence[Sample], max_row_tokens: int) -> tuple[list[Row
 
 
 def shared_tokens(row: Sequence[Sample]) -> list[int]:
-    """Prompt tokens of each sample that the sample before it in a shared row has already."""
+    """Prompt tokens that each sample of a shared row has in common with the sample before."""
     found = [0]
     for before, sample in pairwise(row):
         prompt = sample.num_prompt_tokens
@@ -157,7 +152,7 @@ def row_tokens(row: Sequence[Sample]) -> int:
 
 
 def attention_mask(rows: Sequence[Sequence[Sample]], width: int) -> NDArray[np.bool_]:
-    """The attention mask (R, 1, W, W), True where a token of the third axis reads one of the fourth."""
+    """The attention mask (R, 1, W, W): True where a token (axis 2) reads a token (axis 3)."""
     part_RW = np.full((len(rows), width), -1, dtype=np.int64)  # prompts and rests of samples, counted; -1 padding
     prompt_RW = part_RW.copy()  # the part of the prompt
     for number, row in enumerate(rows):
@@ -181,10 +176,11 @@ def attention_mask(rows: Sequence[Sequence[Sample]], width: int) -> NDArray[np.b
 class MicroBatch:
     """Rows of one forward pass, and the action tokens scored in it.
 
-    ``action_at_N`` indexes places; ``sequence_N`` indexes ``samples``, which are in the order of the
-    action tokens; ``num_tokens`` counts inputs without padding. ``proximal_logp_N`` and ``kept_N`` are
-    None if a sample has none, ``counted_N`` if all samples are counted, ``mask_R1WW`` unless prompts are
-    shared, ``routes_PLK`` (experts, -1: not recorded) and ``taught`` if no sample has any.
+    ``action_at_N`` indexes places; ``sequence_N`` indexes ``samples``, which are in the order of
+    the action tokens; ``num_tokens`` counts inputs without padding. ``proximal_logp_N`` and
+    ``kept_N`` are None if a sample has none; ``counted_N`` if all samples count; ``mask_R1WW``
+    unless prompts are shared; ``routes_PLK`` (experts, -1: not recorded) and ``taught`` if no
+    sample has any.
     """
 
     token_ids_RW: Tensor
@@ -242,11 +238,9 @@ def pack(
     logp_dtype: torch.dtype = torch.float32,
     share_prompts: bool = False,
 ) -> list[MicroBatch]:
-    """``samples`` as micro-batches of rows of similar length, widest first.
-
-    ``share_prompts`` puts samples with the same prompt into rows that hold it once, for models that
-    `can_share`. TrainError if one sequence is longer than ``micro_batch_tokens``.
-    """
+    """``samples`` as micro-batches of rows of similar length, widest first. ``share_prompts`` puts
+    samples of one prompt into rows that have the prompt once, for models that `can_share`.
+    TrainError if one sequence is longer than ``micro_batch_tokens``."""
     lengths = [sample.num_tokens for sample in samples]
     if lengths and max(lengths) > micro_batch_tokens:
         raise TrainError(
@@ -269,7 +263,6 @@ def _tokens(row: Row) -> int:
 
 
 def _cut(rows: list[Row], width: Callable[[Row], int], micro_batch_tokens: int) -> list[list[Row]]:
-    """Rows, widest first, as micro-batches as wide as their first row."""
     cuts: list[list[Row]] = []
     first = 0
     for number in range(1, len(rows) + 1):

@@ -1,22 +1,19 @@
-"""One training replica: a model, its optimizer, and the step that turns weights k into weights k + 1.
+"""One training replica: a model, its optimizer, and the step from weights k to weights k + 1.
 
-A replica is alone, or one of a group that takes each step together (`libra.train.replica_group`).
-Each member receives the whole batch and computes its slice; hybrid replicas outside the group may
-do so too.
+A replica is alone, or in a group that takes each step together (`libra.train.replica_group`). Each
+member receives the whole batch and computes its slice; hybrid replicas may compute slices as well.
 
-Invariants
-----------
-1. Steps are taken in order, once: `Replica.step` accepts step ``steps_done``; the step just done
-   returns its report again, so a relaunched task changes nothing; every other number is a
-   TrainError.
+1. `Replica.step` accepts step ``steps_done`` only. The step just done returns its report again, so
+   a relaunched task changes nothing; every other number is a TrainError.
 2. A step that fails (NaN, bad trajectory) leaves weights, optimizer state and step count as they
    were. A failed wave leaves no gradient: all waves are added again.
 3. A gradient is the sum over the minibatch's action tokens of weight x gradient, divided once, when
-   it is complete (`libra.train.losses`): independent of micro-batches, replicas and waves
-   (`Replica.accumulate`, then `Replica.close`), except for the rounding of sums.
-4. ``behaviour_logprob`` is read and never written; trajectories of a failure class that does not
-   train have no part in numerator or denominator.
-5. Same weights, trajectories, waves, settings, seed and thread count: same weights after the step.
+   complete (`libra.train.losses`). So micro-batches, replicas and waves (`Replica.accumulate`, then
+   `Replica.close`) change only the rounding of sums.
+4. ``behaviour_logprob`` is never written; trajectories of a failure class that does not train count
+   neither in numerator nor in denominator.
+5. Equal weights, trajectories, waves, settings, seed and thread count give equal weights after the
+   step.
 6. The replicas of a group have the same weights, bit for bit, after every step, and report the same
    digest.
 """
@@ -53,20 +50,19 @@ from libra.types import Trajectory
 logger = logging.getLogger(__name__)
 
 Published = Callable[[int], Mapping[str, Tensor] | None]
-"""The whole weights of a version by name, if they still exist."""
+"""The whole weights of a version by name, None if they no longer exist."""
 
 
 class Replica(ReplicaState):
     """A model in training on one process.
 
-    ``model_dir`` (Hugging Face layout) has the initial weights, in ``dtype``; the optimizer's may be
-    wider (``master_dtype``). ``base_dir``, by default the same, is the reference of the KL term and has
-    the tokenizer's files. ``seed`` orders minibatches; nothing else is random. ``loader`` is
-    ``model.loader``. ModelError if ``model_dir`` holds no causal language model; TrainError if it does
+    ``model_dir`` (Hugging Face layout) has the initial weights, in ``dtype``; the optimizer's
+    weights may be wider (``master_dtype``). ``base_dir``, by default the same, is the reference of
+    the KL term and has the tokenizer's files. ``seed`` orders minibatches; nothing else is random.
+    ``loader`` is ``model.loader``. ``published`` returns the weights of earlier versions, for
+    ``trainer.old_logp=version``. Without ``digests`` the publisher computes the digest of a step's
+    weights. ModelError if ``model_dir`` has no causal language model; TrainError if the model does
     not support the layout.
-
-    ``published`` returns the weights of earlier versions, for ``trainer.old_logp=version``. Without
-    ``digests`` the publisher computes the digest of a step's weights.
     """
 
     def __init__(
@@ -105,11 +101,11 @@ class Replica(ReplicaState):
         save_checkpoint(Path(directory), ReplicaSnapshot.of(self, copy=False))
 
     def snapshot(self) -> ReplicaSnapshot:
-        """A copy of the state in host memory, to be saved while this replica takes further steps."""
+        """A copy of the state in host memory; the replica may take further steps."""
         return ReplicaSnapshot.of(self)
 
     def load(self, directory: str | Path) -> None:
-        """Take weights, optimizer state, step count and last report from a directory written by `save`."""
+        """Take weights, optimizer state, step count and last report from a checkpoint."""
         self.content = None
         self.abandon()
         load_checkpoint(Path(directory), self)
@@ -119,11 +115,9 @@ class Replica(ReplicaState):
         load_optimizer(Path(directory), self)
 
     def step(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> StepReport:
-        """Train weights ``step`` on a batch whose trajectories carry their advantages.
-
-        Without any gradient the step counts as taken, with loss 0 and optimizer_steps 0. TrainError for a
-        step out of order, a bad trajectory, or a loss or gradient that is not finite.
-        """
+        """Train weights ``step`` on a batch whose trajectories carry their advantages. Without any
+        gradient the step counts as taken, with loss 0 and optimizer_steps 0. TrainError for a step
+        out of order, a bad trajectory, or a loss or gradient that is not finite."""
         if (done := self._done(step)) is not None:
             return done
         self.abandon()
@@ -132,9 +126,7 @@ class Replica(ReplicaState):
 
     def accumulate(self, trajectories: Sequence[Trajectory] | LazyBatch, step: int) -> int:
         """Add the next wave's gradient, a collective; returns the number of waves so far.
-
-        TrainError as in `step`; the earlier waves are then dropped too.
-        """
+        TrainError as in `step`; the earlier waves are then dropped, too."""
         self._check_next(step)
         opened = self.open_step = self.open_step or StepGradient(self, step)
         try:
@@ -149,7 +141,7 @@ class Replica(ReplicaState):
         return opened.waves
 
     def close(self, step: int) -> StepReport:
-        """Divide, clip and apply the sum of all waves; as the end of `step`."""
+        """Divide, clip and apply the sum of all waves; report and errors as of `step`."""
         if (done := self._done(step)) is not None:
             return done
         opened = self.open_step
@@ -215,10 +207,11 @@ class Replica(ReplicaState):
         return samples
 
     def under_versions(self, samples: Sequence[Sample], step: int) -> list[Sample]:
-        """``samples`` with the log-probability of each stale token under the weights that sampled it.
+        """``samples`` with the log-probability of each stale token under the weights that sampled
+        it.
 
-        NaN for tokens of the trained weights that were not scored (the step's own counts), and of weights
-        that are gone. TrainError for stale tokens without `published`.
+        NaN for tokens of the trained weights that were not scored (the step's own log-probabilities
+        count), and of weights that are gone. TrainError for stale tokens without `published`.
         """
         useful = self.gradient.useful(samples)
         old: dict[int, NDArray[np.floating[Any]]] = {
@@ -282,7 +275,6 @@ class Replica(ReplicaState):
         return self._report(step, tally, started)
 
     def _minibatches(self, samples: list[Sample], step: int) -> list[list[Sample]]:
-        """All minibatches of all epochs, balanced by tokens; none is empty."""
         settings, passes = self.settings, []
         for epoch in range(settings.epochs if samples else 0):
             if settings.minibatches == 1:
@@ -301,7 +293,6 @@ class Replica(ReplicaState):
         partial.tally.add(pack_s=packed_s, forward_backward_s=time.perf_counter() - began - packed_s)
 
     def _apply(self, partial: StepGradient) -> None:
-        """One optimizer step, or none if no sample had a gradient."""
         step, tally = partial.step, partial.tally
         tally.add(minibatches=1)
         if not partial.useful:
@@ -333,7 +324,7 @@ class Replica(ReplicaState):
         content = self.hashed() if self.digests else ""
         if self.hybrids is not None:
             if self.hybrids.stale and self.hybrids.connected and not self.is_sharded:
-                self.offer_weights()  # to one that came while the step was under way
+                self.offer_weights()  # to a hybrid that joined during the step
             tally.add(**self.hybrids.traffic())
         tally.at_least(peak_bytes=self._memory.peak_bytes())
         lr, total_s = self.optimizer.param_groups[0]["lr"], time.perf_counter() - began_s

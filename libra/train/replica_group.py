@@ -1,14 +1,11 @@
-"""The core: training replicas of one epoch in one torch.distributed group of fixed membership.
+"""The core: training replicas in one torch.distributed group, fixed for an epoch.
 
-Losing a member ends the epoch: collectives of the others fail or time out as GroupLost, and a new
-group continues from the last step that all had taken. Members meet at a key-value store of rank 0,
-by `libra.transport` with the group's token: torch's own store trusts all clients. A model is whole on
-each member (``ddp``, undivided gradients reduced once per optimizer step) or in shards (``fsdp2``,
-torch's `fully_shard`, gradients scattered as sums in the backward pass).
+Losing a member ends the epoch: collectives of the others raise GroupLost, and a new group continues
+from the last step that all had taken. Members meet at a key-value store of rank 0, by
+`libra.transport` with the group's token, because torch's own store trusts all clients. A model is
+whole on each member (``ddp``) or in shards (``fsdp2``, torch's `fully_shard`).
 
-Invariants of the store
------------------------
-1. A value is set whole, and whoever waits for its key gets it at once.
+1. A value in the store is set whole, and a member that waits for its key gets it at once.
 2. A request without its key raises RuntimeError after the store's timeout, as torch's stores do.
 """
 
@@ -47,7 +44,7 @@ RETRY_S = 0.05
 
 
 class Rendezvous:
-    """The values, on rank 0; members connect to ``address``. Port 0 is any free one."""
+    """The key-value store on rank 0; members connect to ``address``. Port 0 is any free port."""
 
     def __init__(self, token: str, host: str, port: int = 0) -> None:
         self._values: dict[str, bytes] = {}
@@ -100,7 +97,7 @@ class MemberStore(dist.Store):
     """A member's end of a `Rendezvous`, for ``torch.distributed.init_process_group``."""
 
     def __init__(self, address: Address, token: str, timeout_s: float) -> None:
-        """TransportError if no server with the token listens at ``address`` within ``timeout_s``."""
+        """TransportError if no server with ``token`` answers within ``timeout_s``."""
         super().__init__()
         self._lock = threading.Lock()
         self._timeout_s = timeout_s
@@ -164,7 +161,7 @@ logger = logging.getLogger(__name__)
 BUCKET_BYTES = 64 * 2**20
 """Tensors are reduced in buckets of about this size."""
 TIMEOUT_S = 60.0
-"""Longest wait for a silent member; one that is killed is noticed at once."""
+"""Longest wait for a silent member; a killed member is noticed at once."""
 
 
 class TrainGroup:
@@ -172,7 +169,7 @@ class TrainGroup:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        self._members: MemberStore | None = None  # torch needs Python to keep it
+        self._members: MemberStore | None = None  # kept alive here: torch has no reference
 
     @classmethod
     def join(
@@ -188,9 +185,9 @@ class TrainGroup:
     ) -> TrainGroup:
         """Become member ``rank`` of the group of ``epoch``; returns when all members have joined.
 
-        ``address`` is the `Rendezvous` of rank 0. Each member proves that it knows ``token``, over the
-        connections that gradients will take. A process first leaves the group of an older epoch. GroupLost
-        if a member did not join within ``timeout_s``, or did not prove itself.
+        ``address`` is the `Rendezvous` of rank 0. Each member proves that it knows ``token``, over
+        the connections that gradients will take. A process first leaves the group of an older
+        epoch. GroupLost if a member did not join within ``timeout_s``, or did not prove itself.
         """
         if dist.is_initialized():
             cls._destroy()
@@ -236,11 +233,11 @@ class TrainGroup:
             logger.info("a broken process group was left: %s", fault)
 
     def sum_(self, tensors: Sequence[Tensor]) -> int:
-        """Replace tensors by sums over the members, in at least float32, bitwise equal on all; bytes reduced."""
+        """Replace tensors by sums over members, equal on all, >= float32; returns bytes reduced."""
         return self._in_buckets(tensors, lambda flat: dist.all_reduce(flat))
 
     def send_(self, tensors: Sequence[Tensor], source: int = 0) -> int:
-        """Replace each tensor by the one of rank ``source``; returns bytes sent."""
+        """Replace each tensor by the tensor of rank ``source``; returns bytes sent."""
         return self._in_buckets(tensors, lambda flat: dist.broadcast(flat, source))
 
     def _in_buckets(self, tensors: Sequence[Tensor], collective: Callable[[Tensor], Any]) -> int:
@@ -260,7 +257,7 @@ class TrainGroup:
         return total
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all members, by rank; JSON-able."""
+        """The values (JSON-able) of all members, by rank."""
         if self.size == 1:
             return [value]
         data = json.dumps(value).encode()
@@ -320,7 +317,7 @@ def _lost(where: str) -> Iterator[None]:
 
 
 def lost_connection(error: RuntimeError) -> bool:
-    """Whether an error within a pass over shards is a lost connection, for which gloo has no error type."""
+    """Whether an error of a pass over shards is a lost connection (gloo has no error type)."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
@@ -341,9 +338,7 @@ def is_sharded(settings: TrainSettings, group: TrainGroup) -> bool:
 
 def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
     """Shard ``model`` over the group in place, by decoder layer; with ``offload`` into host memory.
-
-    TrainError if the architecture has no list of layers to shard by.
-    """
+    TrainError if the architecture has no list of layers to shard by."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -360,12 +355,12 @@ def shard(model: Any, group: TrainGroup, *, offload: bool) -> None:
         fully_shard(part, mesh=mesh, offload_policy=policy, mp_policy=precision)
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)  # sums: their divisor is known after the last of them
+            part.set_gradient_divide_factor(1.0)  # sums, because the divisor is known only after the last sum
             part.set_force_sum_reduction_for_comms(True)  # gloo and some NCCL cannot scale while they reduce
 
 
 def release(model: Any) -> None:
-    """Drop whole parameters that a pass of a sharded model has left, so that the next reads the shards."""
+    """Drop whole parameters left by a sharded pass, so that the next pass reads the shards."""
     module = sys.modules.get("torch.distributed.fsdp")
     if module is None:
         return
@@ -375,10 +370,8 @@ def release(model: Any) -> None:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Make every decoder layer keep only its input and recompute the rest; the result does not change.
-
-    transformers reads the layer's own training flag; dropout below remains off.
-    """
+    """Make every decoder layer keep only its input and recompute the rest, with the same result.
+    transformers reads the layer's own training flag; dropout below remains off."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise TrainError(
             f"trainer.gradient_checkpointing: {type(model).__name__} does not support it; type "

@@ -1,4 +1,4 @@
-"""The settings of a replica: section ``trainer``, and what a step needs of ``rollout`` and ``distil``."""
+"""The settings of a replica: section ``trainer``, and fields of ``rollout`` and ``distil``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BEFORE_THE_STEP = {
 
 
 def rounding_nats(config: RunConfig) -> float:
-    """Mean mismatch of engine and trainer in nats that number format and ``rollout.top_p`` explain."""
+    """Mean mismatch of engine and trainer in nats due to number format and ``rollout.top_p``."""
     return ROUNDING_NATS[config.model.dtype] - math.log(config.rollout.top_p)
 
 
@@ -38,9 +38,8 @@ class DistilTerm(Section):
 
 class TrainSettings(TrainerSection):
     """Settings of one replica, fixed for its lifetime, with the presets of ``trainer:``.
-
-    ConfigError for a value outside its range or an unknown name; a configuration checks combinations.
-    """
+    ConfigError for a value outside its range or an unknown name; a configuration checks
+    combinations."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """``rollout.temperature``, which divides logits; greedy samples (0) have no log-probability to learn from."""
@@ -86,19 +85,17 @@ class TrainSettings(TrainerSection):
 
     @property
     def has_token_rewards(self) -> bool:
-        """Whether the trainer computes advantages: a KL penalty in the reward, or discounted returns."""
+        """Whether tokens have rewards: a KL penalty in the reward, or discounted returns."""
         penalty = self.kl_args["in_reward"] and self.kl_coef > 0
         return penalty or (self.advantage == "reinforce_pp" and self.gamma < 1)
 
     def of_a_step(self) -> dict[str, Any]:
-        """The fields that a step depends on, for a checkpoint and for comparison with another replica."""
+        """The fields that a step depends on, for checkpoints and comparison of replicas."""
         return self.model_dump(exclude=_BEFORE_THE_STEP)
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of step ``step`` (0-based); with a warm-up the first is ``lr / warmup_steps``.
-
-        TrainError if a user's schedule gives no finite factor of at least 0.
-        """
+        """Learning rate of step ``step`` (0-based); with a warm-up the first is ``lr /
+        warmup_steps``. TrainError if a user's schedule gives no finite factor of at least 0."""
         risen = self.lr if step >= self.warmup_steps else self.lr * (step + 1) / self.warmup_steps
         if not is_named(self.lr_schedule):
             return risen

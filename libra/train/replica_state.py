@@ -1,10 +1,8 @@
-"""The state of a replica: its model, the optimizer over it, and the steps taken.
+"""The state of a replica: its model, its optimizer, and the steps taken.
 
-Invariants
-----------
 1. With a ``master_dtype`` the optimizer's weights are `libra.train.weight_copies.MasterWeights`,
-   and the model's are the same, rounded. With ``lora_rank`` they are `LowRankWeights`; the model's
-   are merged.
+   and the model has them rounded. With ``lora_rank`` they are `LowRankWeights`, and the model has
+   them merged.
 2. Weights change only in `ReplicaState.apply_gradient`, `take_weights`, `restore` and
    `libra.train.checkpoint`, which all mark the hybrids' weights as outdated.
 """
@@ -53,12 +51,12 @@ _SAME_RESULT = {
 
 
 class ReplicaState:
-    """The state of a `libra.train.replica.Replica`, whose ``model`` is on its device and not sharded yet.
+    """The state of a `libra.train.replica.Replica`; ``model`` is on its device and not sharded yet.
 
     ``hybrids`` is set on rank 0 by `admit_hybrids`; ``average`` with ``trainer.old_logp=ewma``;
-    ``content`` is the digest of the current weights, if known. ``before_change`` gets the number of the
-    step that is about to change the weights, and returns the seconds for which it waited for another
-    thread to finish with the present ones.
+    ``content`` is the digest of the current weights, if known. ``before_change`` is called with the
+    number of a step that is about to change the weights; it waits until no other thread reads the
+    weights, and returns the seconds waited.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class ReplicaState:
 
     @property
     def group(self) -> TrainGroup:
-        """The replicas that take each step together; a new one in each epoch."""
+        """The replicas that take each step together; each epoch has a new group."""
         return self.gradient.group
 
     @group.setter
@@ -114,11 +112,11 @@ class ReplicaState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each replica holds a part of every tensor: passes and `weights` are then collectives."""
+        """Whether tensors are in shards: passes and `weights` are then collectives."""
         return is_sharded(self.settings, self.group)
 
     def description(self) -> dict[str, Any]:
-        """The facts that another replica must share to compute a slice of this one's minibatch; JSON-able."""
+        """Facts (JSON-able) that replicas must share to compute slices of one minibatch."""
         settings = {name: value for name, value in self.settings.of_a_step().items() if name not in _SAME_RESULT}
         shapes = [f"{name} {list(parameter.shape)}" for name, parameter in self.parameters().items()]
         return {
@@ -132,7 +130,7 @@ class ReplicaState:
         }
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Trained parameters by name, tied ones once."""
+        """Trained parameters by name, tied parameters once."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def optimized(self) -> dict[str, torch.nn.Parameter]:
@@ -140,43 +138,38 @@ class ReplicaState:
         return self.parameters() if self.master is None else self.master.tensors
 
     def weights(self) -> dict[str, Tensor]:
-        """The state dict to publish, tied tensors once: views that the next step changes.
-
-        If the model is sharded: copies in host memory, and a collective of the group.
-        """
+        """The state dict to publish, tied tensors once: views that the next step changes. If the
+        model is sharded: copies in host memory, and a collective of the group."""
         if not self.is_sharded:
             return self.tensors()
         # One at a time: a device that holds shards may not have room for the whole model.
         return {name: whole(tensor).cpu() for name, tensor in self.tensors().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The same tensors in their local layout, sharded or not."""
+        """The tensors of `weights` in their local layout, sharded or not."""
         state = self.model.state_dict()
         return {name: tensor.detach() for name, tensor in state.items() if name not in self._aliases}
 
     def all_weights(self) -> dict[str, Tensor]:
-        """`weights` with tied tensors under every name they have."""
+        """The tensors of `weights`, tied tensors under all their names."""
         own = self.weights()
         return own | {alias: own[name] for alias, name in self._aliases.items()}
 
     def score(self, token_ids: NDArray[np.integer]) -> NDArray[np.float32]:
-        """Log-probability in nats of each token but the first (T - 1,), at temperature 1.
-
-        Call it beside the passes of a step only after `score_beside`.
-        """
+        """Log-probability in nats of each token but the first (T - 1,), at temperature 1. May run
+        beside the passes of a step only after `score_beside`."""
         return score_alone(self._scored or self.model, token_ids)
 
     def hashed(self) -> str:
-        """`content`, computed now if unknown."""
+        """The digest of the current weights, computed now if unknown."""
         if self.content is None:
             self.content = digest(self.weights())
         return self.content
 
     def score_beside(self) -> bool:
-        """Let `score` be called beside the passes of later steps; False if this model cannot be copied.
-
-        A copy of the modules then scores, over the same weights, with hooks and buffers of its own.
-        """
+        """Allow `score` beside the passes of later steps; False if the model cannot be copied. A
+        copy of the modules then scores with the same weights, and with its own hooks and
+        buffers."""
         saved = self.model.state_dict().keys()
         buffers = (buffer for name, buffer in self.model.named_buffers() if name in saved)
         try:
@@ -189,7 +182,7 @@ class ReplicaState:
         return True
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy ``weights``, named as in `weights`, over its own; optimizer state and step count do not change."""
+        """Replace weights, named as in `weights`; keep optimizer state and step count."""
         self.content = None
         with torch.no_grad(), self.undisturbed():
             for name, tensor in self.tensors().items():
@@ -199,7 +192,7 @@ class ReplicaState:
             self.weights_moved()
 
     def apply_gradient(self, step: int, tally: Tally) -> None:
-        """Clip the gradient and take one optimizer step; TrainError if the gradient is not finite."""
+        """Clip the gradient and take one optimizer step; TrainError if not finite."""
         parameters = self.optimized()
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None]))
         if not bool(torch.isfinite(norm)):
@@ -238,7 +231,7 @@ class ReplicaState:
         return self.hybrids
 
     def undisturbed(self) -> AbstractContextManager[Any]:
-        """No thread copies the weights for a hybrid in this context."""
+        """Within this context, no thread copies the weights for a hybrid."""
         return nullcontext() if self.hybrids is None else self.hybrids.undisturbed()
 
     def weights_moved(self) -> None:
@@ -246,14 +239,14 @@ class ReplicaState:
             self.hybrids.stale = True
 
     def offer_weights(self) -> None:
-        """Copy the weights for hybrids to pull; a collective where they are sharded."""
+        """Copy the weights for hybrids to pull; a collective if the weights are sharded."""
         weights = self.weights()
         if self.hybrids is not None:
             self.hybrids.publish(weights)
 
     @contextmanager
     def lending(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-        """Yields a function that gives the model other weights (local parts); its own return, bit for bit."""
+        """Yields a function that replaces the model's weights; its own return, bit for bit."""
         self.before_change(self.steps_done)
         own = {name: local(tensor).clone() for name, tensor in self.tensors().items()}
         try:
@@ -269,10 +262,9 @@ class ReplicaState:
         release(self.model)
 
     def synchronise(self) -> int:
-        """Give every replica of a new group the state of the first with most steps; returns the steps taken.
-
-        A collective, for replicas that hold the whole model; it sends nothing if all are equal.
-        """
+        """Give every replica of a new group the state with most steps; returns the steps taken. A
+        collective, for replicas that hold the whole model; it sends nothing if all states are
+        equal."""
         assert not self.is_sharded, "no other rank has a shard that was lost"
         group, parameters = self.group, self.optimized()
         facts = group.gather([self.steps_done, digest(self.weights())])

@@ -1,12 +1,10 @@
-"""The part of a trajectory that a training step computes with, and batches fetched from other workers.
+"""The part of a trajectory that a training step reads, and batches fetched from other workers.
 
 A `LazyBatch` has lengths and advantages at once; tokens are fetched slice by slice.
 
-Invariants
-----------
 1. A step on a lazy batch is the step on its trajectories, bit for bit: slices are computed from the
    announced lengths; a sample that arrives with another length is a TrainError.
-2. A row is fetched once at most, and only for a slice of this replica or of a hybrid that it feeds.
+2. A row is fetched at most once, and only for a slice of this replica or of a hybrid that it feeds.
 
 Shape legend: T tokens of a trajectory, A actions of it, L layers, K columns (tokens of the
 vocabulary) or experts of each token, N action tokens of a micro-batch.
@@ -32,23 +30,27 @@ class Sample:
 
     token_ids: NDArray[np.int64]  # (T,) inputs; later tokens do not influence the loss
     action_at: NDArray[np.int64]  # (A,) positions of inputs whose *next* token is an action
-    target: NDArray[np.int64]  # (A,) that next token
+    target: NDArray[np.int64]  # (A,) the next token
     behaviour_logp: NDArray[np.float32]  # (A,) as the engine recorded it; never written
     current: NDArray[np.bool_]  # (A,) whether token and KV cache are of the version now being trained
     advantage: float
     proximal_logp: NDArray[np.floating] | None = None  # (A,) under the weights at the start of the step, if computed
     kept: NDArray[np.bool_] | None = None  # (A,) False where a choice over the whole minibatch leaves the token out
-    turn_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # before a generation
-    version: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))  # (A,); -1: KV of others
+    turn_at: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # last input before each generation
+    version: NDArray[np.int32] = field(
+        default_factory=lambda: np.zeros(0, np.int32)
+    )  # (A,); -1: KV cache of another version
     reward: float = 0.0
     group: tuple[int, int] = (0, 0)  # iteration and group of the trajectory
     token_advantage: NDArray[np.float64] | None = None  # (A,) replaces ``advantage`` where tokens have rewards
-    counted: bool = True  # False for a late correction: it adds to the policy gradient, and counts in no denominator
+    counted: bool = True  # False for a late correction, which counts in no denominator
     engines: tuple[str, ...] = ()  # the worker that ended each generation
     name: str = ""
     routes: NDArray[np.int16] | None = None  # (T, L, K) experts chosen by the engine; -1: not recorded
     taught: Taught | None = None  # a teacher's log-probabilities of the actions
-    starts: tuple[int, ...] = ()  # of further sequences: attention ends there; together they count once
+    starts: tuple[int, ...] = ()  # of further sequences, at which attention ends; all count as one sequence
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +63,7 @@ class Sample:
 
     @property
     def has_advantage(self) -> bool:
-        """Whether any action has one other than 0."""
+        """Whether the advantage of any action differs from 0."""
         return self.advantage != 0 if self.token_advantage is None else bool(self.token_advantage.any())
 
     @property
@@ -91,11 +93,9 @@ class Sample:
 
 
 def sample_of(trajectory: Trajectory, version: int) -> Sample:
-    """The sample of ``trajectory`` for the step that trains weights ``version``.
-
-    TrainError if the advantage or a behaviour log-probability is not finite, nothing was generated, the
-    first token is an action, or arrays differ in length.
-    """
+    """The sample of ``trajectory`` for the step that trains weights ``version``. TrainError if the
+    advantage or a behaviour log-probability is not finite, nothing was generated, the first token
+    is an action, or arrays differ in length."""
     name = f"trajectory {trajectory.trajectory_id}"
     where = np.flatnonzero(trajectory.is_action)
     columns = ("token_ids", "is_action", "behaviour_logprob", "weight_version", "kv_version", "routes")
@@ -149,10 +149,8 @@ def _taught(trajectory: Trajectory, num_actions: int) -> Taught | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaughtTokens:
-    """Columns int64 with their log-probabilities, as in `libra.types.Taught`.
-
-    ``known_N``: whether the teacher scored the token's sequence.
-    """
+    """Teacher scores of action tokens: columns int64 and log-probabilities, as in
+    `libra.types.Taught`. ``known_N`` is whether the teacher scored the token's sequence."""
 
     columns_NK: Tensor
     logp_NK: Tensor
@@ -166,10 +164,8 @@ class TaughtTokens:
 
 
 def taught_tokens(samples: Sequence[Sample], dtype: torch.dtype) -> TaughtTokens | None:
-    """Teacher log-probabilities of all actions of ``samples``; None if it scored none.
-
-    TrainError if samples differ in the number of columns.
-    """
+    """Teacher log-probabilities of all actions of ``samples``; None if no sample has them.
+    TrainError if samples differ in the number of columns."""
     known = [sample.taught for sample in samples if sample.taught is not None]
     if not known:
         return None
@@ -194,7 +190,7 @@ def taught_tokens(samples: Sequence[Sample], dtype: torch.dtype) -> TaughtTokens
 
 
 Fetch = Callable[[Sequence[str]], Sequence[Trajectory]]
-"""Trajectories of rows by name, in that order, without their advantages. Raises TrainError if one cannot be fetched."""
+"""Trajectories of rows by name, in that order, without advantages; or TrainError."""
 _NONE, _NO_LOGP, _NO_FLAGS = np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.bool_)
 
 
@@ -210,10 +206,8 @@ class RowFacts:
 
 
 class LazyBatch:
-    """A batch's trajectories for `Replica.step`, fetched on demand.
-
-    ``facts`` are of trajectories that train, in batch order; ``num_trajectories`` counts all.
-    """
+    """A batch's trajectories for `Replica.step`, fetched on demand. ``facts`` are of trajectories
+    that train, in batch order; ``num_trajectories`` counts all."""
 
     def __init__(self, facts: Sequence[RowFacts], num_trajectories: int, fetch: Fetch) -> None:
         self.facts = facts
@@ -245,8 +239,6 @@ class LazyBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Absent(Sample):
-    """A sample that was not fetched: lengths and advantage are right, arrays are empty."""
-
     fact: RowFacts = RowFacts("", 0, 0, 0.0)
     batch: LazyBatch | None = None
     step: int = -1
@@ -276,7 +268,7 @@ class _Absent(Sample):
 
 
 def samples_of(batch: Sequence[Trajectory] | LazyBatch, step: int, *, whole: bool) -> list[Sample]:
-    """The samples of a batch for step ``step``; placeholders of a lazy one unless ``whole``."""
+    """The samples of a batch for step ``step``; placeholders of a lazy batch unless ``whole``."""
     if isinstance(batch, LazyBatch):
         samples = batch.samples(step)
         return present(samples) if whole else samples

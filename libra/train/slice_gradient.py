@@ -1,10 +1,10 @@
-"""The undivided gradient of a slice of a minibatch: samples packed, scored, differentiated on one replica.
+"""The undivided gradient of a slice of a minibatch, by passes of one replica.
 
-If the model is sharded, passes are collectives: every replica runs equally many, some with empty
-micro-batches.
+If the model is sharded, passes are collectives: every replica runs equally many passes, if
+necessary over empty micro-batches.
 
-Shape legend: N action tokens of a micro-batch, S samples, T actions of the longest, A actions of
-one, P places, L layers, K experts of a token.
+Shape legend: N action tokens of a micro-batch, S samples, T actions of the longest sample, A
+actions of one sample, P places, L layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ _PACKING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # nats; 0.1 for
 
 
 class SliceGradient:
-    """Forward and backward passes of one replica.
-
-    ``model`` is on ``device`` and not sharded yet; ``reference`` is the frozen model of the KL term;
-    ``kl`` is the coefficient of the penalty of ``trainer.kl_args.in_reward``.
-    """
+    """Forward and backward passes of one replica. ``model`` is on ``device`` and not sharded yet;
+    ``reference`` is the frozen model of the KL term; ``kl`` is the coefficient of the penalty of
+    ``trainer.kl_args.in_reward``."""
 
     def __init__(
         self, model: Any, settings: TrainSettings, group: TrainGroup, device: torch.device, reference: Any | None
@@ -63,7 +61,8 @@ class SliceGradient:
             self._check_packing()  # later it would be a collective that only some replicas enter
 
     def accumulate(self, samples: Sequence[Sample], step: int, tally: Tally) -> float:
-        """Add the slice's sum of weight x gradient; returns its sum of weights. TrainError for a loss not finite."""
+        """Add the slice's sum of weight x gradient; returns its sum of weights. TrainError if the
+        loss is not finite."""
         began = time.perf_counter()
         batches = self._pack(self.useful(samples))
         tally.add(slice_pack_s=time.perf_counter() - began)
@@ -82,7 +81,7 @@ class SliceGradient:
         return self.weight_of(samples)
 
     def useful(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with a gradient. The others need no forward pass, but count in the sum of weights."""
+        """The samples with a gradient; the others count only in the sum of weights."""
         every = self.objective.needs_every_sequence
         return [sample for sample in samples if sample.has_advantage or (every and sample.counted)]
 
@@ -94,7 +93,7 @@ class SliceGradient:
         )
 
     def micro_batch_loss(self, batch: MicroBatch, tally: Tally) -> Tensor:
-        """Sum of weight x loss over the action tokens of ``batch``, with gradient; ``tally`` gets statistics."""
+        """Sum of weight x loss of ``batch``, with gradient; updates ``tally``."""
         if self.routers is not None:
             self.routers.replay(batch.routes_PLK)
         taught = batch.taught if self.settings.distil is not None else None
@@ -144,7 +143,6 @@ class SliceGradient:
 
     @contextmanager
     def _own_routes_after(self) -> Iterator[None]:
-        """After these passes the routers choose again, as for the probe of a version."""
         try:
             yield
         finally:
@@ -156,11 +154,9 @@ class SliceGradient:
         return [replace(sample, proximal_logp=one) for sample, one in zip(samples, self.scored(samples), strict=True)]
 
     def with_token_advantages(self, samples: Sequence[Sample], tally: Tally) -> list[Sample]:
-        """``samples``, a batch or a wave of whole groups, with an advantage for each token.
-
-        A token's reward is ``-kl_coef x KL estimate`` (``trainer.kl_args.in_reward``); the last also has its
-        trajectory's.
-        """
+        """``samples``, a batch or a wave of whole groups, with an advantage for each token. A
+        token's reward is ``-kl_coef x KL estimate`` (``trainer.kl_args.in_reward``); the last token
+        also has the reward of its trajectory."""
         settings = self.settings
         if not samples:
             return []
@@ -191,10 +187,9 @@ class SliceGradient:
         ]
 
     def with_kept(self, samples: Sequence[Sample], *, fresh: bool) -> list[Sample]:
-        """``samples``, a whole minibatch, with the tokens that M2PO keeps; the same on every replica.
-
-        ``fresh``: the weights have moved since `with_proximal`, so the samples are scored again.
-        """
+        """``samples``, a whole minibatch, with the tokens that M2PO keeps; the same on every
+        replica. ``fresh`` is whether weights have changed since `with_proximal`, so that samples
+        are scored again."""
         threshold = self.settings.reject_args["m2po"]
         if threshold is None or not samples:
             return list(samples)
@@ -215,7 +210,7 @@ class SliceGradient:
 
     @torch.no_grad()
     def scored(self, samples: Sequence[Sample], *, by_reference: bool = False) -> list[NDArray[np.floating[Any]]]:
-        """Log-probabilities of each sample's actions (A,); one replica of the group scores each sample."""
+        """Log-probabilities of each sample's actions (A,); each sample is scored on one replica."""
         scorer = self._reference if by_reference else self.scorer
         assert scorer is not None, "there is a reference where trainer.kl_coef is above 0"
         numbered = {id(sample): index for index, sample in enumerate(samples)}
@@ -234,7 +229,6 @@ class SliceGradient:
         return [part.numpy() for part in joined_N.cpu().split([sample.num_actions for sample in samples])]
 
     def _passes(self, batches: list[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
-        """The micro-batches, each with True; collectives are filled up with empty ones, each with False."""
         passes = [(batch, True) for batch in batches]
         if self._collective:
             most = max(self.group.gather(len(passes)))
@@ -263,7 +257,7 @@ class SliceGradient:
 
 
 def load_ratio(routes_PLK: Tensor, num_experts: int) -> float:
-    """Busiest expert's tokens over the mean of all, averaged over layers (-1: not recorded); 1 without any."""
+    """Tokens of the busiest expert over the mean, averaged over layers; 1 without experts."""
     layers = routes_PLK.shape[1]
     flat_PLK = routes_PLK.long() + torch.arange(layers, device=routes_PLK.device)[None, :, None] * num_experts
     loads = torch.bincount(flat_PLK[routes_PLK >= 0], minlength=layers * num_experts).view(layers, num_experts).double()

@@ -31,7 +31,7 @@ class StepReport:
     sequences: int = 0  # trajectories that may train; with ``action_tokens`` the denominators of the loss
     excluded_sequences: int = 0  # trajectories of a failure class that does not train
     action_tokens: int = 0  # generated tokens of ``sequences``
-    forwarded_sequences: int = 0  # over all passes; no advantage needs no pass if kl_coef=0
+    forwarded_sequences: int = 0  # over all passes; if kl_coef=0, trajectories without advantage need no pass
     forwarded_tokens: int = 0  # inputs of the model over all passes
     rows: int = 0
     micro_batches: int = 0
@@ -39,7 +39,7 @@ class StepReport:
     ratio_mean: float = 0.0  # p_now / p_old, over the tokens forwarded
     ratio_max: float = 0.0
     clip_low_frac: float = 0.0  # tokens clipped below, with a negative advantage
-    clip_high_frac: float = 0.0  # tokens clipped above, with a positive one
+    clip_high_frac: float = 0.0  # tokens clipped above, with a positive advantage
     kl_behaviour: float = 0.0  # from the old policy, nats
     kl_reference: float = 0.0  # nats; with ``trainer.kl_args.in_reward`` of the engine's log-probabilities
     entropy: float = 0.0  # nats
@@ -49,38 +49,38 @@ class StepReport:
     pack_s: float = 0.0
     forward_backward_s: float = 0.0
     optimizer_s: float = 0.0
-    total_s: float = 0.0  # wall seconds, with all that the others leave out
+    total_s: float = 0.0  # wall seconds, including work that no other field counts
     tokens_per_s: float = 0.0  # forwarded tokens over total_s
     correction_frac: float = 0.0  # tokens whose importance weight was truncated or masked
     effective_sample_frac: float = 1.0  # effective sample size of the weights, masks included, over tokens
     exact_old_frac: float = 0.0  # tokens with the trainer's own old log-probability, under their weights
     mismatch_k3: float | None = None  # nats
     mismatch_effective_frac: float | None = None  # effective sample size over tokens
-    replicas: int = 1  # of the core; this and the next two are maxima over optimizer steps
-    hybrids: int = 0  # that computed a slice
-    hybrids_joining: int = 0  # that had no state yet
-    hybrids_lost: int = 0  # whose slice the core computed
-    reduce_s: float = 0.0  # in the reduction over the core
+    replicas: int = 1  # core replicas; maximum over optimizer steps, as the next two fields
+    hybrids: int = 0  # hybrids that computed a slice
+    hybrids_joining: int = 0  # hybrids that had no weights yet
+    hybrids_lost: int = 0  # hybrids whose slice the core computed
+    reduce_s: float = 0.0  # seconds of the reduction over the core
     reduce_bytes: int = 0  # on each replica of the core
-    hybrid_wait_s: float = 0.0  # of the core, after its own slices
+    hybrid_wait_s: float = 0.0  # seconds that the core waited, after its own slices
     hybrid_copy_s: float = 0.0  # copying stepped weights for hybrids
-    hybrid_blocked_s: float = 0.0  # before the step, until a copy for a joiner yielded
+    hybrid_blocked_s: float = 0.0  # wait before the step, until a copy for a joining hybrid stopped
     hybrid_sent_bytes: int = 0  # weights and slices
     hybrid_received_bytes: int = 0  # gradients
     peak_bytes: int = 0  # of the first core replica's process; 0 if the system does not report it
     rejected_frac: float = 0.0  # tokens that a mask left out of the loss
     old_logp_s: float = 0.0  # passes for old log-probabilities
-    kl_coef: float = 0.0  # of the KL term or penalty
+    kl_coef: float = 0.0  # coefficient of the KL term or penalty
     expert_load_ratio: float = 0.0  # busiest expert's tokens over the mean of all; 0: no routes
-    routes_replayed_frac: float = 0.0  # of tokens and layers
-    routes_equal_frac: float = 0.0  # of these, as the trainer would have chosen
+    routes_replayed_frac: float = 0.0  # share of tokens and layers
+    routes_equal_frac: float = 0.0  # share of replayed routes that the trainer would have chosen, too
     mismatch_parts: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine and length class
     mismatch_worst: list[dict[str, Any]] = field(default_factory=list)  # tokens with the largest gaps
-    kl_teacher: float = 0.0  # divergence over the tokens it scored, nats
-    taught_frac: float = 0.0  # share of these
-    top_k_teacher_frac: float = 0.0  # the teacher's probability of its top-k; 0 without one
-    top_k_student_frac: float = 0.0  # the student's
-    publish_wait_s: float = 0.0  # until earlier weights were published
+    kl_teacher: float = 0.0  # divergence over the tokens that the teacher scored, nats
+    taught_frac: float = 0.0  # share of tokens that the teacher scored
+    top_k_teacher_frac: float = 0.0  # teacher's probability of its top-k tokens; 0 without top-k
+    top_k_student_frac: float = 0.0  # student's probability of the same tokens
+    publish_wait_s: float = 0.0  # seconds until earlier weights were published
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -109,7 +109,7 @@ class Tally:
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     stepped: bool = False
-    """Whether the weights have moved since the step began."""
+    """Whether the weights have changed since the step began."""
     worst: list[dict[str, Any]] = field(default_factory=list)
     """Tokens with the largest gaps between engine and trainer."""
 
@@ -118,7 +118,7 @@ class Tally:
         return Tally(stepped=self.stepped)
 
     def take(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> None:
-        """Add the tally of another replica, without seconds (names in ``_s``), because replicas run at once."""
+        """Add another replica's tally, without seconds (``_s``), because replicas run at once."""
         self.add(**{name: amount for name, amount in sums.items() if not name.endswith("_s")})
         self.at_least(**maxima)
 
@@ -169,19 +169,17 @@ class Tally:
 
 
 MAPPED_FROM_BYTES = 2**18
-"""Tensors of at least this size are mapped separately in a process that trains a large model on a CPU."""
+"""Size from which tensors are mapped separately, if a CPU trains a large model."""
 LARGE_MODEL_BYTES = 2**26
-"""Bytes of weights from which on a model is large: for a smaller one, fresh pages would cost more than they save."""
+"""Bytes of weights of a large model; mapping slows smaller models down."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @cache
 def map_large_tensors() -> bool:
-    """Make glibc map large tensors separately, so that freeing one returns its memory; False without glibc.
-
-    By default glibc keeps tensors of up to 32 MB in one heap, which their different lifetimes fragment.
-    """
+    """Make glibc map large tensors separately, so that their memory is returned; False without
+    glibc. By default tensors of up to 32 MB share one heap and fragment it."""
     mallopt = _of_glibc("mallopt")
     if mallopt is None:
         return False
@@ -193,13 +191,12 @@ def _of_glibc(name: str) -> Any:
 
 
 def _trim() -> None:
-    """Make glibc return the memory of freed small tensors; takes milliseconds."""
     if (trim := _of_glibc("malloc_trim")) is not None:
         trim(0)
 
 
 def resident_bytes(name: str = "VmRSS") -> int:
-    """Resident memory of this process, now or (``VmHWM``) at its peak; 0 if the system does not report it."""
+    """Resident memory of this process, now or (``VmHWM``) at its peak; 0 if unknown."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
@@ -208,10 +205,8 @@ def resident_bytes(name: str = "VmRSS") -> int:
 
 
 class StepMemory:
-    """Peak memory of this process in a step, above its memory at the creation of this object.
-
-    ``device`` is the model's, which is loaded later.
-    """
+    """Peak memory of this process in a step, above its memory when this object was created.
+    ``device`` is the device of the model, which is loaded later."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

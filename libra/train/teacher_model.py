@@ -2,7 +2,7 @@
 
 Log-probabilities are reduced chunk by chunk, so no (T, V) array exists.
 
-Shape legend: T tokens of a trajectory, A of them generated, C tokens of a chunk, H hidden size, V
+Shape legend: T tokens of a trajectory, A generated tokens, C tokens of a chunk, H hidden size, V
 vocabulary, K columns.
 """
 
@@ -26,7 +26,7 @@ from libra.types import Taught, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Section ``distil``, ``rollout.temperature``, and the student's vocabulary, whose tokens alone count."""
+    """Section ``distil``, ``rollout.temperature``, and the size of the student's vocabulary."""
 
     distil: DistilSection
     temperature: float
@@ -49,15 +49,13 @@ class TeacherModel:
         device: torch.device | str = "cpu",
         loader: str | None = None,
     ) -> TeacherModel:
-        """The model of ``directory`` in ``dtype`` on ``device``, by ``loader`` (``model.loader``)."""
+        """The model of ``directory``, by ``loader`` (``model.loader``)."""
         return cls(load_model(directory, dtype, loader).requires_grad_(False).to(device).eval(), scoring)
 
     @torch.no_grad()
     def score(self, trajectory: Trajectory, rng: np.random.Generator) -> Taught | None:
-        """Log-probabilities of generated tokens, if there are any with the draws needed; else None.
-
-        ``rng`` draws the teacher's own tokens. TrainError if a log-probability is not finite.
-        """
+        """Scores of the generated tokens; None without generated tokens or necessary draws. ``rng``
+        draws the teacher's own tokens. TrainError if a log-probability is not finite."""
         where = np.flatnonzero(trajectory.is_action)
         distil = self.scoring.distil
         of_student = (distil.estimator, distil.divergence) == ("sampled", "reverse")
@@ -94,7 +92,6 @@ class TeacherModel:
         return Taught(columns, logp, own, rest if distil.estimator == "top_k" else None, old)
 
     def _logp(self, hidden_CH: Tensor) -> Tensor:
-        """Log-probabilities of the student's vocabulary, in at least float32."""
         logits_CV = torch.nn.functional.linear(hidden_CH, self._head.weight, self._head.bias)
         logits_CV = logits_CV if self._after is None else self._after(logits_CV)
         logits_CV = logits_CV[:, : self.scoring.vocabulary]
@@ -115,7 +112,7 @@ class TeacherModel:
 def drawn_columns(
     trajectory: Trajectory, where: NDArray[np.integer[Any]]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The student's tokens at each place, generated and drawn (A, m), and the engine's log-probabilities."""
+    """The student's tokens at each place, generated and drawn (A, m), with log-probabilities."""
     columns, logp = trajectory.token_ids[where][:, None], trajectory.behaviour_logprob[where][:, None]
     if trajectory.drawn is not None:
         columns = np.concatenate([columns, trajectory.drawn.token_ids], axis=1)

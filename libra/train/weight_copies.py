@@ -1,18 +1,15 @@
-"""Weights that the optimizer updates in place of the model's own, and a moving average of the model's.
+"""Weights that the optimizer updates in place of the model's weights, and a moving average.
 
-`MasterWeights` are wider copies: an update below 1/512 of a bfloat16 weight rounds to nothing, and
-AdamW at a learning rate of 1e-6 makes only such. `LowRankWeights` are adapters: LoRA,
-arXiv:2106.09685, W = W0 + (alpha / rank) B A. The model always holds W, so that every engine serves
-it; only A and B have optimizer state and are reduced, whole on every replica. A checkpoint has the
-merged model, and in ``adapter/`` the adapters in peft's format.
+`MasterWeights` are wider copies: bfloat16 rounds away the small updates of AdamW at a learning rate
+of 1e-6. `LowRankWeights` are adapters (LoRA, arXiv:2106.09685): W = W0 + (alpha / rank) B A. The
+model always has W, so every engine serves it; only A and B have optimizer state and are reduced. A
+checkpoint has the merged model, and in ``adapter/`` the adapters in peft's format.
 
-Invariants
-----------
 1. After every `round_into_model` the model's parameter is its master copy, or W0 + (alpha / rank) B
    A, rounded to nearest once; other parameters of a model with adapters never change.
-2. Masters and adapters change by the optimizer, `load` and `take_from_model` only.
-3. A parameter's own gradient moves into its copy's, or into A's and B's, as soon as a
-   backward pass has made it: it is neither kept nor summed in the narrow format.
+2. Only the optimizer, `load` and `take_from_model` change masters and adapters.
+3. A parameter's gradient moves to its copy, or to A and B, during the backward pass: it is neither
+   kept nor summed in the narrow format.
 4. The same seed gives the same A on every replica; B is 0 at first, so version 0 is the model
    itself.
 """
@@ -37,7 +34,7 @@ from libra.train.replica_group import laid_out, local, part_of
 
 
 class MasterWeights:
-    """Copies of ``parameters`` in ``dtype``; the ``grad`` of ``tensors`` is the sum over backward passes."""
+    """Copies of ``parameters`` in ``dtype``; ``grad`` of ``tensors`` sums over backward passes."""
 
     def __init__(self, parameters: Mapping[str, Parameter], dtype: torch.dtype) -> None:
         self._parameters = dict(parameters)
@@ -59,7 +56,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Take saved copies; a parameter without one keeps the model's own weight."""
+        """Take saved copies; a parameter without a saved copy keeps the model's weight."""
         self.take_from_model()
         for name, tensor in saved.items():
             self.tensors[name].copy_(tensor)
@@ -81,10 +78,12 @@ LORA_A, LORA_B = "lora_A", "lora_B"
 
 
 class LowRankWeights:
-    """Adapters of a model, whose other parameters are frozen here; used as `MasterWeights` is.
+    """Adapters of a model whose other parameters are frozen here; an alternative to
+    `MasterWeights`.
 
-    ``targets`` are last parts of the names of linear layers, e.g. "q_proj"; empty: every linear layer but
-    the output head. ``tensors`` are ``NAME.lora_A`` (rank, in) and ``NAME.lora_B`` (out, rank).
+    ``targets`` are last parts of the names of linear layers, e.g. "q_proj"; empty: every linear
+    layer but the output head. ``tensors`` are ``NAME.lora_A`` (rank, in) and ``NAME.lora_B`` (out,
+    rank).
     """
 
     def __init__(
@@ -117,11 +116,11 @@ class LowRankWeights:
             local(weight).copy_(base.to(a.dtype) + self.scale * (part_of(b, weight) @ a))
 
     def take_from_model(self) -> None:
-        """Nothing: new weights of the model belong to adapters that `load` gets next."""
+        """Do nothing: the caller then loads the adapters of the new weights."""
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Take saved adapters of the same base; TrainError if one is missing."""
+        """Take saved adapters of the same base; TrainError if an adapter is missing."""
         if missing := sorted(self.tensors.keys() - saved.keys()):
             raise TrainError(
                 f"trainer.lora_rank: the checkpoint has no adapters {missing[:2]}; it is of a run without them"
@@ -151,7 +150,7 @@ def _moves_gradient_to_adapters(a: Parameter, b: Parameter, scale: float) -> Cal
     @torch.no_grad()
     def move(weight: Tensor) -> None:
         assert weight.grad is not None
-        gradient = local(weight.grad).to(a.dtype)  # of the rows that are here
+        gradient = local(weight.grad).to(a.dtype)  # of this replica's rows
         for adapter in (a, b):
             if adapter.grad is None:
                 adapter.grad = torch.zeros_like(adapter)
@@ -178,7 +177,7 @@ def adapter_config(adapters: LowRankWeights, base: str) -> str:
 
 
 def write_adapter(directory: Path, config: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write the new ``directory``: ``config`` and the adapters, by the names of `LowRankWeights.tensors`."""
+    """Create ``directory`` with ``config`` and the adapters, named as `LowRankWeights.tensors`."""
     directory.mkdir()
     (directory / "adapter_config.json").write_text(config, encoding="utf-8")
     renamed = {}
@@ -195,10 +194,11 @@ EWMA = "ewma"
 
 
 class MovingAverage:
-    """Exponentially weighted average of the weights, in at least float32. PPO-EWMA, arXiv:2110.00641.
+    """Exponentially weighted average of the weights, in at least float32. PPO-EWMA,
+    arXiv:2110.00641.
 
-    It starts as the given weights by name, in their local layout; ``decay`` is the share that is kept.
-    Differs from the paper: it moves once per batch, not once per optimizer step.
+    The average starts as the given weights (in their local layout); ``decay`` is the share that is
+    kept. Differs from the paper: the average moves once per batch, not once per optimizer step.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], decay: float) -> None:
@@ -215,12 +215,12 @@ class MovingAverage:
 
     @torch.no_grad()
     def move(self, tensors: Mapping[str, Tensor]) -> None:
-        """``decay`` x average + (1 - ``decay``) x ``tensors``."""
+        """Set the average to ``decay`` x average + (1 - ``decay``) x ``tensors``."""
         for name, average in self.tensors.items():
             local(average).lerp_(local(tensors[name]).to(local(average)), 1 - self.decay)
 
     def load(self, stored: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """Take the whole tensors of a checkpoint; without any, start again at its weights, ``tensors``."""
+        """Take the average of a checkpoint; without one, restart from its weights ``tensors``."""
         if any(f"{name}.{EWMA}" not in stored for name in self.tensors):
             logger.info("the checkpoint has no moving average of the weights; it begins at its weights")
             self.tensors = self._begin(tensors)

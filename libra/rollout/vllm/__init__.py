@@ -1,1 +1,1 @@
-"""vLLM as an engine of Libra: an AsyncLLM in processes of its own, and what runs inside them."""
+"""vLLM as an engine of Libra: an AsyncLLM in its own processes, and extensions for them."""

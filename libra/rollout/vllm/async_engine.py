@@ -2,17 +2,17 @@
 
 Callers are coroutines of any event loop; their requests run in the engine's loop, in one order.
 
-Invariants
 1. Every ``generate`` ends once: with its output, or with EngineError; a dead process fails all its
    requests.
-2. A dead process is replaced before the next request is served, with the weights it had.
+2. A dead process is replaced before the next request is served, with the same weights.
 3. Requests wait here, in order of priority and arrival, until one of ``slots`` is free. vLLM never
-   has more, so no started request is preempted, not even when an update makes vLLM compute it
+   has more requests, so no started request is preempted, even if an update makes vLLM compute it
    again.
 4. Between ``pause`` and ``resume``, and while weights are loaded, only probes take a step
    (`probe_scheduler`).
 5. A version is served completely or not at all: a file that does not fit is refused before anything
-   changes; if loading fails half way, the process is replaced by one with the previous weights.
+   changes; if loading fails half way, the process is replaced by a process with the previous
+   weights.
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one."""
+"""vLLM raises lower temperatures to this value."""
 
 
 class VLLMEngine:
-    """Continuous batching by vLLM, in a process of its own per engine (and one per tensor-parallel rank).
-
-    ``version`` is the number of the weights in ``model_dir``; ``options`` are fields of `VLLMSettings`.
-    """
+    """Continuous batching by vLLM, in one process per engine and tensor-parallel rank. ``version``
+    is the number of the weights in ``model_dir``; ``options`` are fields of `VLLMSettings`."""
 
     continues_turns = True
 
@@ -60,7 +58,7 @@ class VLLMEngine:
         self.version = version
         self.restarts = 0
         self._first_version = version
-        self._directory: Path | None = None  # of the version in use, None if it is model_dir's
+        self._directory: Path | None = None  # of the version in use; None for model_dir
         self._core: Core | None = None
         self._queue: RequestQueue[VLLMJob] = RequestQueue(self.settings.slots)
         self._tickets = itertools.count()
@@ -91,11 +89,10 @@ class VLLMEngine:
         return await self._loop.ask(self._generate(request))
 
     async def abort(self, trajectory_id: str) -> None:
-        """See RolloutEngine."""
         await self._loop.ask(self._abort(trajectory_id))
 
     def forget(self, trajectory_id: str) -> None:
-        """vLLM drops the KV of finished requests when others need the memory."""
+        """Do nothing: vLLM drops the KV of finished requests when others need the memory."""
         self._loop.check_open()
 
     async def pause(self) -> None:
@@ -107,7 +104,7 @@ class VLLMEngine:
         await self._loop.ask(self._resume())
 
     async def load_version(self, version: int, directory: Path) -> None:
-        """See RolloutEngine. With ``keep_kv`` running requests continue from the KV they have."""
+        """See RolloutEngine. With ``keep_kv`` running requests keep their KV."""
         await self._loop.ask(self._load(version, Path(directory)))
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -117,11 +114,9 @@ class VLLMEngine:
         return await self._loop.ask(self._probe("score", token_ids))
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """See RolloutEngine."""
         return await self._loop.ask(self._probe("project", seed))
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """See ReadsColumns."""
         return await self._loop.ask(self._probe("columns", wanted))
 
     def stats(self) -> EngineStats:
@@ -151,7 +146,7 @@ class VLLMEngine:
         return self._core.process_ids if self._core is not None else []
 
     async def close(self) -> None:
-        """Fail what is pending, end the process, and join the thread; may be called twice."""
+        """Fail pending requests, end the process, and join the thread; may be called twice."""
         await self._loop.close()
 
     def _check(self, request: TurnRequest) -> None:
@@ -190,7 +185,6 @@ class VLLMEngine:
             raise
 
     def _admit(self) -> None:
-        """Start the requests that have a slot, unless paused; replace a dead process."""
         core = self._core
         if self._queue.waiting and (core is None or core.dead):
             self._recover_soon()
@@ -234,7 +228,6 @@ class VLLMEngine:
             await self._end_job(job)
 
     async def _end_job(self, job: VLLMJob) -> None:
-        """End one job with the tokens it has, and wait until its place is free."""
         if self._queue.find(job.name) is not job:
             return
         if job.started_s is None:
@@ -277,7 +270,7 @@ class VLLMEngine:
             except EngineGone as error:
                 self._died(core, error)
                 raise
-            except EngineError as error:  # its modules may have weights of two versions
+            except EngineError as error:  # modules may have weights of two versions
                 self._died(core, error)
                 raise WeightsError(f"{path}: version {version} could not be loaded: {error}") from error
             finally:
@@ -327,7 +320,6 @@ class VLLMEngine:
         self._admit()
 
     async def _living(self) -> Core:
-        """The engine process, a new one if it died; the caller holds the lock."""
         if self._core is not None and self._core.dead:
             self._died(self._core, EngineGone("the vLLM engine process died"))
         if self._core is None:
@@ -373,11 +365,9 @@ class _Model:
 
 
 class EngineLoop:
-    """An event loop on a thread of its own, in which coroutines of other loops run.
-
-    Every coroutine given to `ask` ends: with its result, its error, or EngineError once the loop is
-    closed. ``at_end`` runs in the loop when it closes, before tasks are cancelled.
-    """
+    """An event loop on a thread of its own, in which coroutines of other loops run. Every coroutine
+    given to `ask` ends: with its result, its error, or EngineError once the loop is closed.
+    ``at_end`` runs in the loop when it closes, before tasks are cancelled."""
 
     def __init__(self, name: str, at_end: Callable[[], None]) -> None:
         self._name, self._at_end = name, at_end
@@ -436,7 +426,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         own = cast("asyncio.AbstractEventLoop", self._loop)
-        with asyncio.Runner(loop_factory=lambda: own) as runner:  # at its end it cancels all tasks
+        with asyncio.Runner(loop_factory=lambda: own) as runner:  # cancels all tasks at its end
             runner.run(self._serve())
 
     async def _serve(self) -> None:

@@ -1,4 +1,4 @@
-"""The setup of a vLLM engine: arguments, environment, KV memory. vLLM is imported inside functions."""
+"""The setup of a vLLM engine: arguments, environment, KV memory. Imports vLLM inside functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from libra.rollout.capacity import DTYPE_BYTES, GIB, kv_token_bytes, read_model_
 from libra.rollout.engine import EngineSettings
 
 PROBE = -1
-"""vLLM priority of a probe: before every request, and the only one that runs while the engine is paused."""
+"""vLLM priority of a probe: before every request, and served while the engine is paused."""
 CPU_BATCHED_TOKENS = 4096
-"""Maximum context tokens that one step of an engine on a CPU computes; at least one whole context."""
+"""Most context tokens of one step on a CPU; at least one whole context."""
 CPU_BLOCK_TOKENS = 32
-"""Tokens per KV block on a CPU, a multiple of 32 for its kernels. vLLM's own choice, 128, would reuse no shorter context."""
+"""Tokens per KV block on a CPU, a multiple of 32; vLLM's 128 reuses less."""
 GENERATED = "libra_generated"
 """Name, among vLLM's ``extra_args`` of a request, of `libra.types.TurnRequest.generated`."""
 OURS = frozenset({
@@ -28,19 +28,16 @@ OURS = frozenset({
 })  # fmt: skip
 """Arguments of vLLM that Libra sets itself."""
 PARENT = "LIBRA_ENGINE_PARENT"
-"""Environment variable with the id of the process that starts an engine, whose end ends the engine."""
+"""Environment variable: id of the process that starts an engine; when it ends, the engine ends."""
 BIND, DEVICES = "VLLM_CPU_OMP_THREADS_BIND", "CUDA_VISIBLE_DEVICES"
 """Environment variables with the cores and the GPUs that an engine may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings(EngineSettings):
-    """Settings of a `VLLMEngine`.
-
-    ``threads`` and ``kv_cache_gib`` are per rank. By default the ranks divide the cores of this
-    process, and the KV cache has room for all slots at full length (CPU) or what
-    ``gpu_memory_utilization`` leaves (GPU).
-    """
+    """Settings of a `VLLMEngine`. ``threads`` and ``kv_cache_gib`` are per rank. By default the
+    ranks divide the cores of this process, and the KV cache has room for all slots at full length
+    (CPU) or what ``gpu_memory_utilization`` leaves (GPU)."""
 
     tp: int = 1  # tensor-parallel degree: one process and one GPU, or ``threads`` cores, per rank
     keep_kv: bool = False  # whether an update in flight keeps the KV that older weights computed
@@ -57,21 +54,21 @@ class VLLMSettings(EngineSettings):
 
 
 def kv_bytes(config: Mapping[str, Any], settings: VLLMSettings) -> int:
-    """KV cache of one rank with room for every slot and one probe at full length, so nothing is preempted."""
+    """KV cache of one rank with room for every slot and one probe at full length."""
     per_token = kv_token_bytes(config, settings.dtype, settings.tp) // settings.tp
     blocks = (settings.slots + 1) * (math.ceil((settings.max_context_tokens + 1) / CPU_BLOCK_TOKENS) + 1) + 2
     return per_token * blocks * CPU_BLOCK_TOKENS
 
 
 def max_model_tokens(config: Mapping[str, Any], settings: VLLMSettings) -> int:
-    """vLLM's ``max_model_len``: one above the longest context, for scoring it, if the model allows that."""
+    """vLLM's ``max_model_len``: the longest context and one more token for scoring, if possible."""
     limit = config.get("max_position_embeddings")
     wanted = settings.max_context_tokens + 1
     return settings.max_context_tokens if limit is not None and wanted > int(limit) else wanted
 
 
 def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
-    """``AsyncEngineArgs`` of an engine; ModelError if a KV connector or drafts would give wrong tokens."""
+    """``AsyncEngineArgs`` of an engine; ModelError if an argument would give wrong tokens."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     config = read_model_config(settings.model_dir)
@@ -124,7 +121,6 @@ def engine_args(settings: VLLMSettings, *, on_cpu: bool) -> Any:
 
 
 def _kv_transfer(given: Mapping[str, Any]) -> Any:
-    """ModelError unless the connector can drop the KV of older weights."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -142,10 +138,8 @@ def _kv_transfer(given: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def environment(settings: VLLMSettings, *, on_cpu: bool) -> Iterator[None]:
-    """The environment in which an engine process starts; afterwards this process's is restored.
-
-    By default threads are not bound to cores, which two engines of one machine would share.
-    """
+    """Within this context, the environment for the start of an engine process. By default threads
+    are not bound to cores, which two engines of one machine would share."""
     before = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = settings.threads or max(1, cores // settings.tp)

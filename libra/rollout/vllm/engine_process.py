@@ -1,11 +1,10 @@
-"""One vLLM engine process, from start to end, driven from one event loop: requests, weights, probes.
+"""One vLLM engine process, driven from one event loop: requests, weights, probes.
 
-`VLLMEngine` creates another `Core` when one has died. Errors of vLLM become EngineError.
+`VLLMEngine` creates another `Core` if a process dies. Errors of vLLM become EngineError.
 
-Invariants
-1. A token's version is the label that the engine process gave the step that drew it.
-2. After `load` no later request reads KV of older weights: it is dropped, or, with ``keep_kv``,
-   filed under the version that the request started with.
+1. A token's version is the label that the engine process gave the step that drew the token.
+2. After `load` no later request reads KV of older weights: the KV is dropped, or, with ``keep_kv``,
+   filed under the version that its request started with.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from libra.types import StopReason, TurnOutput
 logger = logging.getLogger(__name__)
 
 _BUILDING = threading.Lock()
-"""Held while an engine is built, with its environment in the whole process."""
+"""Held while an engine is built, because its environment is the whole process's."""
 _WARM_UP_TOKENS = 4
 PROBE_ID = "probe-"
 """Prefix of the name of a probe's request."""
 SHUTDOWN_S = 5.0
-"""Seconds that a process with a GPU may take to end before it is killed. On a CPU it is killed at once: it has nothing to save."""
+"""Seconds until a process with a GPU is killed; on a CPU, which has nothing to save, 0."""
 
 
 @dataclass(slots=True)
 class VLLMJob(QueuedJob):
     """A request of a vLLM engine."""
 
-    version: int = 0  # of the weights when it started
-    handle: str = ""  # vLLM's name for it
-    answer: Any = None  # the future that its caller awaits
-    task: Any = None  # serves it
+    version: int = 0  # of the weights when the request started
+    handle: str = ""  # vLLM's name of the request
+    answer: Any = None  # the future that the caller awaits
+    task: Any = None  # serves the request
 
 
 class EngineGone(EngineError):
@@ -59,7 +58,7 @@ class EngineGone(EngineError):
 
 
 class Core:
-    """A running engine process and its client. Made by `Core.start`."""
+    """A running engine process and its client, made by `Core.start`."""
 
     def __init__(self, llm: Any, settings: VLLMSettings, meter: PassMeter | None = None) -> None:
         self.llm, self.settings, self.passes = llm, settings, PassWatch(meter or PassMeter())
@@ -69,7 +68,7 @@ class Core:
 
     @classmethod
     async def start(cls, settings: VLLMSettings, version: int, meter: PassMeter | None = None) -> Core:
-        """Start the process, load the model, and warm it up; takes 20 s or more and blocks this event loop."""
+        """Start the process, load the model and warm up; blocks this loop for 20 s or more."""
         check_vllm()
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -169,8 +168,7 @@ class Core:
             await self.llm.resume_generation()
 
     async def load(self, version: int, path: Path, tied_to: str | None) -> None:
-        """Load a weights file, drop KV unless `VLLMSettings.keep_kv`, and label later steps. The engine is
-        paused."""
+        """Load weights into the paused engine, drop KV unless ``keep_kv``, label later steps."""
         with _errors(f"loading {path}"):
             await self.llm.collective_rpc("libra_load", args=(str(path), tied_to))
             if not self.settings.keep_kv and not await self.llm.reset_prefix_cache(True, True):  # a connector's, too
@@ -180,7 +178,7 @@ class Core:
     # -- probes ------------------------------------------------------------------------------------------------------
 
     async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """See RolloutEngine; without any KV of others, also while paused."""
+        """See RolloutEngine; without cached KV, also while paused."""
         with _errors("score"):
             final = await self._generate([int(token) for token in token_ids], 1, prompt_logprobs=0)
         found = np.asarray(final.prompt_logprobs.logprobs, np.float32)
@@ -188,7 +186,7 @@ class Core:
         return found
 
     async def project(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """See RolloutEngine; as all ranks together compute them."""
+        """See RolloutEngine; as all ranks together compute the layers."""
         found = {}
         for name, (rows, inputs) in (await self._outputs(seed, None)).items():
             generator, table = generator_of(seed, name), is_embedding(name)
@@ -197,7 +195,6 @@ class Core:
         return found
 
     async def columns(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, NDArray[np.float32]]:
-        """See ReadsColumns."""
         found = await self._outputs(None, {name: [int(i) for i in places] for name, places in wanted.items()})
         unknown = sorted(set(wanted) - set(found))
         if unknown:
@@ -207,7 +204,6 @@ class Core:
     async def _outputs(
         self, seed: int | None, wanted: Mapping[str, Sequence[int]] | None
     ) -> dict[str, tuple[NDArray[np.float64], int]]:
-        """Whole outputs (N, outputs) float64 and number of inputs of each layer, summed over ranks."""
         with _errors("project"):
             ranks = await self.llm.collective_rpc("libra_outputs", args=(seed, wanted))
         found: dict[str, tuple[NDArray[np.float64], int]] = {}
@@ -221,7 +217,6 @@ class Core:
         return found
 
     async def _generate(self, ids: list[int], new: int, **sampling: Any) -> Any:
-        """A probe: before all requests, greedy by default, and not counted."""
         self._probes += 1
         steps, tokens = self.steps, self.generated_tokens
         final = None
@@ -253,7 +248,7 @@ class Core:
         return [process.pid for process in manager.processes] if manager is not None else []
 
     def stop(self) -> None:
-        """End the process, and remove what it shared with its ranks; also after it died."""
+        """End the process, and remove memory shared with its ranks; also after it died."""
         memory = set[Path]()
         with contextlib.suppress(Exception):  # a dead engine may raise anything
             memory = _shared_memory(self.process_ids)
@@ -263,7 +258,6 @@ class Core:
             file.unlink(missing_ok=True)
 
     def _count_steps(self) -> None:
-        """From the process's messages: vLLM's own statistics have a cost per token."""
         client = self.llm.engine_core
         receive = client.get_output_async
 
@@ -279,23 +273,20 @@ class Core:
 
 
 def _shared_memory(process_ids: Iterable[int]) -> set[Path]:
-    """Files in ``/dev/shm`` that only these processes and their descendants have mapped; they outlive a kill."""
     import psutil  # vLLM needs it, too
 
     own, found = {each.path for each in psutil.Process().memory_maps()}, set[Path]()
     for process in map(psutil.Process, process_ids):
         for each in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # it has ended
+            with contextlib.suppress(psutil.Error):  # the process has ended
                 found |= {Path(mapped.path) for mapped in each.memory_maps() if mapped.path not in own}
     return {file for file in found if str(file).startswith(("/dev/shm/psm_", "/dev/shm/vllm_dist_"))}
 
 
 class PassWatch:
-    """Seconds of passes, from the time stamps of an engine process's messages after each.
-
-    While it has requests, the time between two messages is one pass with its scheduling and sampling. A
-    pass after idle time or a pause, and one with a probe, does not count.
-    """
+    """Seconds of passes, from the time stamps of an engine process's messages. While the process
+    has requests, the time between two messages is one pass. A pass after idle time or a pause, or
+    with a probe, does not count."""
 
     def __init__(self, meter: PassMeter) -> None:
         self.meter = meter
@@ -303,11 +294,11 @@ class PassWatch:
         self._last_s: float | None = None
 
     def stood(self) -> None:
-        """The engine was paused or idle: the time until the next message is not a pass."""
+        """Note a pause or idle time: the time until the next message is not a pass."""
         self._last_s = None
 
     def saw(self, outputs: Any) -> None:
-        """The process sent the outputs of a pass (``EngineCoreOutputs`` of vLLM)."""
+        """Count the outputs of a pass (``EngineCoreOutputs`` of vLLM)."""
         prefilled, context, probed = 0, 0, False
         for each in outputs.outputs:
             name, stats = each.request_id, each.prefill_stats
@@ -328,7 +319,6 @@ class PassWatch:
 
 
 def _sampling(**given: Any) -> Any:
-    """Token ids in and out, one output at the end, and no stop tokens but the request's."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     fixed = {"ignore_eos": True, "detokenize": False, "flat_logprobs": True, "skip_clone": True}
@@ -337,7 +327,6 @@ def _sampling(**given: Any) -> Any:
 
 @contextlib.contextmanager
 def _errors(what: str) -> Iterator[None]:
-    """Turn vLLM's errors into EngineError; EngineGone if the process has died."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:

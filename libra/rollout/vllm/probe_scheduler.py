@@ -3,7 +3,6 @@
 vLLM's engine process imports it (``scheduler_cls``). The version check's probes run between the
 loading of weights and the first token drawn from them.
 
-Invariants
 1. While paused, a step schedules requests of priority `PROBE` only; every other request keeps its
    place, its KV and its state.
 2. When not paused, it behaves as vLLM's scheduler.
@@ -68,11 +67,10 @@ class ProbeScheduler(_Probing, Scheduler):
 
 
 class AsyncProbeScheduler(_Probing, AsyncScheduler):
-    """For engines that schedule a step while the one before it runs, as on a GPU."""
+    """For engines that schedule a step while the previous step runs, as on a GPU."""
 
 
 def _die_with_parent() -> None:
-    """Make the kernel end this process when the thread that started it ends (Linux only)."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -1,13 +1,12 @@
 """Libra's methods in vLLM's worker processes: loading a version, and outputs of layers as used.
 
-vLLM mixes `LibraWorker` into its worker class (``worker_extension_cls``) and calls it by name on
-every rank.
+vLLM mixes `LibraWorker` into its worker class (``worker_extension_cls``) and calls it on every
+rank.
 
-Invariants
 1. After `LibraWorker.libra_load` every module computes with the file's weights; packed copies are
-   packed again, which vLLM 0.32 on a CPU leaves out for an output head tied to the embedding.
-2. `LibraWorker.libra_outputs` goes through the modules' own ``apply``, and never reads a matrix from
-   a parameter.
+   packed again, which vLLM 0.32 on a CPU omits for an output head tied to the embedding.
+2. `LibraWorker.libra_outputs` goes through the modules' own ``apply``, and never reads a matrix
+   from a parameter.
 3. The parts that all ranks return add up to the output of the whole layer.
 """
 
@@ -28,11 +27,9 @@ from libra.rollout.weight_loading import HEAD
 
 
 class Part(NamedTuple):
-    """Rows of a layer's output that one rank computed; msgpack-able.
-
-    ``data`` is float32 (num_rows, num_here) as bytes: entries ``offset`` onwards of outputs with
-    ``whole`` entries. ``inputs`` is the layer's total number of inputs, or of rows for an embedding.
-    """
+    """Rows of a layer's output that one rank computed; msgpack-able. ``data`` is float32 (num_rows,
+    num_here) as bytes: entries ``offset`` onwards of outputs with ``whole`` entries. ``inputs`` is
+    the layer's total number of inputs, or of rows for an embedding."""
 
     num_rows: int
     num_here: int
@@ -46,17 +43,15 @@ class LibraWorker:
     """Methods that ``AsyncLLM.collective_rpc`` can call; ``self`` is vLLM's worker."""
 
     def libra_load(self, path: str, tied_to: str | None) -> None:
-        """Load a safetensors file in place; ``tied_to`` is the embedding that the head shares weights with."""
+        """Load a safetensors file in place; ``tied_to`` is the embedding tied to the head."""
         worker: Any = self
         worker.reload_weights(weights_iterator=_tensors(Path(path), tied_to), is_checkpoint_format=True)
         with torch.no_grad():
             _pack_embeddings_again(worker.model_runner.get_model())
 
     def libra_continue_turns(self) -> None:
-        """Let a request that continues a turn skip the random numbers of its earlier tokens.
-
-        vLLM's model runner V1 draws from a generator per request; runner V2 by seed and position.
-        """
+        """Let a request that continues a turn skip the random numbers of its earlier tokens. vLLM's
+        model runner V1 draws from a generator per request; runner V2 by seed and position."""
         worker: Any = self
         runner = worker.model_runner
         if not hasattr(runner, "requests"):
@@ -77,8 +72,8 @@ class LibraWorker:
     def libra_outputs(self, seed: int | None, wanted: Mapping[str, Sequence[int]] | None) -> dict[str, Part]:
         """This rank's parts of the outputs of layers, by the Hugging Face name of their weight.
 
-        With ``seed`` for the inputs of `libra.projections`, every layer. Else for one-hot inputs: the
-        ``wanted`` columns of each matrix, rows of an embedding, and norms and biases whole.
+        With ``seed``, every layer, for the inputs of `libra.projections`. Else the ``wanted``
+        columns of each matrix (one-hot inputs) or rows of an embedding, and norms and biases whole.
         """
         worker: Any = self
         with torch.no_grad():
@@ -86,10 +81,8 @@ class LibraWorker:
 
 
 def skip_draws(generator: torch.Generator, tokens: int, runner: Any) -> None:
-    """Draw the numbers of ``tokens`` sampled tokens from a request's generator in vLLM's model runner V1.
-
-    One number per token for the CPU's kernel, else an exponential number per entry of the vocabulary.
-    """
+    """Draw the numbers of ``tokens`` sampled tokens from a request's generator (runner V1): one
+    number per token for the CPU's kernel, else an exponential number per vocabulary entry."""
     sampler, vocab = runner.sampler.topk_topp_sampler, runner.input_batch.vocab_size
     fp64 = bool(getattr(sampler, "use_fp64_gumbel", False))
     if sampler.forward.__name__ == "forward_cpu" and not fp64:
@@ -106,7 +99,6 @@ def skip_draws(generator: torch.Generator, tokens: int, runner: Any) -> None:
 
 
 def _tensors(path: Path, tied_to: str | None) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the file in its order, a tied head under the embedding's name."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -143,7 +135,7 @@ def _outputs(model: Any, seed: int | None, wanted: Mapping[str, Sequence[int]]) 
                 yield name, _part(y, start, module.org_vocab_size, module.embedding_dim)
         elif isinstance(module, VocabParallelEmbedding):
             ids = _ids(name, seed, wanted, module.org_vocab_size)
-            if ids is not None:  # the module gathers over all ranks itself, so only one of them returns the result
+            if ids is not None:  # the module gathers over all ranks, so only one rank returns the result
                 y = module(ids.to(module.weight.device)).float().cpu()
                 yield name, _part(y if module.tp_rank == 0 else y * 0, 0, y.shape[1], module.org_vocab_size)
         elif isinstance(module, LinearBase):
@@ -176,7 +168,7 @@ def _linear(
 
 
 def _shares(module: Any) -> list[tuple[int, int, int, bool]]:
-    """Of each layer: outputs here, the first of them in the whole, all, and whether this rank answers."""
+    """For each layer: outputs here, their offset, all outputs, whether this rank answers."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
     rank, ranks = module.tp_rank, module.tp_size
@@ -210,7 +202,6 @@ def _ids(name: str, seed: int | None, wanted: Mapping[str, Sequence[int]], rows:
 
 
 def _apply(module: Any, x: Tensor) -> Tensor:
-    """(N, outputs here) float32, by the matrix as in serving, without bias."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     given = x.to(device=device, dtype=module.params_dtype).contiguous()
     result: Tensor = module.quant_method.apply(module, given, None).float().cpu()
