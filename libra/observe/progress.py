@@ -157,10 +157,20 @@ class RunProgress:
                 console=self._console, get_renderable=self._render, auto_refresh=self._refreshes_per_s > 0,
                 refresh_per_second=self._refreshes_per_s or 1, vertical_overflow="crop",
             )  # fmt: skip
-            self._exits.callback(self._live.stop)
-            self._live.start(refresh=True)
-            self._move_log_handlers(streams)
+            self._exits.callback(self._stop_live, self._live)
+            try:
+                self._live.start(refresh=True)
+                self._move_log_handlers(streams)
+            except BaseException:  # Ctrl-C: the terminal is given back
+                self._exits.close()
+                raise
         return self
+
+    def _stop_live(self, live: Live) -> None:
+        try:
+            live.stop()
+        except IndexError:  # Ctrl-C came before rich had put on its hook, which it now takes off
+            self._console.show_cursor(True)
 
     def __exit__(self, *_: object) -> None:
         if self._unprinted is not None:
