@@ -134,6 +134,7 @@ class EventLog(LineLog):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
+        self.path.with_name(f".{self.path.name}.tmp").unlink(missing_ok=True)  # left by a writer that was killed
         self._compressing = _compressing(self.path)
 
     def write(self, line: Line) -> None:
@@ -173,7 +174,6 @@ class EventLog(LineLog):
             with self.path.open("rb") as file:
                 last = first - 1 + sum(1 for _ in file)
             plain = directory / f"{first:09d}-{last:09d}.jsonl"
-            empty.unlink(missing_ok=True)  # left by a writer that was killed
             descriptor = self._open(empty)
             self.path.rename(plain)
             empty.rename(self.path)
