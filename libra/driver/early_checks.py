@@ -51,10 +51,10 @@ def no_scheduler(address: str, error: Exception) -> ClusterError:
 def _check_listening(address: str) -> None:
     """ClusterError if nothing listens at a ``tcp://`` or ``tls://`` address; other forms are left to Dask."""
     found = re.fullmatch(r"(?:tcp|tls)://\[?([^/]+?)\]?:(\d+)", address if "://" in address else f"tcp://{address}")
-    if found is not None:
+    if found is not None and int(found[2]) < 2**16:
         try:
             socket.create_connection((found[1], int(found[2])), timeout=CONNECT_S).close()
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             raise no_scheduler(address, error) from error
 
 
