@@ -47,7 +47,7 @@ FAULTS = (
           "self._committed.get((iteration, group), None)\n            if"),
     Fault("record_checksum_skipped", "store/record_codec.py", ("store/test_record.py",),
           "if len(body) != length or zlib.crc32(body) != crc:", "if len(body) != length:"),
-    Fault("normaliser_per_micro_batch", "train/slice_gradient.py", ("train/test_replica.py", "train/test_aggregation.py"),
+    Fault("normaliser_per_micro_batch", "train/slice_gradient.py", ("train/test_replica.py", "train/test_losses.py"),
           "self.objective.aggregation.weighted_sum(loss_N, batch.sequences)",
           "self.objective.aggregation(loss_N, batch.sequences)"),
     Fault("slot_of_an_ended_one_never_freed", "policy/dispatcher.py", ("policy/test_dispatcher.py",),
