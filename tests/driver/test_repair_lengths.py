@@ -6,7 +6,7 @@ from repair_lengths import makespans_s, rewritten, run, settings, skills
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 
-def test_skill_grows_and_tool_returns_reorder_what_waits(tmp_path):
+def test_forecasts_have_skill_and_tool_returns_reorder_what_waits(tmp_path):
     directory = run(settings(tmp_path, "cmlfq", [0.005], 5))
     skill = skills(directory)
     assert max(skill) > 0.01  # one run: 0.02 to 0.05, and up to 0.3
